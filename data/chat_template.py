@@ -44,7 +44,8 @@ MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
 
 def parse_messages(value, name):
     """Return [(role, text), ...] of a list of {"role", "content"}, or of ShareGPT's {"from",
-    "value"}; `name`: the field. Raises ValueError."""
+    "value"}; role: system, user or assistant. name: the field with the list, for error messages.
+    Raises ValueError for any other value."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -57,7 +58,8 @@ def parse_messages(value, name):
 
 
 def parse_content(content):
-    """Return the text of a message's content: a string, or OpenAI's list of parts."""
+    """Return the text of a message's content: a string, or OpenAI's list of {"text": string} parts,
+    which are joined. Raises ValueError for any other value."""
     if isinstance(content, list) and all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
@@ -70,13 +72,14 @@ def parse_content(content):
 # templates
 
 class ChatTemplate:
-    """A chat format: converts messages to token ids and the mask of learned tokens, rendered as
-    `transformers` renders it.
+    """A chat format: converts messages, [(role, text), ...], to token ids (prompt_ids, fit_prompt)
+    and training data (sequences). Renders as `apply_chat_template` of `transformers`.
 
-    Attributes: `jinja`, the text of the template, as `apply_chat_template` of `transformers` reads
-    it; `ends`, the ids after an answer according to the spec (empty: the tokenizer's end of text);
+    spec: a dict, {"system", "user", "assistant": text with one {}} or {"jinja": text, "ends":
+    [ids], "bos_token": text, ...}. DataError if it is invalid. Attributes: spec; jinja, the text of
+    the template; ends, the ids after an answer (empty: the tokenizer's end of text);
     special_tokens, {"bos_token": text, ...}; implicit_start, the text of the first token, if
-    inference programs add it by themselves.
+    inference programs add it.
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -93,9 +96,10 @@ class ChatTemplate:
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
-        """Return the text of a conversation, up to the start of the next answer if `add_prompt`.
-        variables: {name: text, number or bool} of the template, e.g. enable_thinking. With a
-        tokenizer, the texts of its special tokens are marked in messages and variables."""
+        """Return the text of messages [(role, text), ...], up to the start of the next answer if
+        `add_prompt`. tokenizer: encloses its special tokens in messages and variables in marks, see
+        encode_marked. variables: {name: text, number or bool} for the template, e.g.
+        enable_thinking. Raises DataError."""
         pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
 
         def mark(text):
@@ -110,8 +114,9 @@ class ChatTemplate:
                                                add_generation_prompt=add_prompt))
 
     def encode(self, messages, add_prompt, tokenizer, variables=None):
-        """Return (text, ids) of a conversation. Raises DataError if the template makes special
-        tokens of its texts, e.g. by deleting a word between the two halves of one."""
+        """Return (text with marks, list of ids) of messages [(role, text), ...]; arguments as of
+        `render`. Raises DataError if the template fails, or makes special tokens of the messages'
+        texts, e.g. by deleting a word between the two halves of one."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
@@ -125,14 +130,15 @@ class ChatTemplate:
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None):
-        """Return the list of ids of a conversation up to the start of the next answer. variables:
-        see `render`."""
+        """Return the list of ids of messages [(role, text), ...] and of the start of the next
+        answer. variables: {name: text, number or bool} for the template. Raises DataError."""
         return self.encode(messages, True, tokenizer, variables)[1]
 
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
-        """Return (prompt_ids, number of messages left out). The prompt has the system messages at
-        the start, and the latest messages, from one of the user on, that fit into `max_tokens`; at
-        least the last question, even if it does not fit."""
+        """Return (list of ids, number of messages left out): the longest prompt of at most
+        `max_tokens` tokens. It has the system messages at the start and the latest messages,
+        beginning with one of the user. The last question is kept even if it does not fit. messages:
+        [(role, text), ...]. variables: {name: value} for the template. Raises DataError."""
         n_system = next((i for i, (role, _) in enumerate(messages) if role != "system"), 0)
         starts = [n_system, *(i for i, (role, _) in enumerate(messages)
                               if role == "user" and i > n_system)]
@@ -145,10 +151,11 @@ class ChatTemplate:
         return prompt(start), start - n_system
 
     def sequences(self, messages, tokenizer):
-        """Return [(ids (n,) uint32, mask (n,) uint8)] of a conversation. The mask is 1 for tokens
-        to learn: each answer and the end token. One sequence, or several for templates that write
-        earlier answers differently once a message follows. Messages after the last answer are left
-        out. Raises DataError for a conversation that the template cannot represent."""
+        """Return [(ids (n,) uint32, mask (n,) uint8)] of messages [(role, text), ...]. The mask is
+        1 for tokens to learn: each answer and the end token. One sequence, or several for templates
+        that write earlier answers differently once a message follows; [] without an answer.
+        Messages after the last answer are left out. Raises DataError for a conversation that the
+        template cannot represent."""
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
         # prompt do not continue the previous sequence, and a new one begins.
@@ -168,8 +175,9 @@ class ChatTemplate:
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
 
     def encode_answer(self, messages, tokenizer):
-        """Return (prompt ids, ids of the last message, number of these to learn). Raises DataError
-        if the answer cannot be located in the rendered text."""
+        """Return (ids of the prompt, ids of the answer, number of the latter to learn: up to the
+        end token) of messages [(role, text), ...], of which the last is the answer. Raises
+        DataError if the answer cannot be located in the rendered text."""
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
@@ -191,7 +199,8 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the ids that end an answer."""
+        """Return the sorted ids that end an answer: `ends` or the tokenizer's end of text, and the
+        special token that the template writes after an answer."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
@@ -206,17 +215,18 @@ class ChatTemplate:
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        """Return a template whose spec lists all ids that end an answer with this tokenizer, as
-        training data need it; the built-in template unchanged."""
+        """Return a ChatTemplate whose `ends` are all ids that end an answer with this tokenizer, as
+        training data need it; the built-in template is returned unchanged."""
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
 
 
 def builtin_jinja(spec):
-    """Return the Jinja text of a spec with a text around {} per role. It needs no special tokens
-    but the end of text. Message texts are stripped. A line that looks like the header of a message
-    is escaped with a backslash, so that a message cannot imitate a different role."""
+    """Return the Jinja text of a spec {"system", "user", "assistant": text with one {}}. It needs
+    no special tokens but the end of text, which follows an answer. Message texts are stripped. A
+    line that looks like the header of a message is escaped with a backslash, so that a message
+    cannot imitate a different role. Raises DataError for other dicts."""
     if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
         raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
                         f"{', '.join(DEFAULT_SPEC)}")
@@ -238,8 +248,9 @@ def builtin_jinja(spec):
 
 
 def open_chat_format(source):
-    """Return (tokenizer, block_size, ChatTemplate) of a source of `open_tokenizer`. block_size is
-    set for a checkpoint, the template for a chat model; otherwise `None`."""
+    """Return (tokenizer, block_size, ChatTemplate) of a checkpoint (.pt), hf:OWNER/NAME or another
+    name for `open_tokenizer`, e.g. gpt2. block_size is `None` without a checkpoint, ChatTemplate if
+    it is no chat model. Raises DataError."""
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
@@ -256,33 +267,37 @@ def open_chat_format(source):
 
 @functools.lru_cache(16)
 def match_any(texts):
-    """Return a pattern that matches any of a tuple of texts, the longest first."""
+    """Return a compiled pattern that matches any of a tuple of literal texts, the longest first; of
+    an empty tuple, one that matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def count_special(ids, tokenizer):
-    """Return {id: number of times} of the special tokens in `ids`."""
+    """Return a Counter {id: number of times} of the tokenizer's special tokens in the list `ids`.
+    """
     special = {*tokenizer.special.values()}
     return Counter(i for i in ids if i in special)
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
-    """Return {id: number} of the special tokens that `template` itself makes when it renders
-    `messages`, a tuple of (role, content) whose texts contain none. variables: JSON, as a cache
-    key."""
+    """Return a Counter {id: number of times} of the special tokens that `template` writes by itself
+    around `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
+    template, as JSON: a cache key."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
-    """Return `text` without white space, marks and backslashes, which templates may change."""
+    """Return `text` without white space, backslashes and the marks of special tokens, which
+    templates may change: to compare a message with its rendered text."""
     return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):
-    """Return the ids of a rendered text. Special tokens are encoded as such, except within marks,
-    which enclose parts of messages."""
+    """Return the list of ids of a text of ChatTemplate.render. Special tokens are encoded as such,
+    but within marks, which enclose parts of messages, as ordinary text. DataError for an unknown
+    id."""
     @functools.cache  # a text can repeat the same special token many times
     def encode_part(part, encode):
         # Encode after a newline: some tokenizers add a space before the first word of a text.

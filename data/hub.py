@@ -27,7 +27,8 @@ MAX_JSON_SECONDS = 600
 
 
 def model_name(path):
-    """Return the name of a model for people: OWNER/NAME of the hub, or the folder's."""
+    """Return the name of a model to show: OWNER/NAME for hf:OWNER/NAME, the name of a folder, or
+    that of the folder of a file."""
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -35,8 +36,9 @@ def model_name(path):
 
 
 def local_folder(name, weights=True):
-    """Return the path `name`; for hf:OWNER/NAME, the cached folder of that model, downloaded if
-    necessary (without `weights`: configuration and tokenizer only). Raises DataError."""
+    """Return the path `name` with ~ expanded; for hf:OWNER/NAME, the cached folder of that model on
+    the hub, downloaded if necessary (without `weights`: configuration and tokenizer only). Raises
+    DataError if it cannot be downloaded or has no config.json; other paths need not exist."""
     if not name.startswith("hf:"):
         return os.path.expanduser(name)
     if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -58,8 +60,10 @@ def local_folder(name, weights=True):
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
-    """Return the path that a download function of huggingface_hub returns. Raises DataError for
-    `name`, also if a file has more than max_bytes, or all files take more than max_seconds."""
+    """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path that it
+    returns. function: a name, e.g. "snapshot_download". name: for error messages. Raises DataError
+    if it fails, a file has more than max_bytes, or it takes more than max_seconds; SetupError
+    without the package."""
     require("huggingface_hub", name)
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     if not re.match(TRUSTED_URL, endpoint):
@@ -82,8 +86,8 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 
 def run_download(function, max_bytes, arguments):
-    """Print the path that a download function of huggingface_hub returns, or an error; end this
-    process."""
+    """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
+    that it returns, or the error, and then exit with code 1. Files are limited to max_bytes."""
     import huggingface_hub
     with contextlib.suppress(ImportError):  # Windows
         import resource

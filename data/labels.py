@@ -39,7 +39,7 @@ class LabelledText(NamedTuple):
 
 @dataclass
 class Fields:
-    """Options: names of the fields of a record."""
+    """Names of the fields of a record, as options of a command; the class has the default names."""
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
     evidence: str = key("evidence", "field with the words that support the label", metavar="NAME")
@@ -52,7 +52,8 @@ class Fields:
 # records
 
 def parse_labelled_text(record, fields):
-    """Return the LabelledText of a record. Raises ValueError for an invalid record."""
+    """Return a LabelledText of a record, a dict. fields: Fields, the names of its fields. Raises
+    ValueError for a missing or invalid text, label, group or evidence."""
     if fields.text not in record:
         raise ValueError(f"no field {fields.text!r}; its fields are "
                          f"{', '.join(map(str, record))}: choose one with --text")
@@ -71,8 +72,8 @@ def parse_labelled_text(record, fields):
 
 
 def normalize_label(text):
-    """Return the name of a class, the same for all formats of files: without surrounding spaces,
-    integers without .0, true and false as in JSON."""
+    """Return the name of a class, equal for all file formats, from the text of a label: without
+    surrounding spaces, integers without .0, true and false as in JSON."""
     text = text.strip()
     if re.fullmatch(r"-?\d+\.0+", text):
         return text[:text.index(".")]
@@ -80,8 +81,10 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end) of the evidence in characters, (`None`, `None`) for a record without
-    evidence. Of words that occur several times, the first occurrence as whole words is used."""
+    """Return (start, end) of the evidence of `record`, a dict, in characters of `text`, or (`None`,
+    `None`) without evidence. fields: Fields. Offsets precede words; of words that occur several
+    times, the first occurrence as whole words is used. Raises ValueError if it is not in the text.
+    """
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     if all(n not in (None, "") for n in offsets):
         try:
@@ -103,8 +106,9 @@ def locate_evidence(text, record, fields):
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
-    """Return the LabelledTexts of all sources, see parse_records. Raises DataError with all
-    invalid records."""
+    """Return the list of LabelledTexts of `sources`: names of files or data sets, or iterables of
+    (location, record). fields: names of the fields. skip_bad: leave out invalid records, with a
+    printed line. Otherwise DataError lists them. Raises DataError if there are no rows."""
     rows = list(parse_records(sources, lambda record: parse_labelled_text(record, fields),
                               skip_bad=skip_bad))
     if not rows:
@@ -113,7 +117,8 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=False):
 
 
 def warn_if_few(counts):
-    """Print a warning about parts of the data {name: rows} with fewer than FEW_ROWS rows."""
+    """Print a warning about parts of the data with fewer than FEW_ROWS (30) rows. counts: {name of
+    a split or class: number of rows}."""
     if few := [f"{name} has {n}" for name, n in counts.items() if n < FEW_ROWS]:
         echo(f"warning: fewer than {FEW_ROWS} rows ({', '.join(few)}): metrics of so few vary by "
              "10 points and more from one choice of rows to another")
@@ -123,8 +128,9 @@ def warn_if_few(counts):
 # arrays
 
 def to_arrays(rows, tokenizer, classes, max_tokens):
-    """Return {name: array} as in ARRAYS of LabelledTexts. Texts are cut to max_tokens; evidence
-    that is cut counts as missing."""
+    """Return {"tokens": (N, T), padded with 0, "lengths": (N,), "labels": (N,), "spans": (N, 2)} of
+    N LabelledTexts. Texts are cut to max_tokens. labels: indices in the list `classes`, 0 for other
+    labels. spans: first and last token of the evidence, -1 if it is missing or cut."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     tokens = []
@@ -142,8 +148,9 @@ def to_arrays(rows, tokenizer, classes, max_tokens):
 
 
 def to_token_span(row, ids, token_bytes, normalize=str):
-    """Return the first and last token of a text's evidence. token_bytes: (V,) bytes per id.
-    normalize: what the tokenizer does to a text first."""
+    """Return (first, last) token of the evidence of `row`, a LabelledText that has one. ids: (n,)
+    of the text. token_bytes: (V,) bytes per id. normalize: the tokenizer's function text -> text.
+    """
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
     size, start, end = (len(normalize(row.text[:n]).encode())
                         for n in (None, row.start, row.end))
@@ -152,15 +159,17 @@ def to_token_span(row, ids, token_bytes, normalize=str):
 
 
 def read_labels_meta(folder):
-    """Return the Meta of a folder of labelled texts. Raises DataError."""
+    """Return the Meta of a folder that data.prepare.labels wrote; `extra` has task, classes,
+    class_counts and max_tokens. Raises DataError for any other folder."""
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
                          task=str, classes=[str], class_counts=[int], max_tokens=int)
 
 
 def open_labels(folder, split, spec):
-    """Return the memory-mapped arrays of a split, in the order of ARRAYS, checked against the
-    vocabulary and the classes of a model's spec. Raises DataError."""
+    """Return the memory-mapped [tokens (N, T), lengths (N,), labels (N,), spans (N, 2)] of a split.
+    spec: a model's {"vocab_size": int, "classes": list, ...}, the limits of ids and labels. Raises
+    DataError for values outside of these, and for missing files."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),

@@ -23,8 +23,9 @@ KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": 
 
 @dataclass
 class Meta:
-    """The contents of meta.json. `extra` contains the keys of one model type, which are at the top
-    level of the file as well. A field that is None is not written."""
+    """The contents of meta.json, which describes a folder of prepared data; read_meta returns one.
+    `extra` contains the keys of one model type, which are at the top level of the file as well. A
+    field that is None is not written."""
     model: str | None = None         # the --model that the data are for, if known
     dtype: str | None = None         # of raw token files: uint16 or uint32
     vocab_size: int | None = None
@@ -38,7 +39,8 @@ class Meta:
     extra: dict = field(default_factory=dict)
 
     def to_dict(self):
-        """Return the content of the file: a dict without the fields that are not set."""
+        """Return the content of meta.json, a dict: format_version, fields that are not None,
+        `extra`."""
         common = {name: getattr(self, name) for name in COMMON_KEYS}
         return {"format_version": 1} | {
             name: value for name, value in common.items() if value is not None} | self.extra
@@ -48,13 +50,15 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 
 def write_meta(folder, meta):
-    """Write meta.json. It is the last file of a folder: without it the folder is incomplete."""
+    """Write a Meta to meta.json in `folder`, atomically. Call this last: without it a folder is
+    incomplete."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 
 def read_meta(folder, allow_incomplete=False):
-    """Return the Meta of meta.json or meta.pkl in `folder`, or an empty one if neither
-    exists. Raises DataError for a damaged file, and for an interrupted preparation."""
+    """Return the Meta of meta.json, or of nanoGPT's meta.pkl, in `folder`; an empty one if neither
+    exists. Raises DataError for a damaged file and, unless allow_incomplete, an interrupted
+    preparation."""
     for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -71,8 +75,8 @@ def read_meta(folder, allow_incomplete=False):
 
 
 def parse_meta(content):
-    """Return the Meta of a file's content. Raises ValueError if values that every reader uses are
-    invalid; `read_meta_for` checks the rest."""
+    """Return the Meta of the content of a meta.json or meta.pkl. Raises ValueError if it is no
+    dict, or its dtype or vocab_size is invalid; `read_meta_for` checks the rest."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
@@ -94,7 +98,8 @@ def read_meta_for(model, folder, how_to_prepare, **types):
     """Return the Meta of a folder that was prepared for --model `model`.
 
     types: {key: type} of the keys that must be present: a type, [type] for a list, {str: type} for
-    a dict. Raises DataError, with `how_to_prepare` at the end of the message.
+    a dict. Raises DataError if one is missing or of another type, or the folder is for another
+    model; `how_to_prepare` is the end of the message.
     """
     meta = read_meta(folder)
     values = meta.to_dict()
@@ -109,7 +114,8 @@ def read_meta_for(model, folder, how_to_prepare, **types):
 
 
 def has_type(value, kind):
-    """Return whether `value` has a type in the notation of `read_meta_for`."""
+    """Return whether `value` is of the type `kind`: a type, [type] for a list of such values, or
+    {str: type} for a dict of such values."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(has_type(v, kind[0]) for v in value)
     if isinstance(kind, dict):
@@ -118,7 +124,8 @@ def has_type(value, kind):
 
 
 def prepared_model(folder):
-    """Return the --model that a folder was prepared for, or `None`."""
+    """Return the model type that a folder of data was prepared for, e.g. "gpt", also if it has a
+    train.bin without meta.json; `None` if it is unknown or meta.json is damaged."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:
@@ -129,7 +136,8 @@ def prepared_model(folder):
 
 
 def model_hint(folder):
-    """Return "; it is for --model NAME" for messages, "" if unknown."""
+    """Return "; it is for --model NAME" for messages about a folder of data, "" if that is unknown.
+    """
     model = prepared_model(folder)
     return f"; it is for --model {model}" if model else ""
 
@@ -145,8 +153,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_pickle(f):
-    """Return the content of a pickle of builtin types. Raises ValueError for other types, and for
-    a pickle that requests more memory than the file has (nine bytes can request gigabytes)."""
+    """Return the content of a pickle of builtin types in the binary file `f`, without running code
+    from it. Raises ValueError for other types, and for a pickle that requests more memory than the
+    file has (nine bytes can request gigabytes)."""
     content = f.read(MAX_PICKLE_BYTES)
     for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
         if op.name.endswith("PUT") and value > len(content):

@@ -39,8 +39,8 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists all [(location, problem)], equal problems in one line. Does
-    nothing if the list is empty."""
+    """Raise a DataError that lists `problems`, [(location, problem)] texts, equal problems in one
+    line, and ends with `hint`. Return if the list is empty."""
     locations = {}
     for where, problem in problems:
         locations.setdefault(problem, []).append(where)
@@ -60,29 +60,31 @@ def raise_problems(problems, hint=""):
 # kinds of sources
 
 def is_saved(folder):
-    """Return whether a folder was saved by Hugging Face's datasets."""
+    """Return whether a folder was written by `save_to_disk` of Hugging Face's package datasets."""
     return any(os.path.isfile(os.path.join(folder, name))
                for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def is_hub_name(source):
-    """Return whether a source is a data set of the hub: hf:..., or OWNER/NAME if it is no
-    path."""
+    """Return whether a source names a data set on the Hugging Face hub: hf:..., or OWNER/NAME that
+    is no path and has no extension of a data file."""
     return source.startswith("hf:") or bool(
         re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
         and not re.search(EXTENSIONS, source.lower()))
 
 
 def open_bytes(path):
-    """Open a file, plain or compressed, or standard input, as a stream of bytes."""
+    """Open a file for reading and return the binary stream; .gz is decompressed, "-" is standard
+    input."""
     if path == "-":
         return sys.stdin.buffer
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
 def walk(folder, skipped_folder, skipped_names):
-    """Return the paths of the regular files below `folder`, in an order that is the same on every
-    machine, without hidden files and folders, and without links to files outside `folder`."""
+    """Return the list of paths of the regular files below `folder`, in an order that is the same on
+    every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
+    folder `skipped_folder` (an absolute path), and links to files outside `folder`."""
     paths = []
     inside = os.path.join(os.path.realpath(folder), "")
     for here, folders, names in os.walk(folder):
@@ -99,7 +101,7 @@ def walk(folder, skipped_folder, skipped_names):
 # formats: generators of (location, record), with a ValueError for a record that cannot be read
 
 def parse_json(content):
-    """Return the value of JSON (bytes). Raises ValueError."""
+    """Return the value of JSON, bytes of UTF-8. Raises ValueError, also for too deep nesting."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -116,7 +118,9 @@ def json_lines(lines, name, columns=None):
 
 
 def json_values(stream, name, columns):
-    """Read a JSON file: a list of records, one record, or one per line."""
+    """Yield (location, value) of a JSON file, the binary `stream`: a list of records, one record,
+    or one per line. name: of the file. Raises ValueError, but for one line of many the value is a
+    ValueError."""
     first = stream.readline(MAX_JSON_BYTES)
     is_lines = False  # one record per line, at any size
     with contextlib.suppress(ValueError):
@@ -134,7 +138,8 @@ def json_values(stream, name, columns):
 
 
 def check_columns(names, columns):
-    """Raise ValueError unless all `columns` are among the `names` of a table or record."""
+    """Raise ValueError unless all `columns` (`None`: no check) are among `names`, the columns of a
+    table or the fields of a record."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
@@ -154,7 +159,8 @@ def csv_rows(stream, name, columns):
 
 
 def parquet_rows(stream, name, columns):
-    """Read a parquet file, a thousand rows at a time."""
+    """Yield (location, row as a dict) of a parquet file, the binary `stream`, a thousand rows at a
+    time. name: of the file. columns: to read (default: all); ValueError if one is missing."""
     parquet = require("pyarrow.parquet", "reading it")
     count = 0
     with parquet.ParquetFile(stream) as file:
@@ -166,7 +172,9 @@ def parquet_rows(stream, name, columns):
 
 
 def dataset_rows(source):
-    """Read a data set with the package datasets: from the hub, streamed, or from a folder."""
+    """Yield (location, row as a dict) of a data set of the package datasets: from the hub, streamed
+    (hf:NAME, hf:NAME:CONFIG:SPLIT), or from a folder; default split: train. Raises ValueError, or
+    SetupError without the package."""
     datasets = require("datasets", "reading it")
     try:
         if is_saved(source):
@@ -187,10 +195,11 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 
 def records(source, columns=None):
-    """Yield (location, record or ValueError) of a source.
+    """Yield (location, record) of a source: a file, "-" (standard input), a folder or name of a
+    data set. A record is a dict, or a ValueError if it cannot be read.
 
     columns: the columns to read from a table, which must exist. Raises ValueError and the errors of
-    reading a file.
+    reading a file (READ_ERRORS).
     """
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
@@ -208,7 +217,8 @@ def records(source, columns=None):
 # several sources
 
 def source_records(source):
-    """Yield the `records` of a source. Raises DataError, which names the source."""
+    """Yield (location, record or ValueError) of a source: a file, "-", a folder or name of a data
+    set. Raises DataError, which names the source, if it is missing or cannot be read."""
     try:
         yield from records(source)
     except FileNotFoundError:
@@ -219,8 +229,9 @@ def source_records(source):
 
 
 def parse_each(stream, parse, problems, max_problems=MANY):
-    """Yield parse(record) of a stream of (location, record or ValueError). Problems are appended to
-    `problems` [(location, problem)]; the stream ends at max_problems."""
+    """Yield parse(record) of a stream of (location, record or ValueError). A ValueError in the
+    stream or of `parse` is appended to the list `problems` as (location, message); the generator
+    ends when it has max_problems."""
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
@@ -236,11 +247,11 @@ def parse_each(stream, parse, problems, max_problems=MANY):
 
 def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
                   hint="\n--skip_bad leaves such records out"):
-    """Yield parse(record) for the records of all sources, at most `limit`.
+    """Yield parse(record) for the records of all sources, at most `limit` results.
 
     sources: names, or iterables of (location, record). `parse` raises ValueError for a bad record.
-    All bad records are reported at the end, by a DataError with `hint` or, with skip_bad, by a
-    line.
+    All bad records are reported at the end: by a DataError, whose message ends with `hint`, or with
+    skip_bad by log(text). Raises DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(source) if isinstance(source, str) else source

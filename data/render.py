@@ -31,7 +31,8 @@ MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 # the process that asks
 
 class Renderer:
-    """A child process that renders templates for all threads of this process, one at a time."""
+    """A child process that renders templates, with limits on time and memory, for all threads of
+    this process, one at a time: render(template, variables). Raises SetupError without jinja2."""
 
     def __init__(self):
         require("jinja2", "this model's chat template")
@@ -39,7 +40,9 @@ class Renderer:
         self.child = None
 
     def render(self, template, variables):
-        """Return the text that a template writes. Raises DataError."""
+        """Return the text that a Jinja template (text) writes with `variables` {name: value}, JSON
+        types. Starts the child process if necessary. Raises DataError if it fails or exceeds a
+        limit."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -69,12 +72,15 @@ class Renderer:
 
 @functools.cache
 def renderer(pid):
-    """Return the Renderer of the process `pid`: a fork needs a child of its own."""
+    """Return the Renderer of this process, created by the first call. pid: of this process, so that
+    a fork does not use the child process of its parent."""
     return Renderer()
 
 
 def render(template, variables):
-    """Return the text that a Jinja template writes with {name: value}. Raises DataError."""
+    """Return the text that a Jinja template (text) writes with {name: value}, JSON types, in a
+    child process with limits on time and memory. Raises DataError if it fails or exceeds a limit.
+    """
     return renderer(os.getpid()).render(template, variables)
 
 
@@ -83,8 +89,8 @@ def render(template, variables):
 
 @functools.lru_cache
 def compile_template(text):
-    """Return the Jinja template of `text` with the functions that `transformers` gives to
-    templates."""
+    """Return the sandboxed jinja2.Template of `text` with the options and functions that
+    `transformers` gives to chat templates. Raises jinja2.TemplateError."""
     import jinja2
     from jinja2 import ext, sandbox
 
@@ -104,7 +110,8 @@ def compile_template(text):
 
 
 def answer(request):
-    """Return the reply [text, problem], one of which is `None`, to a request line of JSON."""
+    """Render for a request, a line of JSON [template text, {name: value}]. Return the reply: [text,
+    `None`], or [`None`, problem] if the template fails or writes too much."""
     text, variables = json.loads(request)
     limit = MAX_ADDED_CHARS + 2 * len(request)
     out = io.StringIO()
@@ -120,14 +127,16 @@ def answer(request):
 
 
 def set_timers(cpu_seconds, seconds):
-    """Let the system end this process after these times, also during an operation in C."""
+    """Let the system end this process after these seconds of processor time and of real time, also
+    during an operation in C. 0 cancels a timer. Without effect on Windows."""
     if hasattr(signal, "setitimer"):  # POSIX
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main():
-    """Run the child process: write a reply line for each request line of the standard input."""
+    """Run the child process that renders templates: for each line of standard input, a request in
+    JSON, write a line with the reply to standard output."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # POSIX
         import resource
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))

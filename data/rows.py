@@ -15,7 +15,7 @@ MAX_OPEN_ROWS = 100  # rows that pack_chats considers
 
 
 def id_dtype(n_vocab):
-    """Return the type of token ids in files: little-endian uint16, or uint32 if needed."""
+    """Return the dtype of token ids in files, little-endian: uint16, or uint32 above 65,536 ids."""
     return np.dtype("<u2" if n_vocab <= 65536 else "<u4")
 
 
@@ -23,11 +23,11 @@ def id_dtype(n_vocab):
 # reading
 
 def open_rows(folder, split, **limits):
-    """Return the memory-mapped arrays SPLIT_NAME.npy of a split, in the order of `limits`.
+    """Return the list of the memory-mapped arrays folder/SPLIT_NAME.npy, in the order of `limits`.
 
     limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
     the limit (`None`: float32, NaN: missing), in rows of that shape (`None`: any size). All arrays
-    must have the same number of rows. Raises DataError.
+    must have the same number of rows. Raises DataError if one is missing or violates its limits.
     """
     arrays = []
     for name, (shape, low, limit) in limits.items():
@@ -41,8 +41,9 @@ def open_rows(folder, split, **limits):
 
 def check_array(path, array, shape, limit, low=0):
     """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
-    below `limit` (`None`: float32 numbers or NaN). An id outside the vocabulary would end the
-    process on a GPU without naming the file. Only some rows of a large array are read."""
+    below `limit` (limit `None`: float32 numbers or NaN). path: its file, for the message. An id
+    outside the vocabulary would end the process on a GPU without naming the file. Large arrays are
+    sampled."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
         kind = "float32 numbers (NaN: missing)"
@@ -62,7 +63,8 @@ def check_array(path, array, shape, limit, low=0):
 # writing
 
 def pad_rows(rows, width, value, dtype):
-    """Return an array (n, width) of sequences, filled up with `value`."""
+    """Return an array (n, width) of n sequences of at most `width` numbers, filled up with `value`:
+    a number, or a list that broadcasts to (n, width)."""
     padded = np.full((len(rows), width), value, dtype)
     for target, row in zip(padded, rows):
         target[:len(row)] = row
@@ -70,15 +72,15 @@ def pad_rows(rows, width, value, dtype):
 
 
 def save_arrays(folder, split, **arrays):
-    """Write the files SPLIT_NAME.npy of {name: array}."""
+    """Write each array to the file folder/SPLIT_NAME.npy; NAME: its keyword."""
     for name, array in arrays.items():
         np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
 
 
 def pack_chats(chats, width):
-    """Return rows of whole conversations, each a list of (ids, mask) of at most `width` tokens in
-    all. A conversation is added to the row in which it leaves the least space (best fit), among the
-    last MAX_OPEN_ROWS."""
+    """Pack whole conversations (ids, mask), of at most `width` tokens each, into rows of at most
+    `width` tokens. Return the rows, lists of conversations. A conversation is added to the fullest
+    of the last MAX_OPEN_ROWS rows in which it fits (best fit), or to a new row."""
     def used(row):
         return sum(len(ids) for ids, _ in row)
 
@@ -95,29 +97,31 @@ def pack_chats(chats, width):
 # train and validation splits. The split of a sample does not change when data are added.
 
 def documents_in_val(first, count, fraction):
-    """Return bool (count,): whether the documents first.. are for validation, by a hash
-    (splitmix64) of the index."""
+    """Return bool (count,): whether the documents with indices first, first + 1, ... are for
+    validation: about `fraction` of them, by a hash (splitmix64) of the index."""
     index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
 def split_by_group(group, fraction):
-    """Return "train", or for `fraction` of the groups each "val" or "test", by a hash of the text
-    `group`: samples of the same group are in the same split."""
+    """Return the split of a sample, "train", "val" or "test", by a hash of the text `group`:
+    samples of the same group are in the same split. Val and test have `fraction` of the groups
+    each."""
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
     position = int.from_bytes(digest, "big") / 2**56
     return "test" if position < fraction else "val" if position < 2 * fraction else "train"
 
 
 def prompt_hash(ids, mask):
-    """Return 64 bits of a hash of the ids before the first answer, where the mask is 0."""
+    """Return a 64-bit hash, an int, of the prompt: `ids` (n,) before the first 1 of `mask` (n,)."""
     prompt = ids[:int(mask.argmax())]
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "big")
 
 
 def split_by_prompt(samples, fraction):
-    """Return {"train": samples, "val": samples} by `prompt_hash`: the same prompt is never in both
-    splits. sample[0]: (ids, mask). The lowest hash is always in the validation split."""
+    """Return {"train": samples, "val": samples}, about `fraction` of them in val, by a hash of the
+    prompt: equal prompts are in the same split. sample[0]: (ids, mask), arrays (n,); the prompt is
+    the ids before the first 1 of the mask. The lowest hash is always in val."""
     hashes = [prompt_hash(*sample[0]) for sample in samples]
     limit = max(fraction * 2**64, min(hashes, default=0) + 1)
     splits = dict(train=[], val=[])
@@ -127,8 +131,9 @@ def split_by_prompt(samples, fraction):
 
 
 def runs_in_val(runs, fraction):
-    """Return bool (n,): the rows for validation: whole runs, evenly spread, about `fraction` of
-    all. runs (n,): the run of each row. Neighbouring rows of a run are nearly equal."""
+    """Return bool (n,): the rows for validation: whole runs, evenly spread, about `fraction` of the
+    runs and at least one. runs: (n,) the run of each row; neighbouring rows of a run are nearly
+    equal. Raises DataError if there is only one run."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:

@@ -26,7 +26,8 @@ PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
 
 
 def mix64(x):
-    """Return splitmix64's finalizer of x, (n,) uint64: a bijection (Steele et al. 2014)."""
+    """Return splitmix64's finalizer (Steele et al. 2014), a bijection, of x, (n,) uint64 -> (n,)
+    uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -34,7 +35,8 @@ def mix64(x):
 
 @dataclass
 class Shard:
-    """One token file."""
+    """Where the tokens of one file are: path, dtype, number of tokens, offset in bytes. It contains
+    no tokens; TokenStream reads the file."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -43,12 +45,15 @@ class Shard:
 
 
 def identify(stat):
-    """Return a file's inode, size and modification time, which change when it is replaced."""
+    """Return (inode, size, modification time) of os.stat's result; they change if a file is
+    replaced."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def find_files(data_dir, split):
-    """Return the sorted token files of one split. data_dir: a folder, a file or a glob pattern."""
+    """Return the sorted paths of the token files of one split, at least one. data_dir: a folder, a
+    file or a glob pattern, in which {split} is replaced. Raises DataError if there is no file, and
+    for a file or pattern without {split} if the split is not train."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         shards = [f"*{split}*.bin", f"*{split}*.npy"]
@@ -73,7 +78,8 @@ def find_files(data_dir, split):
 
 
 def open_npy(path):
-    """Return the memory-mapped array of a .npy file, without unpickling. Raises DataError."""
+    """Open a .npy file without unpickling; return the memory-mapped, read-only array. Raises
+    DataError if it is missing or damaged."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
@@ -84,8 +90,9 @@ def open_npy(path):
 
 
 def read_layout(path, f, raw_dtype):
-    """Return (dtype, offset of the data in bytes, number of tokens) by the first bytes of an open
-    file. Raises DataError."""
+    """Return (dtype, offset of the tokens in bytes, number of tokens) of the token file `path`,
+    open as `f`: a .npy file, a shard of llm.c, or else raw tokens of raw_dtype. Raises DataError
+    for text, and for uint32 tokens that would be read as uint16."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -107,7 +114,8 @@ def read_layout(path, f, raw_dtype):
 
 
 def open_shard(path, raw_dtype):
-    """Return the Shard of one file. raw_dtype: of files without a header. Raises DataError."""
+    """Read the header of a token file and check the file's size; return its Shard. raw_dtype: the
+    type of the tokens in a file without a header. Raises DataError."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
@@ -125,10 +133,12 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """Open the token files of one split as a TokenStream.
+    """Open the token files of one split as a TokenStream. data_dir: a folder, a file or a glob
+    pattern.
 
-    Raises DataError for a number of tokens other than in meta.json, for fewer than `least`, and for
-    ids from vocab_size on (default: meta.json's). Large files are sampled here; reading checks all.
+    Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
+    below `least`, and for ids from vocab_size on (default: meta.json's). Large files are sampled
+    here; reading checks all.
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
@@ -150,11 +160,13 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
 
 class TokenStream:
-    """The tokens of several memory-mapped files as one stream: a terabyte can be read on a laptop.
+    """The tokens of several memory-mapped files (shards: Shards of one dtype) as one stream.
+    read(starts, length) returns windows. Attributes: n_tokens, dtype, vocab_size (ids must be
+    smaller).
 
-    The maps are replaced before the pages that were read exceed MAPPED_BYTES. Before each read the
-    files are checked (DataError if one changed since it was opened). A file that is truncated
-    during a read, or a disk failure, kills the process with SIGBUS.
+    About MAPPED_BYTES (64 MiB) are in memory at most, so a terabyte can be read on a laptop. Before
+    each read the files are checked (DataError if one changed since it was opened). A file that is
+    truncated during a read, or a disk failure, kills the process with SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):
@@ -170,13 +182,14 @@ class TokenStream:
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
 
     def locate(self, token):
-        """Return (path, offset in tokens) of a token of the stream."""
+        """Return (path, offset in tokens) of the file that has the token with index `token` of the
+        stream."""
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_places(self):
-        """Check ids before training: all of a small stream, else some windows, with the first and
-        the last."""
+        """Raise DataError for an id outside the vocabulary: in all of a stream of up to
+        CHECKED_WHOLE bytes, else in 256 windows, the first and the last included."""
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
         length = n if is_small else CHECKED_WINDOW
@@ -184,8 +197,8 @@ class TokenStream:
         self.read(starts, length)
 
     def read(self, starts, length):
-        """Return the windows of `length` tokens at `starts`, (n,) int64, as (n, length). Raises
-        DataError for an id outside the vocabulary."""
+        """Return the windows (n, length) that begin at the tokens `starts`, (n,) int64, inside the
+        stream. Raises DataError for an id outside the vocabulary, or if a file has changed."""
         tokens = self._copy(starts, length)
         limit = self.vocab_size or MAX_ID
         # On a GPU an id outside the embedding kills the process without naming the file.
@@ -215,7 +228,8 @@ class TokenStream:
         return rows
 
     def _map(self, i):
-        """Return shard i as an array (n_tokens,). Raises DataError if the file changed."""
+        """Return shard i, memory-mapped, as an array (n_tokens,). Raises DataError if it changed.
+        """
         shard = self.shards[i]
         try:
             now = identify(os.stat(shard.path))

@@ -27,9 +27,9 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 
 
 def open_tokenizer(source) -> Tokenizer:
-    """Return the tokenizer that `source` names: byte, gpt2, a rank file, a data folder, a Hugging
-    Face folder, hf:OWNER/NAME, a checkpoint (.pt), or the dict of `Tokenizer.spec`. Raises
-    DataError."""
+    """Return the tokenizer that `source` names: byte, gpt2, a rank file in tiktoken's format, a
+    folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, a checkpoint (.pt), or the dict
+    of `Tokenizer.spec`. Raises DataError if there is none or it cannot be read."""
     if isinstance(source, dict):
         return tokenizer_from_spec(source)
     if source == "byte":
@@ -58,7 +58,8 @@ def open_tokenizer(source) -> Tokenizer:
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Return the tokenizer in the file or folder `path`, or without it the tokenizer `name` (byte,
-    gpt2, a file or a folder). DataError if `path` has a different kind of tokenizer than `name`."""
+    gpt2, a file or a folder). DataError if it cannot be read, or has another kind than `name`:
+    byte, char or gpt2."""
     tokenizer = open_tokenizer(os.fspath(path or name))
     if path and name in NAMES and name != tokenizer.kind:
         raise DataError(f"{path}: has no {name} tokenizer")
@@ -66,7 +67,8 @@ def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenize
 
 
 def gpt2_ranks():
-    """Return GPT-2's {bytes of a token: rank}, from tiktoken's cache, or downloaded into it."""
+    """Return GPT-2's {bytes of a token: rank}, from tiktoken's cache, or downloaded into it. Raises
+    DataError if the download fails."""
     try:
         return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
     except (OSError, ValueError) as error:
@@ -76,8 +78,8 @@ def gpt2_ranks():
 
 
 def is_same_tokenizer(spec_a, spec_b):
-    """Return whether two specs give every id the same meaning: GPT-2's, for example, may be a rank
-    file and a tokenizer.json."""
+    """Return whether two dicts of `Tokenizer.spec` give every id the same meaning: GPT-2's, for
+    example, may be a rank file and a tokenizer.json."""
     if spec_a == spec_b:
         return True
     a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)
@@ -90,8 +92,9 @@ def is_same_tokenizer(spec_a, spec_b):
 # data folders and checkpoints
 
 def load_dataset_tokenizer(data_dir):
-    """Return the tokenizer of a data folder, or of token files in one, from meta.json or nanoGPT's
-    meta.pkl, or `None`."""
+    """Return the tokenizer described by meta.json, or nanoGPT's meta.pkl, in a data folder, or
+    `None` if none is described. data_dir: the folder or files in it. Raises DataError if it is
+    damaged."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     try:
@@ -115,8 +118,9 @@ def load_dataset_tokenizer(data_dir):
 
 
 def write_tokenizer(folder, tokenizer):
-    """Write the large parts of a tokenizer's spec to files in `folder`. Returns the keys of Meta:
-    vocab_size, tokenizer (a spec that refers to these files) and eot_token."""
+    """Write the large parts of a tokenizer's spec (ranks, tokenizer.json) to files in `folder`.
+    Return arguments of Meta: vocab_size, tokenizer (a spec that refers to these files) and
+    eot_token."""
     spec = tokenizer.spec()
     for part, name in TOKENIZER_FILES.items():
         if part in spec:
@@ -127,11 +131,11 @@ def write_tokenizer(folder, tokenizer):
 
 
 def find_vocabulary(data_dir, name=None, size=None):
-    """Return (vocabulary size, tokenizer or `None`) of token files.
+    """Return (vocabulary size, tokenizer or `None`) of the token files of data_dir.
 
-    The tokenizer is that of the files or, by default, the one called `name`. The vocabulary size is
-    the first that is known: `size`, the tokenizer's, that of meta.json. Raises DataError if `size`
-    is too small.
+    The tokenizer is that of the files or, if they have none, open_tokenizer(name). The vocabulary
+    size is the first that is known: `size`, the tokenizer's, that of meta.json, GPT-2's. Raises
+    DataError if `size` is below the tokenizer's, and if there are no files.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:
@@ -146,8 +150,9 @@ def find_vocabulary(data_dir, name=None, size=None):
 
 
 def read_checkpoint_spec(path):
-    """Return {"tokenizer": spec, "template": spec or `None`, "block_size": int or `None`} of a
-    checkpoint. Raises DataError if it names no tokenizer."""
+    """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec or `None`,
+    "block_size": int or `None`} of the checkpoint file `path`. Raises DataError if it names no
+    tokenizer, CheckpointError if it cannot be read."""
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(path)
     data_spec = state.get("spec") or {}

@@ -18,13 +18,15 @@ MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if th
 
 
 def token_text(token):
-    """Return the text by which a byte-level vocabulary names the bytes of a token."""
+    """Return the printable characters by which a byte-level vocabulary such as GPT-2's represents
+    the bytes `token`, one per byte."""
     return "".join(BYTE_CHARACTERS[b] for b in token)
 
 
 def list_merges(ranks):
-    """Return [(left, right)] of all pairs that form a token, in the order of the ranks. Raises
-    DataError for tokens so long that this would take too long."""
+    """Return the merges of tokenizer.json: [(left, right)] of all pairs of tokens (bytes) that form
+    a token, in the order of the ranks, {bytes of a token: rank}. Raises DataError for tokens so
+    long that this would take too long."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     merges = []
@@ -38,7 +40,8 @@ def list_merges(ranks):
 # writing
 
 def tokenizer_json(tokenizer):
-    """Return the content of tokenizer.json, a dict, for a tokenizer."""
+    """Return the content of Hugging Face's tokenizer.json, a dict, for a Tokenizer of any kind.
+    Raises DataError for a vocabulary of very long tokens."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
     content = dict(version="1.0", added_tokens=[])
@@ -75,7 +78,8 @@ def split_at(pattern):
 # reading
 
 def read_json(path):
-    """Return the object in a JSON file, a dict. Raises DataError."""
+    """Return the object in a JSON file, a dict. Raises DataError if the file is missing or invalid.
+    """
     try:
         with open(path, encoding="utf-8") as f:
             content = json.load(f)
@@ -87,13 +91,15 @@ def read_json(path):
 
 
 def read_optional_json(folder, name):
-    """Return the object in a JSON file of a folder, or {} if the file is missing."""
+    """Return the object in the JSON file folder/name, a dict, or {} if the file is missing. Raises
+    DataError if it is invalid."""
     path = os.path.join(folder, name)
     return read_json(path) if os.path.exists(path) else {}
 
 
 def read_hf_tokenizer(folder):
-    """Return the tokenizer of a Hugging Face folder. Raises DataError."""
+    """Return the JsonTokenizer of the folder of a Hugging Face model: of tokenizer.json and, if
+    they exist, config.json and tokenizer_config.json. Raises DataError."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
@@ -105,8 +111,9 @@ def read_hf_tokenizer(folder):
 
 
 def end_of_text(folder, content):
-    """Return the id of the end of text of a Hugging Face folder, or `None`. content: of its
-    tokenizer.json."""
+    """Return the id of the end of text of a Hugging Face folder: eos_token of
+    tokenizer_config.json, or else eos_token_id of config.json; `None` if both are missing. content:
+    the dict of its tokenizer.json."""
     text = special_tokens(folder).get("eos_token")
     for token in content.get("added_tokens") or ():
         if token["content"] == text:
@@ -116,7 +123,8 @@ def end_of_text(folder, content):
 
 
 def special_tokens(folder):
-    """Return {"bos_token": "<s>", ...} of a tokenizer_config.json."""
+    """Return {"bos_token": "<s>", ...}, the texts of the NAME_token keys of the
+    tokenizer_config.json in `folder`; {} if there is no such file."""
     config = read_optional_json(folder, "tokenizer_config.json")
     tokens = {name: value.get("content") if isinstance(value, dict) else value
               for name, value in config.items() if name.endswith("_token")}
@@ -124,8 +132,8 @@ def special_tokens(folder):
 
 
 def read_template_spec(folder, tokenizer):
-    """Return the spec of a chat template, see data/chat_template.py, of a Hugging Face folder, or
-    `None` if it has no chat template."""
+    """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
+    a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text."""
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):

@@ -31,12 +31,14 @@ MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
 
 def clean(text):
-    """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced."""
+    """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced by U+FFFD.
+    """
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_long_spaces(text):
-    """Yield `text` in parts, split within white space that is too long for a regular expression."""
+    """Yield `text` in parts, split within runs of MAX_SPACE_RUN white-space characters, which are
+    too long for tiktoken's regular expressions. Joined, the parts are the text."""
     while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
         yield text[:run.end()]
         text = text[run.end():]
@@ -46,7 +48,7 @@ def split_long_spaces(text):
 @contextlib.contextmanager
 def library_errors(message):
     """Context manager that turns every error of a Rust library, also a panic, which is no
-    Exception, into a DataError."""
+    Exception, into a DataError: `message`, a colon and the error."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -56,7 +58,7 @@ def library_errors(message):
 
 
 class Tokenizer:
-    """Base class of the tokenizers.
+    """Base class of the tokenizers: encode(text) -> ids, decode(ids) -> text.
 
     Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special ({text: id} of
     special tokens). Subclasses implement encode_array, bytes_of and spec.
@@ -68,20 +70,23 @@ class Tokenizer:
     nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`; special tokens in it are ordinary text."""
+        """Return the list of token ids of `text`; special tokens in it are ordinary text. DataError
+        for text that the vocabulary cannot represent."""
         return self.encode_array(text).tolist()
 
     def normalize(self, text):
-        """Return `text` as it is encoded."""
+        """Return `text` in the form that is encoded: without lone surrogates, and in Unicode's NFC
+        if the attribute `nfc` is True."""
         return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
-        """Return the token ids of `text`, in which special tokens are special."""
+        """Return the list of token ids of `text`, in which special tokens, e.g. <|endoftext|>, are
+        special."""
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids; invalid UTF-8 becomes replacement characters. Raises
-        DataError for an id that is not in the vocabulary."""
+        """Return the text of an iterable of token ids; invalid UTF-8 becomes replacement
+        characters. Raises DataError for an id that is not in the vocabulary."""
         ids = [int(i) for i in ids]
         if outside := [i for i in ids if not 0 <= i < self.n_vocab]:
             raise DataError(f"token id {outside[0]} is outside the vocabulary of this {self.kind} "
@@ -89,32 +94,39 @@ class Tokenizer:
         return self.decode_known(ids)
 
     def encode_array(self, text):
-        """Return the token ids of `text` as an array (n,) of integers."""
+        """Return the token ids of `text` as an array (n,) of integers; special tokens are ordinary
+        text. Implemented by subclasses. Raises DataError for text that the vocabulary cannot
+        represent."""
 
     def decode_known(self, ids):
-        """Return the text of `ids`, all of which must be in the vocabulary."""
+        """Return the text of a list of ids in the vocabulary; `decode` checks this first."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
-        """Return the bytes of text of a token."""
+        """Return the bytes of text of the token id `i`, below n_vocab. Implemented by subclasses.
+        """
 
     def token_bytes(self):
-        """Return int64 (n_vocab,): the number of bytes of text per token; 0 for special tokens."""
+        """Return an int64 array (n_vocab,): the number of bytes of text per token; 0 for special
+        tokens."""
         special = set(self.special.values())
         sizes = (0 if i in special else len(self.bytes_of(i)) for i in range(self.n_vocab))
         return np.fromiter(sizes, np.int64)
 
     def spec(self):
-        """Return the dict from which `tokenizer_from_spec` creates this tokenizer."""
+        """Return the dict of builtin types, e.g. for a checkpoint, from which `tokenizer_from_spec`
+        creates this tokenizer. Implemented by subclasses."""
 
 
 class RankTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken (attribute `enc`). kind: byte, gpt2 or ranks."""
+    """Byte pair encoding by tiktoken. Attributes: kind (byte: a token per byte; gpt2; ranks: any
+    other), ranks, pattern, added, enc (the tiktoken.Encoding)."""
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
         """ranks: {bytes of a token: rank}. pattern: the regular expression that splits text.
-        added: {text: [id, is special]} of additional tokens; default: the end of text.
-        nfc: text is converted to that Unicode normal form first."""
+        eot_token: an id of `added`. added: {text: [id, is special]} of additional tokens; default:
+        the end of text. nfc: text is converted to that Unicode normal form first. Raises DataError
+        for invalid ids or patterns."""
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -138,8 +150,8 @@ class RankTokenizer(Tokenizer):
         return self.encode_array(text, "all").tolist()
 
     def encode_array(self, text, allowed=None):
-        """Return the ids of `text`, uint8 (byte) or uint32. allowed: which added tokens are
-        recognised; default: tokens that are not special."""
+        """Return the ids (n,) of `text`, uint8 (kind byte) or uint32. allowed: the added tokens
+        that are recognised, a set of texts or "all"; default: tokens that are not special."""
         text = self.normalize(text)
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.
@@ -150,8 +162,8 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the bytes of text of a token. An id that the file leaves unused, which a model may
-        generate, is a byte that is invalid in UTF-8."""
+        """Return the bytes of text of the token id `i`; for an id that the file leaves unused,
+        which a model may generate, a byte that is invalid in UTF-8."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
@@ -168,7 +180,9 @@ class RankTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of `chars`, in this order, and no end of text, like nanoGPT's."""
+    """One id per character of the string `chars`, in this order, and no end of text, like
+    nanoGPT's. Raises DataError if `chars` is empty or repeats a character. A text with other
+    characters cannot be encoded: DataError."""
     kind = "char"
     eot_token = None
 
@@ -196,12 +210,12 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of a published model, by the package tokenizers."""
+    """A tokenizer.json of a published model, by the package tokenizers (SetupError if missing)."""
     kind = "json"
 
     def __init__(self, text, eot_token, n_vocab=0):
-        """text: the content of tokenizer.json. eot_token: may be `None`. n_vocab: the number of ids
-        of the model, if known: special tokens below it are in the vocabulary."""
+        """text: the content of tokenizer.json. eot_token: an id or `None`. n_vocab: number of ids
+        of the model, if known: special tokens below it are in the vocabulary. Raises DataError."""
         tokenizers = require("tokenizers", "this tokenizer.json")
         with library_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
@@ -231,7 +245,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def special_enc(self):
-        """A second tokenizer that recognises special tokens: threads share the setting of one."""
+        """A tokenizers.Tokenizer that recognises special tokens: a copy, as threads share `enc`."""
         enc = copy.deepcopy(self.enc)
         enc.encode_special_tokens = False
         return enc
@@ -250,7 +264,7 @@ class JsonTokenizer(Tokenizer):
         return self.enc.decode([*prefix, *ids], skip_special_tokens=False)[len(prefix_text):]
 
     def bytes_of(self, i):
-        """Return the bytes of text of a token, empty for special tokens."""
+        """Return the bytes of text of the token id `i`, empty for special tokens and unused ids."""
         token = self.enc.id_to_token(i)
         table = byte_table()
         if token is None or token in self.special:
@@ -267,7 +281,7 @@ class JsonTokenizer(Tokenizer):
 
 @functools.cache
 def byte_table():
-    """Return {printable character: byte} of byte-level vocabularies: GPT-2's table."""
+    """Return {printable character: byte}, the inverse of GPT-2's bytes_to_unicode: 256 entries."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -277,8 +291,8 @@ def byte_table():
 # specs
 
 def parse_ranks(text, where):
-    """Return {bytes of a token: rank} of a rank file: lines of `base64 rank`, which include all 256
-    single bytes. Raises DataError."""
+    """Return {bytes of a token: rank} of the text of a rank file: lines of `base64 rank`, which
+    include all 256 single bytes. where: its path, for error messages. Raises DataError."""
     ranks = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -296,21 +310,23 @@ def parse_ranks(text, where):
 
 
 def format_ranks(ranks):
-    """Return the text of a rank file."""
+    """Return the text of a rank file, a line `base64 rank` per token, of {bytes of a token: rank}.
+    """
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n"
                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def rank_tokenizer(ranks):
-    """Return a RankTokenizer that splits text as GPT-2's, whose ranks are recognised, with the end
-    of text after the last rank."""
+    """Return a RankTokenizer of {bytes of a token: rank} that splits text as GPT-2's, with the end
+    of text after the last rank. kind: gpt2 if these are GPT-2's ranks, else ranks."""
     digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
     kind = "gpt2" if digest == R50K_SHA256 else "ranks"
     return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)
 
 
 def tokenizer_from_spec(spec):
-    """Return the tokenizer of a `spec()`. Raises DataError for an invalid dict."""
+    """Return the Tokenizer of a dict of `Tokenizer.spec`: "kind" (byte, char, gpt2, ranks or json)
+    and the keys of that kind. Raises DataError for an invalid dict."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     try:
         if kind == "byte":

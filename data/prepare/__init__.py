@@ -57,7 +57,8 @@ class Options(FolderOptions):
 # preparing text
 
 def choose_tokenizer(o):
-    """Return the tokenizer, or `None` if it is made from the text. Raises UserError."""
+    """Return the tokenizer that o.tokenizer names, or `None` if it is made from the text (char,
+    bpe). o: Options. Raises UserError if it cannot be read or does not agree with o.vocab_size."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -66,7 +67,8 @@ def choose_tokenizer(o):
 
 
 def make_tokenizer(o, documents):
-    """Return a tokenizer made from the text: char or bpe."""
+    """Return a tokenizer made from the text of `documents`, a Documents: a RankTokenizer of
+    o.vocab_size tokens if o.tokenizer is bpe, else a CharTokenizer of its characters."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")
@@ -76,8 +78,9 @@ def make_tokenizer(o, documents):
 
 
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
-    """Write train.bin, val.bin and meta.json of `sources` to the folder `out`, and return the
-    content of meta.json. options: fields of Options. Raises UserError."""
+    """Write train.bin, val.bin and meta.json of `sources`, a list of names, to the folder `out`.
+    Return the content of meta.json. tokenizer: as --tokenizer. log: is called with each line of the
+    report. options: other fields of Options, e.g. val_fraction, force. Raises UserError."""
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)
@@ -103,8 +106,9 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
 
 def report_text(out, splits):
-    """Print a summary of the folder `out`. The next command has the production configuration if
-    data and machine are large enough, or that of the first run."""
+    """Print the numbers of `splits`, {"train": {"tokens": n, ...}, ...}, and the command that
+    trains on the folder `out`: with the production configuration if there is a GPU and at least 100
+    million tokens, else that of the first run."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     report(out, splits,
            "config" if gpu and splits["train"]["tokens"] >= 100e6 else "config_quick")
@@ -114,8 +118,8 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir, log=echo):
-    """Prepare the built-in data in `data_dir` unless they exist. Several processes may do this at
-    once."""
+    """Prepare the built-in data, Python's standard library, in `data_dir` unless it has a
+    train.bin. Several processes may call this at once: the first one prepares. Raises DataError."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
@@ -134,7 +138,8 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def run(o):
-    """Run the command."""
+    """Prepare o.sources or o.dataset and print a summary. o: Options, of which `out` and `sources`
+    may be set. Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

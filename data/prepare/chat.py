@@ -50,9 +50,10 @@ class ChatOptions(SampleOptions):
 
 
 def to_messages(record, fields=(), prompt_only=False):
-    """Return the conversation [(role, text), ...] of a record. fields: the field with the messages,
-    or the question's and, last, the answer's; by default the first of FORMATS that the record has.
-    prompt_only: the question may be without an answer. Raises ValueError."""
+    """Return the conversation [(role, text), ...] of a record, a dict. fields: the field with the
+    messages, or the question's and, last, the answer's; by default the first of FORMATS that the
+    record has. prompt_only: the question may be without an answer. Raises ValueError for a record
+    without these fields or with other values than text and messages."""
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
     fields = fields or next((names for names in formats
@@ -76,7 +77,9 @@ class ChatWriter(SampleWriter):
     n_shown = 0
 
     def encode(self, record):
-        """Return [(ids, mask), ...], sequences of at most block_size + 1 tokens."""
+        """Return [(ids, mask), ...] of a record, a dict: sequences of at most block_size + 1
+        tokens, mask 1 for tokens to learn; `None`, counted in self.notes, without an answer or if
+        none fits. Prints the first args.show conversations. Raises ValueError."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer)
@@ -97,7 +100,9 @@ class ChatWriter(SampleWriter):
         return None
 
     def write_split(self, folder, split, samples):
-        """Pack the sequences into rows of block_size + 1 tokens, filled up with end tokens."""
+        """Pack `samples`, results of `encode`, into rows of block_size + 1 tokens, filled up with
+        end tokens, and write SPLIT_tokens, SPLIT_mask and SPLIT_chat.npy. Return the numbers for
+        meta.json: sequences, rows, tokens, tokens to learn."""
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
@@ -112,15 +117,15 @@ class ChatWriter(SampleWriter):
 
 
 def cut(ids, mask, width):
-    """Return the ids and the mask of the first whole exchanges that fit into `width` tokens,
-    perhaps none."""
+    """Return (ids, mask) of the first whole exchanges (question and answer) that fit into `width`
+    tokens; empty if the first one does not fit. ids, mask: (n,); the mask is 1 for answers."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]
 
 
 def bracket_answers(ids, mask, tokenizer):
-    """Return the text of a conversation with the tokens to learn in brackets."""
+    """Return the text of `ids` (n,), with the tokens where `mask` (n,) is 1 in brackets."""
     parts = np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))  # every second one is learned
     texts = map(tokenizer.decode, parts)
     return "".join(f"[{text}]" if i % 2 else text for i, text in enumerate(texts))

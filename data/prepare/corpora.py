@@ -25,8 +25,8 @@ CORPORA = {"fineweb10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
 
 
 def download_shakespeare():
-    """Return the path of the tiny-shakespeare text, which is downloaded if necessary. Raises
-    DataError."""
+    """Return the path of the tiny-shakespeare text, data/bin/shakespeare.txt, which is downloaded
+    if it does not exist. Raises DataError."""
     path = os.path.join("data", "bin", "shakespeare.txt")
     if not os.path.exists(path):
         try:
@@ -41,8 +41,9 @@ def download_shakespeare():
 
 
 def prepare_tokens(o):
-    """Download o.dataset (the first o.shards training files) into the folder o.out, and write
-    meta.json. Returns the numbers of each split. Raises DataError."""
+    """Download o.dataset (the first o.shards training files, default: all) into the folder o.out,
+    and write meta.json. o: Options of data.prepare. Return {"train": {"tokens", "files"}, "val":
+    {"tokens"}}. Raises DataError, also for options that only apply to text."""
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
         raise DataError(f"dataset {o.dataset}: comes as GPT-2's tokens, already split: leave out "

@@ -32,13 +32,13 @@ THREADS = min(16, os.cpu_count() or 1)
 # the split
 
 def choose_split(documents, fraction):
-    """Return (bool (n,) of the documents for validation, cut): the text from byte `cut` on is for
-    validation as well.
+    """Return (in_val, cut). For validation are the documents where in_val, bool (n,), is True, and
+    all text from byte `cut` on. documents: a Documents; fraction: of the text, for validation.
 
     Documents are chosen by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times
-    the text requested. Otherwise only the end of the text is chosen: it begins between two
-    documents if that gives as much, else inside a text. A record is cut only if there is no second
-    one.
+    the text requested; then cut is the size of the text. Otherwise only the end of the text is
+    chosen: it begins between two documents if that gives as much, else inside a text. A record is
+    cut only if there is no second one.
     """
     size = documents.size
     ends = np.array(documents.ends)
@@ -57,17 +57,17 @@ def choose_split(documents, fraction):
 
 
 def seek_character(f, position):
-    """Move the open file `f` to the first byte of the character at `position`, and return its
-    position."""
+    """Move the binary file `f` of UTF-8 text to the first byte of the character that contains the
+    byte `position`, and return the position of that byte."""
     while f.seek(position) and f.read(1)[0] & 0xC0 == 0x80:
         position -= 1
     return f.seek(position)
 
 
 def find_cut(f, position):
-    """Return a position near `position` at which the text in `f` can be cut without changing a
-    token: before a blank that follows a visible character, because no token of GPT-2 extends over
-    it; between any two characters if no blank exists."""
+    """Return a byte position near `position` at which the text in the binary file `f` can be cut
+    without changing a token: before a blank that follows a visible character, because no token of
+    GPT-2 extends over it; between any two characters if no blank is near."""
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)
@@ -75,7 +75,8 @@ def find_cut(f, position):
 
 
 class Piece(NamedTuple):
-    """Bytes start..end of the text: a document, or a part of a long one."""
+    """A document, or a part of a long one, for the split `split`: bytes start..end (exclusive) of
+    the file of all documents. closes: the document is complete here."""
     split: str
     start: int
     end: int
@@ -83,7 +84,8 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Yield the Pieces of all documents, split by the result of `choose_split`."""
+    """Yield the Pieces of all Documents in order, of about PIECE_BYTES at most. "val" are documents
+    where in_val, bool (n,), is True, and all text from byte `cut` on; the others are "train"."""
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
@@ -99,13 +101,14 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Yield lists of pieces that begin in the same PIECE_BYTES of the text: a task each."""
+    """Return an iterator of lists of Pieces that begin in the same PIECE_BYTES (1 MiB) of the text:
+    the tasks of threads."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
 
 def read_piece(f, piece):
-    """Return the text of a Piece from the open file `f`."""
+    """Return the text of a Piece from the open binary file `f` of the documents."""
     f.seek(piece.start)
     return f.read(piece.end - piece.start).decode("utf-8")
 
@@ -114,7 +117,8 @@ def read_piece(f, piece):
 # tokens
 
 def sample_texts(documents, max_bytes):
-    """Yield texts that are spread evenly over the documents, about `max_bytes`."""
+    """Yield pieces of text that are spread evenly over the Documents, about `max_bytes` in all, or
+    all text if there is less."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):
@@ -122,8 +126,9 @@ def sample_texts(documents, max_bytes):
 
 
 def train_bpe(texts, vocab_size):
-    """Return a RankTokenizer of `vocab_size` tokens, including the end of text, or fewer if the
-    texts contain no more. Text is split as by GPT-2, so that the rank file is sufficient."""
+    """Train byte pair encoding on an iterable of texts. Return a RankTokenizer of `vocab_size`
+    tokens, including the end of text, or fewer if the texts contain no more. Text is split as by
+    GPT-2, so that the rank file is sufficient. Raises SetupError without the package rustbpe."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
@@ -132,8 +137,8 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Return (ids, bytes of text) of pieces. A document ends with the end of text, or with a
-    newline if the vocabulary has no end of text."""
+    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`. A document
+    ends with the end of text or, if the vocabulary has none and there are several, a newline."""
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []
@@ -151,15 +156,16 @@ def encode_pieces(pieces, documents, tokenizer):
 
 
 def map_in_order(function, tasks):
-    """Yield function(task) in the order of the tasks, of which threads run a few at a time."""
+    """Yield function(task) in the order of `tasks`, an iterator (not a list), which threads
+    compute, a few at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
         while some := list(itertools.islice(tasks, 4 * THREADS)):
             yield from pool.map(function, some)
 
 
 def write_splits(folder, documents, tokenizer, in_val, cut):
-    """Write train.bin and val.bin, split by the result of `choose_split`, to `folder`. Returns the
-    `splits` of meta.json."""
+    """Encode `documents` and write train.bin and val.bin to `folder`. in_val, cut: the result of
+    `choose_split`. Return {"train": {"tokens", "documents", "bytes", "sha256"}, "val": ...}."""
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
     done = 0
     shown = time.monotonic()

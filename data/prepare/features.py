@@ -37,8 +37,8 @@ MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 
 
 def open_array(path):
-    """Return the memory-mapped array (rows, dims) of a .npy file; one dimension may be (rows,).
-    Raises DataError."""
+    """Return the memory-mapped array (rows, dims) of the .npy file `path`; an array (rows,) becomes
+    (rows, 1). Raises DataError for other shapes and types, and for an empty array."""
     array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
     if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size:
@@ -48,10 +48,12 @@ def open_array(path):
 
 
 def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=()):
-    """Write the folder `out` and return the keys of its meta.json. Raises DataError.
+    """Write the folder `out` for --model autoencoder and return its keys of meta.json. Raises
+    DataError.
 
     arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
-    sources: names of the files; features of other sources are replaced only with `force`.
+    val_fraction: of the runs; 0: no validation rows. sources: names of the files; features of other
+    sources are replaced only with `force`.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
@@ -80,8 +82,9 @@ def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=Fal
 
 
 def read_chunks(name, array, chosen):
-    """Yield the rows `chosen` in blocks of CHUNK_ROWS, in the dtype of the array, which may exceed
-    the memory. Raises DataError for values that are infinite in float32."""
+    """Yield the rows `chosen`, (n,) indices, of `array` (rows, dims), which may exceed the memory,
+    in blocks of CHUNK_ROWS in its dtype. Raises DataError, with `name`, for values that are
+    infinite in float32."""
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]
@@ -95,8 +98,8 @@ def read_chunks(name, array, chosen):
 
 
 def statistics(name, array, chosen):
-    """Return the mean and the standard deviation (dims,) of the rows `chosen`, in float64, without
-    missing values. Raises DataError for infinite values."""
+    """Return (mean, standard deviation), each (dims,) float64, of the rows `chosen`, (n,) indices,
+    of `array` (rows, dims), without NaN. Raises DataError, with `name`, for infinite values."""
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, (np.fmax.reduce(x) for x in
                                          read_chunks(name, array, chosen)))
@@ -109,7 +112,8 @@ def statistics(name, array, chosen):
 
 
 def write_array(path, name, array, chosen, shift):
-    """Write the rows `chosen` of an array minus shift (dims,) as a .npy file of float32."""
+    """Write the rows `chosen`, (n,) indices, of `array` (rows, dims) minus shift (dims,) as the
+    .npy file `path` of float32. Raises DataError, with `name`, for infinite values."""
     out = np.lib.format.open_memmap(path, "w+", np.float32, (len(chosen), array.shape[1]))
     chunks = read_chunks(name, array, chosen)
     for start, values in zip(range(0, len(chosen), CHUNK_ROWS), chunks):
@@ -121,11 +125,11 @@ def write_array(path, name, array, chosen, shift):
 # synthetic data
 
 def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
-    """Return ({modality: array}, target, runs) with a known structure.
+    """Return ({modality: (rows, dims)}, target (rows, 60), runs (rows,)) with a known structure.
 
     Eight hidden signals change slowly in time. Each modality is a nonlinear mixture of some
-    signals, the target a linear mixture of all plus noise: no single modality is sufficient.
-    The highest correlation with the target that can be reached is 1 / sqrt(1 + noise ** 2).
+    signals, the target a linear mixture of all plus noise: no single modality is sufficient. The
+    highest correlation with the target that can be reached is 1 / sqrt(1 + noise ** 2).
     """
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((n_runs, run_length, 8))
@@ -164,7 +168,8 @@ class FeatureOptions(FolderOptions):
 
 
 def open_arrays(args):
-    """Return ({name: array}, target or `None`, runs) of the files on the command line."""
+    """Return ({name: array (rows, dims)}, target or `None`, runs (rows,)) of the files that `args`,
+    a FeatureOptions, names. Default of args.runs: about 20 equal runs. Raises DataError."""
     arrays = {source_name(path): open_array(path) for path in args.arrays}
     wrong = [name for name in arrays if not re.fullmatch(r"(?!(target|runs)$)[A-Za-z]\w*", name)]
     if wrong or len(arrays) < len(args.arrays):
@@ -178,7 +183,8 @@ def open_arrays(args):
 
 
 def run(args):
-    """Write the folder of prepared arrays and print a summary."""
+    """Write the folder of prepared arrays; print a summary. args: FeatureOptions. UserError if
+    invalid."""
     if bool(args.arrays) == args.synthetic:
         raise UserError("give one or more FILE.npy, or --synthetic")
     arrays, target, runs = synthetic() if args.synthetic else open_arrays(args)

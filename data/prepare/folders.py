@@ -28,15 +28,16 @@ PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|ti
 
 @dataclass
 class FolderOptions:
-    """Options of all commands."""
+    """Base class of the options of all data.prepare commands."""
     out: str = key("", "folder to write (default: data/bin/ and the name of the first source)",
                    metavar="FOLDER", path=True)
     force: bool = key(False, "replace data of other sources in that folder")
 
 
 def check_replaceable(out, model, sources, force):
-    """Raise DataError unless the folder `out` is empty, or was prepared from the same `sources` for
-    --model `model`, or `force` is given; OSError if `out` is a file."""
+    """Raise DataError unless `out` is missing or empty, or was prepared from the same `sources`, a
+    list of names without "-", for --model `model`, or `force` is set; OSError if `out` is a file.
+    """
     if not os.path.lexists(out) or not os.listdir(out) or force:
         return
     try:
@@ -50,11 +51,13 @@ def check_replaceable(out, model, sources, force):
 
 @contextmanager
 def new_folder(out, model, sources, force=False):
-    """Context manager: a temporary folder beside `out`; at the end, its files are moved to `out`.
+    """Context manager that yields a temporary folder next to `out`; at the end, its files, one of
+    which must be meta.json, are moved to `out`.
 
     Until then, and after an exception, `out` does not change. Files of an earlier preparation are
-    removed, all other files in `out` are kept. Raises DataError as `check_replaceable`, and
-    UserError if another process prepares the same folder.
+    removed, all other files in `out` are kept. Raises DataError if `out` has files that were not
+    prepared from `sources` for --model `model`, unless `force` is given, and UserError if another
+    process prepares the same folder.
     """
     check_replaceable(out, model, sources, force)
     out = os.path.realpath(out)  # a link to a folder is preserved
@@ -73,8 +76,9 @@ def new_folder(out, model, sources, force=False):
 
 
 def move_files(folder, out):
-    """Move the files of `folder` to `out`. The last one is meta.json; until then, meta.json in
-    `out` states that the folder is incomplete, so that no mixture of files is ever read."""
+    """Move the files of `folder` to `out`, which is created, and remove files of an earlier
+    preparation. The last one is meta.json, which must exist; until then, meta.json in `out` states
+    that the folder is incomplete, so that no mixture of files is ever read."""
     files = sorted(set(os.listdir(folder)) - {LOCK}, key=lambda name: name == "meta.json")
     for name in files:
         with open(os.path.join(folder, name), "rb") as f:
@@ -92,7 +96,8 @@ def move_files(folder, out):
 
 
 def read_settings(path):
-    """Return {key: text} of a YAML file of this repository and its base files; {} if deleted."""
+    """Return {key: text} of a YAML configuration, a Path, and of the files that its `base` names;
+    {} if the file does not exist."""
     if not path.exists():
         return {}
     settings = yaml.load(path.read_text("utf-8"), PlainLoader)
@@ -101,8 +106,8 @@ def read_settings(path):
 
 
 def is_too_long(numbers, path):
-    """Return whether the YAML file at `path` describes a run of more than WARN_EPOCHS epochs of the
-    data with these `numbers`."""
+    """Return whether the YAML configuration `path` would train for more than WARN_EPOCHS (20)
+    epochs. numbers: of the training split, {"tokens", "rows", "pairs" or "questions": n}."""
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
@@ -112,7 +117,9 @@ def is_too_long(numbers, path):
 
 
 def report(out, splits, config, options=""):
-    """Print the numbers of each split of the folder `out`, and the command that trains on them."""
+    """Print the numbers of each split of the folder `out`, and the command that trains on it.
+    splits: {split: {name: number}}. config: of that command, a path below train/ without .yaml.
+    options: text at its end."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]

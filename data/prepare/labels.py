@@ -55,7 +55,8 @@ class LabelOptions(FolderOptions, Fields):
 
 
 def prepare_labels(args):
-    """Write the folder of prepared texts and print a summary. Raises UserError."""
+    """Write the folder of prepared texts and print a summary. args: LabelOptions; with
+    args.example, its files and group are changed. Raises UserError."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
     tokenizer = open_tokenizer(args.tokenizer)
@@ -95,8 +96,8 @@ def prepare_labels(args):
 
 
 def split_rows(rows, fraction):
-    """Assign rows to {"train": rows, "val": ..., "test": ...} by a hash of row.group, so that rows
-    of a group stay together. Raises DataError for an empty split."""
+    """Assign LabelledTexts to {"train", "val", "test": rows} by a hash of row.group, so that rows
+    of a group stay together. fraction: of val, and of test. Raises DataError for an empty split."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
@@ -107,8 +108,8 @@ def split_rows(rows, fraction):
 
 
 def find_classes(rows):
-    """Return the sorted names of the classes (numerically if all are integers), [] for data without
-    labels. Raises DataError if only some rows have a label."""
+    """Return the sorted labels of LabelledTexts (numerically if all are integers), [] for data
+    without labels. Raises DataError if only some rows have a label, or all have the same."""
     names = {row.label for row in rows}
     if names == {None}:
         return []
@@ -123,8 +124,9 @@ def find_classes(rows):
 # the example: which word is missing from this piece of code, and where?
 
 def missing_words(source):
-    """Yield (word, text, start, end): lines of Python source without one of EXAMPLE_WORDS, and the
-    position of the name that followed it, which is the evidence."""
+    """Yield (word, text, start, end): lines of Python source without one of EXAMPLE_WORDS, which is
+    `word`; text[start:end] is the name that followed it, the evidence. Raises SyntaxError or
+    tokenize.TokenError for invalid source."""
     lines = source.splitlines(keepends=True)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
@@ -140,8 +142,8 @@ def missing_words(source):
 
 
 def example_records():
-    """Yield (file, record) of missing_words() in the sources of numpy and torch,
-    EXAMPLE_ROWS_PER_WORD of each word. Every text is unique: a copy could be in a different
+    """Yield (file, {"text", "label", "start", "end", "file"}) of missing_words() in the sources of
+    numpy and torch, EXAMPLE_ROWS_PER_WORD per word. Texts are unique: a copy could be in another
     split."""
     files = {}
     for package in ("numpy", "torch"):

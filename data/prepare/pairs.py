@@ -40,8 +40,9 @@ class PairOptions(SampleOptions):
 
 
 def to_pair(record):
-    """Return [messages with the chosen answer, messages with the rejected answer] of a record.
-    Raises ValueError."""
+    """Return [messages with the chosen answer, messages with the rejected answer] of a record, a
+    dict; messages: [(role, text), ...] that end with the answer. Raises ValueError for other
+    fields, other messages before the answers, or equal answers."""
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -56,8 +57,9 @@ def to_pair(record):
 
 
 def join_messages(prompt, answer, name):
-    """Return [(role, text), ...] of a prompt, which may be `None`, and an answer, the field `name`:
-    a text, a list of messages or a whole conversation. Raises ValueError."""
+    """Return [(role, text), ...] of a prompt (a text, list of messages or `None`) and an answer,
+    the field `name`: a text, list of messages or whole conversation with the prompt. Raises
+    ValueError."""
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):
@@ -71,7 +73,7 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Clear mask (N,), which marks the answers, outside the last answer. Return (ids, mask)."""
+    """Set `mask` (n,), 1 for answers, to 0 before the last answer, in place. Return (ids, mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask
@@ -103,7 +105,9 @@ class PairWriter(SampleWriter):
         self.options = f" --init_from {shlex.quote(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
-        """Return [(ids, mask), (ids, mask)] of the chosen and the rejected side."""
+        """Return [(ids, mask), (ids, mask)] of the chosen and the rejected conversation of a
+        record, a dict; the mask is 1 for the last answer. `None`, counted in self.notes, if one is
+        longer than block_size + 1 tokens. Raises ValueError for an invalid record."""
         pair = [mask_last_answer(*self.template.sequences(side, self.tokenizer)[-1])
                 for side in to_pair(record)]
         width = self.block_size + 1
@@ -113,7 +117,8 @@ class PairWriter(SampleWriter):
         return pair
 
     def write(self, folder, splits):
-        """Write the pairs in rows of the longest one, and the log probabilities."""
+        """Write {"train": pairs, "val": pairs} of `encode` in rows of the longest one, and the log
+        probabilities of the reference model, to `folder`. Return {split: numbers for meta.json}."""
         import torch
 
         from train.device import choose_dtype

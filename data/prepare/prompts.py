@@ -35,8 +35,9 @@ class PromptOptions(SampleOptions):
 
 
 def to_question(record, fields=()):
-    """Return (the messages up to the answer, the reference answer or `None`, the record), in
-    `fields` or in the fields of a known format. Raises ValueError."""
+    """Return (messages [(role, text), ...] up to the last question, reference answer or `None`,
+    record) of a record, a dict. fields: of the prompt, or of the question and, last, of the answer
+    (default: those of a known format). Raises ValueError."""
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":
@@ -52,9 +53,9 @@ class PromptWriter(SampleWriter):
     suffix = "-prompts"
 
     def encode(self, record):
-        """Return [(ids, mask), line of SPLIT_rows.jsonl], or `None` if the prompt is too long. The
-        ids are the prompt and one token for the answer, which the mask marks, as split_by_prompt
-        expects."""
+        """Return [(ids, mask), line of SPLIT_rows.jsonl as a dict] of a record, a dict, or `None`,
+        counted in self.notes, if the prompt is too long. The ids are the prompt and one token for
+        the answer, which the mask marks, as split_by_prompt expects. Raises ValueError."""
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)
@@ -66,7 +67,8 @@ class PromptWriter(SampleWriter):
         return [(np.array([*ids, self.tokenizer.eot_token], np.uint32), mask), line]
 
     def write(self, folder, splits):
-        """Write the prompts in rows of the longest one."""
+        """Write {"train": prompts, "val": prompts} of `encode` in rows of the longest one to
+        `folder`. Return {split: numbers for meta.json}."""
         self.block_size = max(len(ids) - 1 for rows in splits.values() for (ids, _), _ in rows)
         return super().write(folder, splits)
 

@@ -22,7 +22,7 @@ from train.base.fields import key
 
 @dataclass
 class SampleOptions(FolderOptions):
-    """Options that the commands share."""
+    """Base class of the options of the commands chat, pairs and prompts."""
     sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
                              "in Python's standard library", positional=True, required=True,
                              metavar="SOURCE")
@@ -33,8 +33,9 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (where, record): one question about each name in Python's standard library, the correct
-    answer, and a wrong one, in which one letter has the other case."""
+    """Yield (location, {"prompt", "response", "chosen", "rejected"}): one question about each name
+    in Python's standard library, the correct answer, and a wrong one, in which one letter has the
+    other case. source: example, or example-more for other questions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -57,7 +58,8 @@ def example_records(source):
 
 
 class SampleWriter:
-    """Base class of the commands. Subclasses set noun (of a sample) and model, and define
+    """Base class of the commands; run() does the work. args: SampleOptions. Subclasses set noun (of
+    a sample) and model, and define
 
         encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
                                 out, and counted in self.notes. Raises ValueError
@@ -104,13 +106,14 @@ class SampleWriter:
         report(out, splits, self.config or f"configs/{self.model}", self.options)
 
     def write(self, folder, splits):
-        """Write {"train": encoded samples, "val": ...}. Returns the `splits` of meta.json."""
+        """Write the encoded samples {"train": [...], "val": [...]} to `folder`. Return {split:
+        numbers for meta.json}."""
         return {split: self.write_split(folder, split, samples)
                 for split, samples in splits.items()}
 
     def read(self):
-        """Return {"train": encoded samples, "val": ...} of all records. Raises DataError for bad
-        records and for an empty split."""
+        """Read and encode the records of args.sources. Return {"train": encoded samples, "val":
+        ...}. Raises DataError for bad records (unless args.skip_bad) and for an empty split."""
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source

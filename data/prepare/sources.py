@@ -25,7 +25,9 @@ MIN_BYTES = 4  # of text: two for each split
 # finding files
 
 def find_files(source, skipped_folder):
-    """Return the paths of the files of one source."""
+    """Return the paths to read for one source: the files below a folder, in a fixed order, without
+    hidden ones and without `skipped_folder` (an absolute path), or Python's own library for
+    dataset:stdlib. Any other source (a file, hf:NAME, -) is returned as it is: [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -35,7 +37,8 @@ def find_files(source, skipped_folder):
 
 
 def source_name(source):
-    """Return the default name of data prepared from a source: without folders and extensions."""
+    """Return the default name of data prepared from a source: of a path or hf:NAME without folders
+    and extensions, "stdin" for -."""
     if source == "-":
         return "stdin"
     path = source.split(":")[1] if source.startswith("hf:") else os.path.abspath(source)
@@ -47,7 +50,7 @@ def source_name(source):
 
 def has_records(path):
     """Return whether a source (file, folder, hf:NAME or - for the standard input) has records, e.g.
-    JSONL or CSV; otherwise it is text."""
+    JSONL or CSV, by its name or, of standard input, the first byte; otherwise it is text."""
     if path == "-":
         return sys.stdin.buffer.peek(READ_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
     return (os.path.isdir(path) or records.is_hub_name(path)
@@ -55,8 +58,9 @@ def has_records(path):
 
 
 def read_text(path, separator):
-    """Yield (text, whether a document ends here): blocks of one document, or documents
-    between lines equal to `separator` ("": blank lines). Raises ValueError for other files."""
+    """Yield (text, whether a document ends here) of a text file: blocks of one document, or
+    documents between lines equal to `separator` ("": blank lines, `None`: one document). Raises
+    ValueError if it is binary or not UTF-8."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file, expected text")
@@ -78,7 +82,8 @@ def read_text(path, separator):
 
 
 def record_text(record, fields):
-    """Return the text of a record: the fields, joined by newlines. Raises ValueError."""
+    """Return the text of a record, a dict: the texts of `fields`, joined by newlines. Raises
+    ValueError if a field is missing or neither text nor null."""
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -87,7 +92,8 @@ def record_text(record, fields):
 
 
 class Documents:
-    """Documents, one after the other in a file of UTF-8."""
+    """Documents, one after the other in a new file of UTF-8, `path`: add_file() for each source,
+    then close(). Attributes: path, ends (of each document, in bytes), size (bytes), has_records."""
 
     def __init__(self, path):
         self.path = path
@@ -100,8 +106,8 @@ class Documents:
         return self.ends[-1] if self.ends else 0
 
     def add_file(self, path, o):
-        """Add the documents of a file, or none if it has problems. Returns its problems:
-        [(location, problem)]."""
+        """Add the documents of a file, or none if it has problems. o: Options of data.prepare.
+        Return the list of problems, [(location, message)]."""
         size = self.size
         ends = array("q", [size])
         problems = []
@@ -134,8 +140,9 @@ class Documents:
 
 
 def read_sources(o, path):
-    """Copy the text of o.sources to the file `path`. Returns (Documents, names of skipped files:
-    copies, and files in folders that are no text). Raises DataError with the problems of all."""
+    """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files:
+    copies, and files in folders that are no text). o: Options of data.prepare. Raises DataError
+    that lists the problems of all sources, also if there is almost no text."""
     documents = Documents(path)
     skipped = []
     problems = []

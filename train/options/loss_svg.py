@@ -35,9 +35,11 @@ LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=
 # metrics.jsonl
 
 def read_metrics(path, limit=None):
-    """Return the records of a metrics.jsonl, without incomplete lines; [] if the file is missing.
+    """Return the records, dicts, of a metrics.jsonl, without incomplete lines; [] if the file is
+    missing.
 
-    limit: return all evaluations, but only about `limit` training lines, evenly spaced."""
+    limit: return all evaluations, but only about `limit` training lines, evenly spaced.
+    """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []
     records = []
@@ -53,15 +55,16 @@ def read_metrics(path, limit=None):
 
 
 def to_number(value):
-    """Return `value` as a float, or None if it is not a finite number: metrics.jsonl has "nan" and
-    "inf" as strings, and sums of the largest floats would overflow."""
+    """Return a number as a float, or None for anything else: NaN, texts (metrics.jsonl has "nan"
+    and "inf" as strings), and numbers of 1e100 or more, whose sums could overflow."""
     if isinstance(value, (int, float)) and abs(value) < 1e100:
         return float(value)
     return None
 
 
 def curve(records, key, x="iter"):
-    """Return the points (x, y) of the metric `key`; x: iter, tokens, or time in minutes."""
+    """Return the points [(x, y), ...] of the metric `key` in the records of read_metrics, without
+    missing or non-finite values; x: "iter", "tokens", or "time" in minutes."""
     points = []
     minutes = 0.0
     done = 0
@@ -77,8 +80,8 @@ def curve(records, key, x="iter"):
 
 
 def smooth(points, share=0.02):
-    """Return the centred running mean over 2 x `share` of the points, fewer near the start, where
-    the loss is steep."""
+    """Return the points [(x, y), ...], at least one, with y replaced by the centred running mean
+    over 2 x `share` of the points, fewer near the start, where the loss is steep."""
     x, y = np.array(points).T
     i = np.arange(len(y))
     half = np.minimum(max(1, int(len(y) * share)), i // 3)
@@ -92,8 +95,8 @@ def smooth(points, share=0.02):
 # axes
 
 class Axis:
-    """A linear or logarithmic mapping of values to pixels from `start` to `end`. The range is that
-    of `values` with a margin; with from_zero it begins at 0."""
+    """A linear or logarithmic mapping of values to pixels from `start` to `end`: axis(value) is a
+    pixel. The range is that of `values` with a margin; with from_zero it begins at 0."""
 
     def __init__(self, values, start, end, from_zero=False, log=False):
         self.start = start
@@ -131,7 +134,7 @@ class Axis:
 
 
 def tick_label(value):
-    """Return a number as text: 6e-5, 2.5, 12000, 5e6."""
+    """Return a number as short text for an axis: 6e-5, 2.5, 12000, 5e6."""
     return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.6g}")
 
 
@@ -139,6 +142,7 @@ def tick_label(value):
 # the picture
 
 class Curve(NamedTuple):
+    """A line of a chart: points [(x, y), ...], SVG color, name in the legend ("": none)."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -147,10 +151,10 @@ class Curve(NamedTuple):
 
 
 def loss_svg(runs, x="iter", metric="loss"):
-    """Return an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the metric,
-    solid in training and dashed in validation (val_NAME), above one for the learning rate. x: a key
-    of X_LABELS. Names are without the folder that the runs share. The axis of several runs follows
-    the values after their start, whose differences are small."""
+    """Return the text of an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the
+    metric, solid in training and dashed in validation (val_NAME), above one for the learning rate.
+    x: iter, tokens or time. Names are without the folder that the runs share. The axis of several
+    runs follows the values after their start, whose differences are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -170,7 +174,8 @@ def loss_svg(runs, x="iter", metric="loss"):
 
 
 def draw_chart(panels, x_label, log_x=False):
-    """Return an SVG of `panels`, {name: Curves}, above each other over one horizontal axis."""
+    """Return the text of an SVG of `panels`, {name: list of Curves}, at most two, above each other
+    over one horizontal axis, logarithmic with log_x."""
     curves = [c for group in panels.values() for c in group]
     x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, not log_x, log_x)
     parts = []
@@ -191,9 +196,9 @@ def draw_chart(panels, x_label, log_x=False):
 
 
 def draw_panel(name, curves, x, top, height):
-    """Return SVG elements: grid, vertical axis and curves. The axis is logarithmic if its values
-    span more than a factor of 3: the start of a loss would flatten the rest. Other values (see
-    Curve.start) are cut off."""
+    """Return a list of SVG elements: grid, vertical axis and curves. x: the horizontal Axis; top,
+    height: pixels. The axis is logarithmic if its values span more than a factor of 3: the start of
+    a loss would flatten the rest. Values before Curve.start may be cut off."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

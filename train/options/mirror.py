@@ -19,7 +19,8 @@ from train.base.files import add_link
 
 
 class Mirror:
-    """The store of the run of `config` in `folder`. Raises SetupError for an unknown kind."""
+    """Copies of the checkpoints of the run folder `folder` in a store, config.mirror: fetch() at
+    the start, update() after a save, finish() at the end. Raises SetupError for other URLs."""
 
     def __init__(self, config, folder):
         fsspec = require("fsspec", "mirror")
@@ -36,12 +37,14 @@ class Mirror:
         self.pending = False          # whether ckpt.pt is newer than the last copy
 
     def copies(self):
-        """Return the paths of the copies in the store, oldest first, complete or not."""
+        """Return the paths of the copies of ckpt.pt in the store, oldest first, complete or not."""
         return sorted(self.fs.glob(f"{self.root}/copy_*.pt"))
 
     def fetch(self, log):
-        """If the run would start from out_dir, and that has no checkpoint, copy the newest complete
-        one of the store to ckpt.pt, and the best to ckpt_best.pt. Raises CheckpointError."""
+        """Unless the run folder has a checkpoint or config.resume_file is set, copy the newest
+        complete copy in the store, if any, to ckpt.pt, and the best to ckpt_best.pt. log: is called
+        with a line per file. CheckpointError: unusable store, only incomplete copies, or copies
+        although resume is "never"."""
         c = self.config
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         never = c.resume == "never" and not restarted
@@ -64,7 +67,8 @@ class Mirror:
                                   "have a checkpoint there: try again or choose another") from error
 
     def get(self, path, name, log):
-        """Copy the file `path` of the store to `name`. Return whether it is complete."""
+        """Copy the file `path` of the store, and its shards, to `name` in the run folder. Return
+        whether it is complete; otherwise `name` does not change. log: is called with text."""
         log(f"Copying {name} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -77,8 +81,8 @@ class Mirror:
         return False
 
     def get_shards(self, manifest):
-        """Copy the files of a sharded checkpoint to the folder. Return whether the file `manifest`
-        is one; ValueError if it or a file is damaged or missing."""
+        """Copy the shards that the local file `manifest` names from the store to the run folder.
+        Return whether it is a manifest; ValueError if it or a shard is damaged or missing."""
         folder = sharded_file.folder_named_in(manifest)
         for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
             name = path.rpartition(f"/{folder}/")[2]
@@ -92,20 +96,21 @@ class Mirror:
         return bool(folder)
 
     def update(self, logger):
-        """Copy ckpt.pt in the background."""
+        """Start to copy the ckpt.pt just saved, in the background; logger.warn after a failure."""
         self.pending = True
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 
     def finish(self, logger):
-        """Wait for the copy of the last save, at most dist_timeout."""
+        """Wait for the copy of the last save; logger.warn after config.dist_timeout seconds."""
         if self.thread:
             self.thread.join(self.config.dist_timeout)
             if self.thread.is_alive():
                 logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
 
     def copy(self, logger):
-        """Copy the best checkpoint if it is new, and ckpt.pt; then delete old copies."""
+        """Copy ckpt_best.pt if it is new, and ckpt.pt; then delete all but the last two copies.
+        Without effect if ckpt.pt was already copied. Failures are a logger.warn."""
         with self.lock:
             if not self.pending:  # it was copied by the thread before
                 return
@@ -123,8 +128,8 @@ class Mirror:
                 logger.warn(f"mirror: {self.config.mirror} did not take ckpt.pt: {error!r:.300}")
 
     def put(self, name, path):
-        """Copy the checkpoint `name` to `path` in the store, its shards first. OSError if the size
-        or the end of a file then differs."""
+        """Copy the checkpoint `name` of the run folder to `path` in the store, its shards first;
+        equal files are skipped. Raises OSError if the size or the end of a copy differs."""
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
@@ -142,13 +147,13 @@ class Mirror:
             os.unlink(link)
 
     def is_copy(self, local, remote):
-        """Return whether the file in the store has the size and the last KiB, with the digest, of
-        the local one."""
+        """Return whether the file `remote` in the store exists with the size and the last KiB,
+        which has the digest, of the file `local`."""
         return self.fs.exists(remote) and (self.fs.size(remote), self.fs.tail(remote)) == (
             self.disk.size(local), self.disk.tail(local))
 
     def remove_unnamed_shards(self):
-        """Remove the shards that no checkpoint in the store names."""
+        """Remove the folders of shards in the store that no checkpoint there names."""
         heads = [self.fs.head(path) for path in self.fs.glob(f"{self.root}/*.pt")]
         for folder in self.fs.glob(f"{self.root}/shards/*"):
             name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()

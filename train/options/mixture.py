@@ -23,9 +23,9 @@ MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIO
 
 
 def samples_per_period(weights):
-    """Return the number of samples of each source per period of the table, [int].
+    """Return the number of samples of each source per period, [int], for weights [float].
 
-    The counts are exact if all shares are multiples of 1 / n with n up to MAX_PERIOD, else rounded.
+    Exact if all shares are multiples of 1 / n with n up to MAX_PERIOD; else rounded, maybe to 0.
     """
     exact = [Fraction(str(w)) for w in weights]  # 0.7 is 7 / 10
     shares = [w / sum(exact) for w in exact]
@@ -38,7 +38,7 @@ def samples_per_period(weights):
 
 
 def interleave(counts):
-    """Return the source of each place in a period of sum(counts) places, [int].
+    """Return the index of the source of each of the sum(counts) places of a period, [int].
 
     Of the first n places, for any n, source i has counts[i] / sum(counts) * n, with a difference of
     at most 1 - 1 / (2 k - 2) for k >= 2 sources: Tijdeman, The chairman assignment problem (1980).
@@ -60,7 +60,8 @@ def interleave(counts):
 
 
 class Mixture(Loader):
-    """Samples of several loaders {name: loader}; counts[i] samples per period are of loader i.
+    """A Loader of samples of several loaders {name: loader}; counts[i] samples per period are of
+    loader i.
 
     An epoch has as many samples as all loaders together. Every validation batch is from one source,
     in the order of the names, and equals that of a run on only this source.
@@ -85,7 +86,7 @@ class Mixture(Loader):
 
     def by_source(self, g):
         """Yield (name, loader, positions in g, sample numbers in the source) for each source that
-        has samples in g, (m,)."""
+        has some of the samples g, (m,) int64."""
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -119,7 +120,7 @@ class Mixture(Loader):
     # validation
 
     def fixed_batches(self, count):
-        """Return (source, index in the source) of each validation batch, `count` per source."""
+        """Return [(source, index in the source)] of the validation batches, `count` per source."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -134,8 +135,9 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Return the sums over all sources {name: sums}, the items of each source weighted by the
-        share."""
+        """Return the sums over all sources, {name: tensor}, from {source: {name: tensor}}. They are
+        scaled so that sum / count is the mean of the sources' means, weighted by the shares;
+        "count" is the total."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         factors = {name: self.shares[name] * n / sums["count"]
                    for name, sums in sums_by_source.items()}
@@ -147,13 +149,13 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the name of a source in logged numbers: web for data/bin/web."""
+    """Return the name of a source in logged numbers: web for the folder data/bin/web."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 
 def mix(data, weights):
-    """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. DataError if
-    the folders cannot be mixed."""
+    """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. A split that
+    one folder lacks is None. Raises DataError if the folders cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len({*map(os.path.realpath, data)}) < len(data):
         raise DataError(f"data_dir: {', '.join(data)}: one of them is a link to another")

@@ -38,7 +38,8 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 
 def check_ranks(config, ranks, log):
     """Log the nodes and processes of a run, and warn of different versions, and if a launcher has
-    started more than this run. SetupError, on all ranks, if code or configuration differ."""
+    started more than this run; log is called with texts. A collective. Raises SetupError, on all
+    ranks, if code or configuration differ."""
     rows = [{}] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(rows, describe_rank(config, ranks), group=ranks.control)
@@ -63,8 +64,8 @@ def check_ranks(config, ranks, log):
 
 
 def describe_rank(config, ranks):
-    """Return {name: value} of this rank. keys: the settings that must be equal on all ranks: all
-    but paths, which may be local to a node."""
+    """Return {name: value} of this rank: host, node, address, device, versions and hashes. "keys":
+    the settings that must be equal on all ranks: all but paths, which may be local to a node."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
@@ -85,14 +86,16 @@ def describe_rank(config, ranks):
 
 
 def differences(rows, names):
-    """Return a text for each of `names` whose values in `rows`, a dict per rank, differ."""
+    """Return a list with a text for each of `names` whose values in `rows`, a list of a dict per
+    rank, differ: "torch: 2.8 on rank 0; 2.9 on rank 1"."""
     columns = {name: group_ranks([row.get(name) for row in rows]) for name in names}
     return [f"{name}: " + "; ".join(f"{value} on {members}" for value, members in groups)
             for name, groups in columns.items() if len(groups) > 1]
 
 
 def group_ranks(values):
-    """Return [(value, name of the ranks that have it)] of a list with a value per rank."""
+    """Return [(value, name of the ranks that have it: "rank 0", "ranks 1-3")] of a list with a
+    value per rank."""
     groups = {}
     for rank, value in enumerate(values):
         groups.setdefault(repr(value), (value, []))[1].append(rank)
@@ -105,8 +108,8 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """`count` collectives of one kind per step, over tensors of `nbytes` bytes in all (whole
-    tensors, not shards). ranks: of the group of rank 0."""
+    """`count` collectives of one kind per step, e.g. "all_reduce", over tensors of `nbytes` bytes
+    in all (whole tensors, not shards). ranks: a range, the group of rank 0."""
     kind: str
     ranks: range
     count: int
@@ -114,8 +117,8 @@ class Collective:
 
 
 def step_collectives(model, config, world_size, dtype):
-    """Return the Collectives of a step of the bare `model` (on any device, not sharded) with AdamW.
-    dtype: of matrix products."""
+    """Return the list of Collectives of a step of the bare `model` (on any device, not sharded)
+    with AdamW and config.distributed. dtype: of matrix products."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
@@ -146,13 +149,13 @@ def step_collectives(model, config, world_size, dtype):
 
 
 def padded_numel(params, shard_size):
-    """Return the numbers in `params` with the rows that make their shards equal."""
+    """Return the number of elements of `params`, with the rows that make the shards equal."""
     return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
 
 
 def bytes_sent(collectives, per_node):
-    """Return (bytes that a rank sends in the node, bytes that a node sends to others) per step,
-    by rings over ranks that are numbered node by node, with `per_node` ranks each."""
+    """Return (bytes that a rank sends in the node, bytes that a node sends to others) per step of a
+    list of Collectives, by rings over ranks that are numbered node by node, `per_node` in each."""
     within = between = 0.0
     for c in collectives:
         n = len(c.ranks)
@@ -168,7 +171,8 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Time an all-reduce within and between nodes, and log it with the data of a step."""
+    """Time an all-reduce within and between nodes, and log it with the bytes that a step of `model`
+    sends. A collective. Without effect for one rank, or nodes of different sizes."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -186,7 +190,7 @@ def log_network(config, model, ranks, log):
 
 def all_reduce_speed(groups, device):
     """Return the bytes per second that each rank sends in all-reduces, side by side in all
-    `groups` (lists of ranks)."""
+    `groups`, lists of ranks that together are all ranks. A collective."""
     group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
     x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(x, group=group)  # the first one connects
@@ -200,9 +204,9 @@ def all_reduce_speed(groups, device):
 # slow ranks
 
 class RankClock(Clock):
-    """A Clock that compares the ranks. The work of a rank in a step ends with the last
-    gradient; then the rank waits. Under FSDP ranks wait for each other in every block,
-    and only the time until the forward pass, e.g. for data, is a rank's own."""
+    """A Clock that compares the ranks, with hooks on model and optimizer. The work of a rank in a
+    step ends with the last gradient; then it waits. Under FSDP ranks wait for each other in every
+    block, and only the time until the forward pass, e.g. for data, is a rank's own."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -237,7 +241,8 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Also compare the ranks: log their work per step, and name a rank that stays slow."""
+        """Return the seconds per step as Clock.lap; set `numbers` for the log line (work_ms,
+        slowest_ms, slowest_rank); warn(text) if a rank stays slow. A collective."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -20,7 +20,7 @@ PROJECT = "ironGPT"
 
 
 def check_trackers(names):
-    """Raise SetupError if a package of these trackers is missing."""
+    """Raise SetupError if a package of these trackers (tensorboard, wandb, mlflow) is missing."""
     for name in names:
         for package in TRACKERS[name].packages:
             # A plain folder has a spec, without an origin.
@@ -30,11 +30,12 @@ def check_trackers(names):
 
 
 class Trackers:
-    """The trackers of a run, called together. No method raises: the first failure of a tracker
-    drops it with a warning.
+    """The trackers of a run (tensorboard, wandb, mlflow), used by call(). No method raises: the
+    first failure of a tracker drops it with a warning.
 
     log: the run's Logger. A tracker may have an `id`, which is stored in out_dir/tracker.json, so
-    that a resumed run continues the same tracked run."""
+    that a resumed run continues the same tracked run.
+    """
 
     def __init__(self, names, log):
         self.log = log
@@ -59,15 +60,16 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of all trackers: record(a record of metrics.jsonl), or close(status:
-        finished, failed or stopped)."""
+        """Call a method of all trackers: "record" with a record of metrics.jsonl, a dict, or
+        "close" with the status: finished, failed or stopped."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method)(*args)
 
 
 def tracked_numbers(record):
-    """Return the numbers of a metrics.jsonl record by tracker names: train/loss, val/ppl, ..."""
+    """Return {name: float} of the numbers of a metrics.jsonl record, without iter, by the names
+    that trackers show: train/loss, val/ppl, ..."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
     return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}

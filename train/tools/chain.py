@@ -33,7 +33,8 @@ class ChainOptions:
 
 
 def train_chain(options, arguments):
-    """Train all models and the student; return the exit code: 1 if a run has crashed."""
+    """Train all models and the student, and print a table; return the exit code: 1 if a run has
+    crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.eval_interval:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
@@ -52,7 +53,8 @@ def train_chain(options, arguments):
 
 
 def table_row(child):
-    """Return the row of a ChildRun in the table."""
+    """Return the row of a table for a ChildRun, a tuple of strings: name, seconds, validation loss,
+    and that of the ensemble of the earlier runs (nan: crashed, or no earlier run)."""
     losses = [r["val_teacher_loss"] for r in read_metrics(child.folder / "metrics.jsonl")
               if "val_teacher_loss" in r]
     numbers = child.value or math.nan, losses[-1] if losses else math.nan

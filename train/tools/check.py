@@ -70,7 +70,8 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 
 class Case:
-    """A configuration that is checked, the folder of the runs, and the Run after the first one."""
+    """A configuration that is checked, the folder of the runs, and `run`, the Run opened after the
+    first run, which the checks examine."""
 
     def __init__(self, config, folder):
         self.config = config
@@ -78,25 +79,27 @@ class Case:
         self.run = None
 
     def build(self, **changes):
-        """Return (data, model) of the configuration with `changes`, with initial values."""
+        """Build the data and the model, with initial weights, of the configuration with `changes`
+        {key: value}. Return (data, model)."""
         config = load_config(self.folder / "first" / "config.yaml", changes)
         data = open_data(config, self.run.ranks)
         return data, load_model_type(config.model).build_model(config, data)
 
     def loss(self, model, batch, seed=1):
-        """Return (loss, sums) of a batch, with random numbers that `seed` determines."""
+        """Return (loss, sums {name: tensor}) of model(*batch). seed: for the random numbers."""
         seed_step(seed, 0, self.run.ranks)
         return model(*batch)
 
     def tokens(self, rows):
-        """Return random token ids (rows, T)."""
+        """Return random token ids (rows, T), equal at each call. T: 24, at most block_size."""
         c = self.run.raw_model.config
         generator = torch.Generator().manual_seed(0)
         return torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
 
 
 def compare(actual, expected, tolerance=0.0):
-    """Raise AssertionError unless two numbers, tensors, or collections are equal."""
+    """Raise AssertionError unless two numbers, tensors, or collections are equal, up to a relative
+    and absolute `tolerance`; NaN equals NaN."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True,
                                check_dtype=False)
 
@@ -105,8 +108,8 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, log, killed_at):
-    """Be one rank of a run, in a process that has imported torch already; killed_at: kill it at the
-    evaluation of this step."""
+    """Run one rank in this process, which has imported torch, with the output in the file `log`.
+    environment: {variable: value}. killed_at: kill it at the evaluation of this step."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -118,8 +121,9 @@ def train_rank(rank, config, environment, log, killed_at):
 
 
 def train_in_process(case, name, ranks=1, killed_at=None, **changes):
-    """Train into case.folder / name, with changes of the configuration. Raises SetupError for a
-    refusal, AssertionError for a crash."""
+    """Train into case.folder / name in `ranks` processes, with changes {key: value} of the
+    configuration. killed_at: kill them at the evaluation of this step. Raises SetupError if the run
+    is refused, AssertionError if it crashes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -138,14 +142,16 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
 
 
 def read_log(case, name):
-    """Return {"NAME of step N": number} of the metrics.jsonl in case.folder / name."""
+    """Return {"NAME of step N": number} of the metrics.jsonl in case.folder / name, but no times.
+    """
     lines = (case.folder / name / "metrics.jsonl").read_text().splitlines()
     return {f"{k} of step {record['iter']}": v for record in map(json.loads, lines)
             for k, v in record.items() if isinstance(v, (int, float)) and k not in NOT_COMPARED}
 
 
 def compare_run(case, name, **how):
-    """Compare the logged numbers of a run with the first run's, up to rounding."""
+    """Train a run with the arguments `how` of train_in_process. Raises AssertionError unless the
+    logged numbers equal those of the first run, up to rounding. Return a text for the report."""
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     compare(read_log(case, name), expected, TOLERANCE)
@@ -179,8 +185,8 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context in which topk repeats its choices of the first pass: with other choices the loss
-    would jump. Set n_used to 0 before each pass."""
+    """Context manager in which topk repeats the choices of the first pass: with other choices the
+    loss would jump. Set n_used to 0 before each pass."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +204,7 @@ class FixedChoices(TorchFunctionMode):
 
 def check_gradients(case):
     """Compare the slope of the loss along half of the gradient of each kind of parameter with
-    central differences."""
+    central differences. Return a text for the report, or raise AssertionError."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
     with FixedChoices() as fixed:
@@ -228,7 +234,8 @@ def check_gradients(case):
 
 def check_loss(case):
     """Compare the loss and its gradients with those of the cross-entropy of the logits, in eval
-    mode. The logits are large: a cap has no effect on small ones."""
+    mode. The logits are large: a cap has no effect on small ones. Return a text for the report, or
+    raise AssertionError; SetupError if the model is no GPT."""
     batch = case.run.data.train.get_batch("cpu", 0)
     model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT) or len(batch) != 2:
@@ -278,7 +285,8 @@ def check_decoding(case):
 
 
 def check_initial(case):
-    """Compare initial(), which fills a sharded model, with the values of a new model."""
+    """Compare initial(), which fills a sharded model, with the values of a new model. Return a text
+    for the report, or raise AssertionError; SetupError if there is no initial()."""
     model = case.build()[1]
     state = model.state_dict()
     initial = hook(model, "initial")
@@ -326,7 +334,8 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a few other valid values of a configuration key."""
+    """Return a list of a few valid values of a configuration key other than `value`. field: the
+    dataclass field of the key."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", ())
     if kind is bool:
@@ -339,8 +348,9 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return the results of a configuration: the losses, sums and gradients of two steps of
-    gradient descent, batches, FLOPs. None if it is refused."""
+    """Return a list that identifies the results of the configuration with `changes` {key: value}:
+    the losses, sums and gradients of two steps of gradient descent, batches, FLOPs. None if it is
+    refused; AssertionError after any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters())),
@@ -363,7 +373,8 @@ def fingerprint(case, changes):
 
 
 def check_keys(case):
-    """Set each key of the model to other values, with and without other keys."""
+    """Set each key of the model to other values, with and without other keys. Return a text for the
+    report; AssertionError names keys without effect."""
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
@@ -404,7 +415,8 @@ class Settings:
 
 
 def print_result(case, name):
-    """Run a check and print its line; return whether it passed."""
+    """Run CHECKS[name], print its line (ok, differs or not applicable) and return whether it
+    passed: all but "differs"."""
     try:
         status, text = "ok", CHECKS[name](case)
     except (ConfigError, DataError, SetupError) as reason:  # or a refused run
@@ -419,7 +431,8 @@ def print_result(case, name):
 
 
 def check(settings, config):
-    """Run the checks of `config`, print a line for each, and return the exit code."""
+    """Run the checks of `config` that settings.only names (default: all), print a line for each,
+    and return the exit code: 1 if one differs. Raises SetupError if the first run fails."""
     with tempfile.TemporaryDirectory() as folder:
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))
@@ -436,7 +449,8 @@ def check(settings, config):
 
 
 def load_small(argv):
-    """Return the configuration of these arguments of run_train.py, for short runs on a CPU."""
+    """Return the configuration of these arguments of run_train.py, changed for short runs on a CPU.
+    Default of --config: train/config_test.yaml."""
     config = load_config(os.path.join(REPOSITORY, "train", "config_test.yaml"), argv)
     return load_config(None, vars(config) | SETTINGS)
 

@@ -27,11 +27,12 @@ POLL_SECONDS = 0.1
 
 
 class ChildRun:
-    """A run in a process, with a folder below `out`.
+    """A run of run_train.py in a process, with a folder below `out`, for train_all.
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
     fingerprint: of the data. After train_all, `value` is the last of the metric, or None after a
-    crash, and `seconds` the time of training."""
+    crash, and `seconds` the time of training.
+    """
 
     def __init__(self, name, arguments, fingerprint, out):
         identity = to_yaml(load_argv(arguments)) + str(fingerprint)
@@ -49,7 +50,8 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Set and print the result of a run that has ended, now or in an earlier command."""
+        """Set, print (with `note`) and save the `value` and `seconds` of a run that has ended, now
+        or in an earlier command, from the metrics.jsonl. metric: the name, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl")
         minutes = [x for x, _ in curve(records, "iter", "time")] or [0.0]
         values = [to_number(r[metric]) for r in records if metric in r] or [None]
@@ -64,7 +66,8 @@ class ChildRun:
 
 
 def train_all(runs, metric, out, jobs):
-    """Train the ChildRuns, up to `jobs` at a time. UserError if another process uses `out`.
+    """Train the ChildRuns, up to `jobs` at a time; complete runs are not repeated. metric: the name
+    of the result. UserError if another process uses the folder `out`, or under torchrun.
     KeyboardInterrupt after a signal, when the processes have saved a checkpoint and ended."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
@@ -99,8 +102,9 @@ def train_all(runs, metric, out, jobs):
 
 
 def start_process(arguments, environment, log):
-    """Start a run. It has a session, so that Ctrl-C of a terminal does not reach it, which would
-    be a second signal."""
+    """Start run_train.py with these arguments and environment; return the Popen. Output is appended
+    to the file `log`. It has a session, so that Ctrl-C does not reach it, which would be a second
+    signal."""
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],
@@ -109,7 +113,7 @@ def start_process(arguments, environment, log):
 
 
 def split_devices(jobs):
-    """Return `jobs` dicts of environment variables: a GPU, or a share of the CPU cores, per job."""
+    """Return `jobs` dicts of environment variables: a GPU, or a share of the CPU cores, each."""
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]

@@ -31,7 +31,8 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Print the estimate for the run that `config` describes. Raises CollectiveExit."""
+    """Measure and print the memory and time of the run that `config` describes. With world_size,
+    print a plan for that many GPUs instead. Raises CollectiveExit if it does not fit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
         check_ranks(config, ranks, log)
@@ -74,16 +75,19 @@ def estimate(config):
 
 
 def check_memory(memory, available, ranks):
-    """Raise CollectiveExit if {purpose: bytes} is more than a rank has available."""
+    """Raise CollectiveExit, on all ranks, if {purpose: bytes} is more than the bytes `available` on
+    any rank. A collective."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
-    """Return (seconds per optimizer step, bytes of memory besides the state of the run).
+    """Return (seconds per optimizer step, bytes of memory besides the state of the run). dtype: of
+    autocast. compiled: compile the model. available: bytes of memory.
 
     On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
-    micro-batch as large as time and memory allow; larger ones are extrapolated."""
+    micro-batch as large as time and memory allow; larger ones are extrapolated.
+    """
     device = ranks.device
     on_gpu = device.type == "cuda"
     peak = peak_memory(device) or 0  # None: unknown, on Windows

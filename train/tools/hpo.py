@@ -45,8 +45,8 @@ SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters
 # the search space
 
 def read_space(path, config):
-    """Return ({key: Optuna distribution}, stages) of a YAML file. A stage is a dict of trials,
-    max_iters and narrow. ConfigError lists all problems."""
+    """Return ({key: Optuna distribution}, stages) of a YAML file. stages: a list of {"trials":
+    number, "max_iters": steps, 0: of `config`, "narrow": share}. ConfigError lists all problems."""
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -76,7 +76,8 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 
 def read_dimension(name, raw, known):
-    """Return an entry of the space as an Optuna distribution. ValueError states the problem."""
+    """Return the Optuna distribution of the key `name` from `raw`, a list of choices or {"low",
+    "high", "log" or "step"}. known: {key: dataclass field}. ValueError states the problem."""
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
@@ -94,7 +95,8 @@ def read_dimension(name, raw, known):
 
 
 def narrow_dimension(dist, best, share):
-    """Return `dist` around the `best` value: only this choice, or `share` of the range."""
+    """Return a copy of the Optuna distribution `dist` around the `best` value: `share` of the
+    range, or of choices only this one (all if share is 1)."""
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
@@ -107,8 +109,9 @@ def narrow_dimension(dist, best, share):
 
 
 def trial_config(config, params, max_iters=0, **changes):
-    """Return `config` with a trial's parameters and other changes, shortened to `max_iters` if that
-    is not 0. The ratio of min_lr to learning_rate is kept unless min_lr is searched."""
+    """Return `config` with a trial's parameters {key: value} and other changes, shortened to
+    `max_iters` if that is not 0, with warm-up and intervals in proportion. The ratio of min_lr to
+    learning_rate is kept unless min_lr is searched."""
     values = asdict(config) | dict(mirror=None) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
@@ -125,7 +128,8 @@ def trial_config(config, params, max_iters=0, **changes):
 # the search
 
 def search(config, space, stages, out):
-    """Run the stages in the folder `out`, which other workers may share."""
+    """Run the stages of read_space in the folder `out`, which other workers may share; print the
+    best trial. space: {key: Optuna distribution}. ConfigError if no trial of a stage completes."""
     studies = []
     # Numbers may be outside of the range, other values must be among the choices.
     start = {k: v for k, d in space.items()
@@ -151,8 +155,9 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the study of a stage in out/study.db. Stages have a study each, as values of
-    runs of different lengths are not comparable. The first trial has the parameters `start`."""
+    """Open or create the Optuna study of stage `number` in out/study.db; its first trial has the
+    parameters `start` {key: value}. Stages have a study each, as values of runs of different
+    lengths are not comparable. UserError for a damaged file, ConfigError for a different search."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
@@ -178,14 +183,15 @@ def open_study(config, space, number, stage, start, out):
 
 
 def finished_trials(study):
-    """Return the trials that count: a trial that was interrupted is queued again."""
+    """Return the list of complete and pruned trials of a study, which count; an interrupted trial
+    does not, and is queued again."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 
 
 def run_trial(study, config, space, stage, out):
-    """Train a trial and return it. Parameters that fail are pruned, so that the sampler avoids
-    them; problems that every trial would have, and interrupts, are raised."""
+    """Train a trial of a stage and return it, an optuna.FrozenTrial. Parameters that fail are
+    pruned, so that the sampler avoids them; errors of every trial, and interrupts, are raised."""
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
@@ -215,7 +221,8 @@ def run_trial(study, config, space, stage, out):
 
 
 def train_trial(trial, config):
-    """Train without console output and return the best value of the metric. Raises TrialPruned."""
+    """Train `config` without console output and return the best value of the metric after step 0.
+    Raises TrialPruned if Optuna stops the trial, BadNumbers for a non-finite metric."""
     values = []
 
     def on_evaluation(it, numbers):
@@ -236,8 +243,9 @@ def train_trial(trial, config):
 # results
 
 def report(studies, trial, config, out):
-    """Print a trial's result; write trials_history.json, base_config.yaml (the configuration of
-    the search) and best_config.yaml (what the best trial changed)."""
+    """Print the result of `trial`, which has just ended; write trials_history.json,
+    base_config.yaml (`config`) and best_config.yaml (the changes of the best trial of the current
+    stage) to `out`. studies: the Optuna study of each stage so far, the current one last."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{studies[-1].study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -271,7 +279,8 @@ class SearchOptions:
 
 
 def run_search(options, config):
-    """Run the search that the options describe and return the exit code."""
+    """Run the search that the options describe and return the exit code. config: the TrainConfig of
+    a trial. Raises UserError for options that do not fit."""
     require("optuna", "the search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")

@@ -38,7 +38,8 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     diverges.
 
     Each of the `steps` optimizer steps uses a rate that is a constant factor above the previous
-    one. Returns a dict: the lists lr and loss, and the results of suggest().
+    one. Return a dict: the lists lr and loss, smoothed (a list), suggestion (a rate or None) and
+    why (text if there is none). Writes nothing.
     """
     console = sys.stdout
     rates = np.geomspace(low, high, steps).tolist()
@@ -60,7 +61,8 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 
 
 def suggest(rates, losses, high):
-    """Return dict(smoothed, suggestion, why) for a sweep up to `high`.
+    """Return dict(smoothed, suggestion, why) for a sweep up to `high`. rates, losses: lists; the
+    latter is shorter if the sweep stopped early.
 
     suggestion: the rate at which the smoothed loss falls fastest, or None if the loss has no clear
     minimum; `why` is the reason then.
@@ -89,7 +91,7 @@ def suggest(rates, losses, high):
 
 
 def draw_sweep(sweep):
-    """Return an SVG of a sweep: loss, smoothed loss, suggested learning rate."""
+    """Return the SVG of a sweep, the dict of find_lr: loss, smoothed loss, suggested rate."""
     smoothed = list(zip(sweep["lr"], sweep["smoothed"]))
     curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
               Curve(smoothed, COLORS[0], "smoothed loss")]
@@ -100,7 +102,8 @@ def draw_sweep(sweep):
 
 
 def report_sweep(sweep, config):
-    """Write lr_finder.json and lr_finder.svg into out_dir and print the suggestion."""
+    """Write a sweep, the dict of find_lr, to lr_finder.json and lr_finder.svg in config.out_dir and
+    print the suggestion."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(path.replace(".svg", ".json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
@@ -122,7 +125,8 @@ class SweepOptions:
 
 
 def run_sweep(options, config):
-    """Sweep, report and return the exit code."""
+    """Sweep the learning rate of `config`, write and print the result on rank 0 and return the exit
+    code. Raises UserError unless options.low is below options.high."""
     if options.low >= options.high:
         raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)

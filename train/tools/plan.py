@@ -17,8 +17,8 @@ from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 @dataclass
 class Gpu:
-    """Memory in GiB, and bandwidths in GB/s per GPU in one direction: to GPUs of the same node, to
-    other nodes, to the memory of the host."""
+    """A type of GPU: memory in GiB, and bandwidths in GB/s per GPU in one direction: to GPUs of the
+    same node (link), to other nodes (network), to the memory of the host (host)."""
     name: str  # in PEAK_TFLOPS
     memory: float
     link: float
@@ -43,8 +43,9 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
 
 
 def log_table(log, config, data, model, probe, flops):
-    """Log a line per method, for config.world_size GPUs. model, probe: on the meta device, the
-    second one to be changed; flops: per step."""
+    """Log a table of memory and time, a line per method (DDP, FSDP, HSDP), for config.world_size
+    GPUs of the type config.gpu. model, probe: on the meta device, the second one to be changed;
+    flops: per step. SetupError if the memory depends on the data."""
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     activations = activation_bytes(probe, data.train.get_batch(torch.device("cpu"), 0), dtype)
@@ -74,7 +75,9 @@ def log_table(log, config, data, model, probe, flops):
 
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
-    """Return {name: number} of a rank and of a step with config.distributed."""
+    """Return {name: number} of a rank and of a step with config.distributed: memory in bytes,
+    seconds, efficiency, sensible, ... gpu: a Gpu. activations: bytes per sample. flops: per step.
+    """
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -99,7 +102,8 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return {purpose: bytes per rank} of what exists between two steps, and of gradients."""
+    """Return {"weights", "gradients", "optimizer": bytes per rank} between two steps with AdamW.
+    model: on any device, not sharded."""
     shards = config.replica_size(world_size)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     grad_copies = 2 if shards == 1 < world_size else 1  # the second one is in DDP's buckets
@@ -109,9 +113,9 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes of the weights that a rank has besides its own, in the precision of matrix
-    products: all under DDP; under FSDP the root and two blocks, and gradients of one and the root.
-    """
+    """Return the bytes of the weights that a rank has besides its shard, in the precision `dtype`
+    of matrix products: all under DDP (shards: 1); under FSDP the root and two blocks, and gradients
+    of one and the root."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
@@ -121,8 +125,8 @@ def copied_weights(model, shards, dtype):
 
 
 def activation_bytes(model, batch, dtype):
-    """Return the bytes per sample that the forward pass of `model` (on the meta device) keeps for
-    the backward pass. SetupError if they depend on the values of the batch."""
+    """Return the bytes per sample that the forward pass of `model` (on the meta device; changed)
+    keeps for backward. dtype: of autocast. SetupError if they depend on the values of the batch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

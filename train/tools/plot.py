@@ -25,7 +25,8 @@ class PlotOptions:
 
 
 def plot_runs(options):
-    """Draw the picture that the options describe. ValueError names a run without numbers."""
+    """Draw the picture that the options describe, write the SVG and print its path. ValueError
+    names a run without the metric, or an `out` that does not end in .svg."""
     metric = options.metric.removeprefix("val_")
     runs = []
     for path in options.runs:

@@ -21,7 +21,8 @@ TABLE_ROWS = 20
 
 
 def profile(config):
-    """Profile config.profile steps, print the operations that take longest, and write the trace."""
+    """Profile config.profile steps of a run in a temporary folder, print the operations that take
+    longest, and write the trace to profile.json.gz in config.out_dir."""
     n = config.profile
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           open_run(config.probe(out_dir=folder), ranks) as run):

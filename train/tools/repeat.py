@@ -39,7 +39,8 @@ def compare(values, base, mode="min"):
 
     values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
     if all of it is an improvement (mode: min or max), worse if all of it is a deterioration,
-    unclear otherwise; crash, with NaNs, if no seed is in both."""
+    unclear otherwise (with NaNs for one seed); crash, with NaNs, if no seed is in both.
+    """
     differences = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
     n = len(differences)
     if n < 2:
@@ -53,16 +54,18 @@ def compare(values, base, mode="min"):
 
 
 def student_quantile(freedom):
-    """Return the 97.5% quantile of Student's t distribution, to 0.1%: the Cornish-Fisher expansion
-    (Abramowitz and Stegun, 26.7.5), which is too low for one and two degrees of freedom."""
+    """Return the 97.5% quantile of Student's t distribution, to 0.1%. freedom: 1 or more. The
+    Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5) is too low for 1 and 2, which are
+    given."""
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
 def make_table(results, seeds, config):
-    """Return the table of {(size, change): {seed: ChildRun}}, without crashed runs: rows of texts.
-    The verdict on a change is that of all sizes where these agree, else unclear."""
+    """Return the table, rows of texts with a header, of {(size, change): {seed: ChildRun}} without
+    crashed runs. seeds: the number of seeds. The verdict on a change is that of all sizes where
+    these agree, else unclear."""
     table = [COLUMNS]
     metrics = {setting: {seed: run.value for seed, run in runs.items()}
                for setting, runs in results.items()}
@@ -83,7 +86,7 @@ def make_table(results, seeds, config):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders, one line."""
+    """Return the name of a setting in tables and folders, one line: CHANGE, or CHANGE at SIZE."""
     return " ".join((f"{change} at {size}" if size else change).split())
 
 
@@ -105,7 +108,8 @@ class RepeatOptions:
 
 
 def repeat(options, arguments):
-    """Run all settings with all seeds; return the exit code: 1 if every run has crashed."""
+    """Run all settings with all seeds, print the table and append it to results.tsv; return the
+    exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     metric = config.early_stopping_metric
     if not config.eval_interval:

@@ -38,7 +38,8 @@ BOOTSTRAP_FITS = 200
 # the law
 
 class Law(NamedTuple):
-    """L(N, D) = E + A / N^alpha + B / D^beta."""
+    """A scaling law of the loss, L(N, D) = E + A / N^alpha + B / D^beta: loss(n, d), best(budget).
+    """
     E: float
     A: float
     B: float
@@ -49,7 +50,7 @@ class Law(NamedTuple):
         return self.E + self.A / n ** self.alpha + self.B / d ** self.beta
 
     def best(self, budget):
-        """Return the (N, D) of the lowest loss with 6 N D = budget."""
+        """Return the (N, D) of the lowest loss for a budget of FLOPs, 6 N D = budget."""
         ratio = self.alpha * self.A / (self.beta * self.B)
         exponent = 1 / (self.alpha + self.beta)
         n = ratio ** exponent * (budget / 6) ** (self.beta * exponent)
@@ -57,7 +58,7 @@ class Law(NamedTuple):
 
 
 def fit_law(n, d, loss):
-    """Fit a Law to runs n, d, loss (P,): minimise the Huber loss of the errors of log L."""
+    """Fit a Law to runs, arrays n, d, loss (P,): minimise the Huber loss of errors of log L."""
     from scipy.optimize import least_squares
     log_sizes = np.stack([0 * n, np.log(n), np.log(d)])  # (3, P)
     mean = log_sizes.mean(1, keepdims=True)
@@ -95,7 +96,7 @@ def prediction_interval(law, n, d, loss, at):
 
 @dataclass
 class SmallRun:
-    """A run of a model of `depth` for a budget of FLOPs."""
+    """A run of a model of `depth` layers for a budget of FLOPs."""
     budget: float
     depth: int
     n: float                   # FLOPs per token / 6
@@ -105,11 +106,12 @@ class SmallRun:
 
 
 def depth_keys(depth, width, config):
-    """Return {key: value} of a model of `depth`: depth + 1 heads of size `width`, and the rates of
-    `config` scaled by the square root of its n_embd over the model's.
+    """Return {key: value} of a model of `depth` layers: depth + 1 heads of size `width`, and the
+    rates of `config` scaled by the square root of its n_embd over the model's.
 
-    depth, n_embd, rates x with width 32 and config.n_embd 128: 1, 64, 1.41; 3, 128, 1.00;
-    7, 256, 0.71; 15, 512, 0.50."""
+    With width 32 and config.n_embd 128, depth, n_embd, rates x: 1, 64, 1.41; 3, 128, 1.00; 7, 256,
+    0.71.
+    """
     n_embd = width * (depth + 1)
     rates = {name: rate * math.sqrt(config.n_embd / n_embd) for name in ("learning_rate", "min_lr")
              if (rate := getattr(config, name)) is not None}
@@ -117,7 +119,9 @@ def depth_keys(depth, width, config):
 
 
 def make_planner(arguments, config, width, data):
-    """Return plan(budget, depth) -> SmallRun. arguments: of run_train.py."""
+    """Return plan(budget, depth) -> SmallRun, which raises UserError if the model does not define
+    its FLOPs. arguments: of run_train.py. config: the TrainConfig of these. width: per head. data:
+    the Data of the run."""
     @functools.cache
     def count_flops(depth):
         c = load_config(None, vars(config) | depth_keys(depth, width, config))
@@ -142,7 +146,8 @@ def make_planner(arguments, config, width, data):
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the runs, set their losses and print a table."""
+    """Train the SmallRuns, set the `loss` of each and print a table. fingerprint: of the data.
+    options: ScalingOptions."""
     children = [ChildRun(f"{r.budget:g}_depth_{r.depth}", r.arguments, fingerprint, options.out)
                 for r in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -173,7 +178,9 @@ class ScalingOptions:
 
 
 def scaling(options, arguments):
-    """Train the runs, fit the law and predict the larger run; return the exit code."""
+    """Train the runs, fit the law and print the prediction for the larger run; return the exit
+    code: 1 if options.check is set and that run crashed. arguments: of run_train.py. Raises
+    UserError."""
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:

@@ -51,7 +51,8 @@ class WatchOptions:
 # files
 
 def read_run(folder, stamps):
-    """Return (records of metrics.jsonl, numbers and texts of the page) of a run."""
+    """Return (records of metrics.jsonl, {name: number or text} for the page) of the run in
+    `folder`, a Path. stamps: [(modification time, size)] of its files."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     step, evaluation = (next((r for r in reversed(records) if name in r), {})
                         for name in ("loss", "val_loss"))
@@ -65,7 +66,7 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of a regular file as text, "" if it does not exist."""
+    """Return the last TAIL_BYTES of a regular file as text, "" if it cannot be read."""
     with contextlib.suppress(OSError):
         if path.is_file():  # e.g. a named pipe would block
             with open(path, "rb") as f:
@@ -75,8 +76,8 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: (modification time, size) of each of FILES} of the `n` newest runs in `top`.
-    """
+    """Return {folder: [(modification time, size) of each of FILES that exists]} of the `n` newest
+    runs below the folder `top`, the newest last."""
     found = {}
     for folder, subfolders, files in os.walk(top):
         depth = len(Path(folder).relative_to(top).parts)
@@ -93,8 +94,9 @@ def find_runs(top, n):
 # the server
 
 class Server(ThreadingHTTPServer):
-    """A server of the paths in TYPES on 127.0.0.1, whose content is computed from the run folders
-    when one is requested."""
+    """An HTTP server on 127.0.0.1 and options.port of the paths in TYPES: page, state and chart,
+    which are computed from the runs in options.folder when one is requested. options: WatchOptions.
+    """
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
@@ -137,7 +139,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answer GET requests of the pages that this server has sent."""
+    """Answer GET requests for the paths of a Server; 403 from other web pages, 404 for other paths.
+    """
     timeout = 30  # seconds to wait for a request
 
     def do_GET(self):
@@ -164,7 +167,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def watch(options):
-    """Serve the page until SIGINT or SIGTERM."""
+    """Serve the page of options.folder until SIGINT or SIGTERM. Raises ValueError if there is no
+    such folder, OSError if the port is in use."""
     if not os.path.isdir(options.folder):
         raise ValueError(f"{options.folder}: no such folder")
     with Server(options) as server:
