@@ -64,9 +64,9 @@ class Keys:
 # data
 
 def read_features_meta(folder):
-    """Return the keys of meta.json of a folder that data.prepare.features wrote: {"modalities":
-    {name: D}, "target": D or `None`, "mean", "std": {name: [D floats]}, perhaps "shift"}. Raises
-    DataError."""
+    """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
+    "modalities" {name: D}, "target" (D or `None`), "mean" and "std" {name: [D floats]}, perhaps
+    "shift", the same. Raises DataError."""
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
@@ -80,28 +80,32 @@ def read_features_meta(folder):
 
 
 def array_dims(spec):
-    """Return {name: D} of the arrays in the order of a batch: the modalities, then the target."""
+    """Return {name: D} of the arrays in the order of a batch: the modalities, then "target", if
+    any. spec: the dict of read_features_meta()."""
     return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
 
 
 def add_delays(array, runs, delays):
-    """Return the windows (N, K, D) of an array (N, D): row i, and at index k of the window the row
-    k before it, NaN if that is of a different run. runs (N,): the run of each row, ascending."""
+    """Return the windows (N, delays + 1, D) of an array (N, D): row i, and at index k of the window
+    the row k before it, NaN if that is of a different run. runs (N,): the run of each row,
+    ascending."""
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
     is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
     return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
 
 
 def open_runs(folder, split):
-    """Return the run of each row of a split (N,), ascending. Raises DataError."""
+    """Return the run of each row of a split ("train", "val"), (N,), ascending, from SPLIT_runs.npy
+    in `folder`. Raises DataError, also if there is no such file."""
     if not os.path.exists(os.path.join(folder, f"{split}_runs.npy")):
         raise DataError(f"{folder}: no {split}_runs.npy (for delays, ridge); {HOW_TO_PREPARE}")
     return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
 
 
 def open_features(folder, split, spec=None, delays=0):
-    """Return the arrays of a split in the order of array_dims(), float32: memory-mapped (N, D);
-    modalities with delays, in memory (N, K, D).
+    """Return the arrays of a split in the order of array_dims() (modalities, then the target),
+    float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). Raises
+    DataError.
 
     For a model of `spec`, trained on other data: an array that the folder lacks is missing (NaN);
     DataError for other arrays or dimensions. If the shifts of the folder are not those of the
@@ -126,20 +130,22 @@ def open_features(folder, split, spec=None, delays=0):
 
 
 def shift_of(spec, name):
-    """Return what data.prepare.features subtracted from an array: a list of D floats, or 0."""
+    """Return the offset that data.prepare.features subtracted from the array `name`, a list of D
+    floats, or 0.0. spec: the dict of read_features_meta()."""
     return spec.get("shift", {}).get(name, 0.0)
 
 
 def scale_of(spec, name):
-    """Return (mean, standard deviation) of an array over the training rows, float32 (D,). The
-    deviation of a constant is 1."""
+    """Return (mean, standard deviation) of the array `name` over the training rows, float32 (D,)
+    each. The deviation of a constant is 1. spec: the dict of read_features_meta()."""
     mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
     return mean, np.where(std > 0, std, np.float32(1))
 
 
 def design(arrays, spec):
-    """Return standardised features x (N, K, P), missing values as 0, and targets y (N, T), float64
-    arrays, of arrays in the order of array_dims()."""
+    """Return (x, y), float64: standardised features x (N, K, P) of all modalities, missing values
+    as 0, and standardised targets y (N, T), NaN: missing. arrays: the modalities (N, D) or (N, K,
+    D), then the target, as from open_features(). spec: the dict of read_features_meta()."""
     *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
         arrays, (scale_of(spec, name) for name in array_dims(spec)), strict=True))
     x = np.concatenate(x, axis=-1, dtype=np.float64)
@@ -147,9 +153,11 @@ def design(arrays, spec):
 
 
 def fit_linear_path(folder, spec, delays):
-    """Return the weight (T, K * P) and bias (T,), float32, of the ridge regression of standardised
-    targets on the training rows; rows with a missing target are left out. A target uses the delayed
-    rows if that reduces the error on runs that the fit leaves out."""
+    """Fit ridge regression to the training rows of `folder`. Return (weight (T, K * P), bias (T,)),
+    float32, from standardised features of a row and `delays` rows before it (K = delays + 1) to the
+    standardised target. Rows with a missing target are left out. A target uses the delayed rows if
+    that reduces the error on runs that the fit leaves out. Raises DataError without a target or
+    with fewer than 3 rows."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     x, y = design(open_features(folder, "train", spec, delays), spec)
@@ -168,7 +176,8 @@ def fit_linear_path(folder, spec, delays):
 
 
 def open_data(config, ranks):
-    """Return the Data of a folder that data.prepare.features wrote. Raises UserError."""
+    """Return the Data of config.data_dir, a folder that data.prepare.features wrote. With
+    linear_path, its attribute linear_path is the result of fit_linear_path(). Raises UserError."""
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
     if unknown := weighted - meta["modalities"].keys():
@@ -191,8 +200,10 @@ def open_data(config, ranks):
 # the model
 
 class MultimodalAutoencoder(nn.Module):
-    """forward(*arrays) -> (loss, sums); arrays: (N, D) in the order of array_dims(), modalities
-    (N, K, D) with delays. linear_path: the result of fit_linear_path."""
+    """forward(*arrays) -> (mean loss, sums {name: tensor}). arrays: the modalities and the target,
+    if any, (N, D) each; modalities (N, delays + 1, D) with delays. spec: the dict of
+    read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
+    the bottleneck, predict() the target."""
 
     def __init__(self, config, spec, linear_path=None):
         super().__init__()
@@ -230,13 +241,14 @@ class MultimodalAutoencoder(nn.Module):
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def standardise(self, arrays):
-        """Return {name: (N, D) or (N, K, D), float32}; each dimension has mean 0 and variance 1
-        over the training rows. Missing values are NaN."""
+        """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
+        mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN."""
         return {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
                 for name, x in zip(self.names, arrays)}
 
     def encode(self, x):
-        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}."""
+        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}, the
+        result of standardise(). NaN counts as 0, the mean."""
         c = self.keys
         hidden = []
         for name in self.spec["modalities"]:
@@ -246,13 +258,16 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(torch.cat(hidden, dim=1))
 
     def predict(self, x, z):
-        """Return the standardised target (N, T) of modalities x and their bottleneck z."""
+        """Return the standardised target (N, T), including the linear path, from the standardised
+        modalities x {name: (N, D) or (N, K, D)} and the bottleneck z (N, Z), the result of
+        encode(x)."""
         # The rest, which a linear path leaves, is not linear in the bottleneck either.
         out = self.head(z if self.linear is None else F.gelu(z)).float()
         return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
-        """Return the part of the prediction (N, T) that is a ridge regression, in float32."""
+        """Return the part of the prediction (N, T) that is a ridge regression, in float32, from
+        standardised modalities x {name: (N, D) or (N, K, D)}."""
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             return self.linear(features.flatten(1))
@@ -277,8 +292,10 @@ class MultimodalAutoencoder(nn.Module):
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Return the parts of the loss per row, correlation, the mean over the targets of each
-        target's correlation over all rows, and ridge, the same of the linear path alone."""
+        """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
+        of the loss per row; "correlation", the mean over the targets of each target's correlation
+        over all rows; in evaluations with a linear path also "ridge", the same of the linear path
+        alone."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))
@@ -288,18 +305,21 @@ class MultimodalAutoencoder(nn.Module):
 
 
 def reconstruction_losses(outs, x):
-    """Return {modality: (N,)}: the mean squared error of each row. outs, x: {modality: (N, D)}."""
+    """Return {modality: (N,)}: the mean squared error of each row. outs, x: {modality: (N, D)},
+    predictions and values; a missing value (NaN) has no error."""
     return {name: (out - fill_missing(x[name], out)).square().mean(1) for name, out in outs.items()}
 
 
 def fill_missing(y, out):
-    """Return y with the predictions `out` instead of missing values (NaN)."""
+    """Return y with the predictions `out`, without their gradients, instead of missing values
+    (NaN)."""
     return torch.where(y.isnan(), out.detach(), y)
 
 
 def matching_loss(out, y, matching="mse"):
-    """Return the distance (N,) between the rows of `out` and the targets y, both (N, D): the mean
-    squared error, or 1 - correlation if matching is "correlation"."""
+    """Return the distance (N,) between the rows of predictions `out` and targets y, both (N, D):
+    the mean squared error, or 1 - correlation if matching is "correlation". A missing target (NaN)
+    counts as predicted exactly."""
     y = fill_missing(y, out)
     if matching == "mse":
         return (out - y).square().mean(1)
@@ -307,16 +327,17 @@ def matching_loss(out, y, matching="mse"):
 
 
 def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modality_weights=None):
-    """Return the loss (N,) of each row: the weighted sum of reconstruction_losses and, if given,
-    matching_loss. modality_weights: {modality: weight}, 1 by default."""
+    """Return the loss (N,) of each row: recon_weight times the weighted sum of `errors` {modality:
+    (N,)}, see reconstruction_losses(), plus match_weight times `match` (N,), the matching_loss(),
+    if given. modality_weights: {modality: weight}, 1 by default."""
     weights = modality_weights or {}
     loss = sum(recon_weight * weights.get(name, 1.0) * error for name, error in errors.items())
     return loss if match is None else loss + match_weight * match
 
 
 def row_correlation(a, b):
-    """Return Pearson's r (N,) between the rows of a and b, both (N, D). A mean over rows is a sum
-    over samples, so it can be a training loss. r of a constant row is 0."""
+    """Return Pearson's r (N,) between the rows of a and b, both (N, D); 0 for a constant row. A
+    mean over rows is a sum over samples, so it can be a training loss."""
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     # The epsilon is inside the root: the gradient of a constant row is finite.
     return (a * b).mean(1) / ((a.square().mean(1) + VARIANCE_EPS)
@@ -326,7 +347,7 @@ def row_correlation(a, b):
 def correlation_sums(p, y, prefix=""):
     """Return the sums over rows that correlations() needs, as {prefix + name: (D,)}. p, y: (N, D)
     predictions and targets, standardised, because large means would lose precision. A missing
-    target (NaN) is left out."""
+    target (NaN) is left out. The sums of batches can be added."""
     if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
     recorded = ~y.isnan()
@@ -337,7 +358,8 @@ def correlation_sums(p, y, prefix=""):
 
 
 def correlations(sums, prefix=""):
-    """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant."""
+    """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant. sums:
+    {prefix + name: (D,)}, the result of correlation_sums(), added over batches."""
     p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))
     var_p = pp - p.square() / n
     var_y = yy - y.square() / n
@@ -346,7 +368,8 @@ def correlations(sums, prefix=""):
 
 
 def mean_correlation(r):
-    """Return the mean of correlations (D,) that are defined; None if none is."""
+    """Return the mean, a float, of the finite ones of the correlations r (D,); None if there is no
+    finite one."""
     r = r[r.isfinite()]
     return float(r.mean()) if len(r) else None
 
@@ -360,11 +383,11 @@ def build_model(config, data):
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Return (metrics, correlations (D,) or `None`, outputs) of a model on all rows of `arrays`,
-    computed in batches of `rows`.
+    """Return (metrics, correlations (D,) or `None`, outputs) of a MultimodalAutoencoder on all rows
+    of `arrays`, numpy arrays in the order of its forward(), in batches of `rows`.
 
-    outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
-    model has a target, its prediction in the units of the original array.
+    metrics: {name: number}. outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the
+    bottleneck and, if the model has a target, its prediction in the units of the original array.
     """
     total = 0.0
     latents = []
@@ -389,8 +412,9 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def evaluate_ridge(model, arrays):
-    """Return the correlations (D,) of the baseline, ridge regression with the delays of a model,
-    fitted on the training rows of the model's data_dir."""
+    """Return the correlations (D,), on the rows of `arrays` (see open_features), of the baseline:
+    ridge regression with the delays of a model, fitted on the training rows of the model's
+    data_dir."""
     weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = design(arrays, model.spec)
     p = torch.from_numpy(x.reshape(len(x), -1)) @ weight.T.double() + bias
@@ -412,7 +436,8 @@ class EvaluationOptions:
 
 
 def evaluate_checkpoint(args):
-    """Print the metrics of a checkpoint and write the requested files."""
+    """Evaluate a checkpoint with the EvaluationOptions `args`: print the metrics and write the
+    requested files. Raises UserError."""
     model, _ = load_model(args.ckpt, expect="autoencoder")
     arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
                            model.keys.delays)

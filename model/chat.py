@@ -31,8 +31,9 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):
-    """Return the arguments mask, positions and previous of GPT.trunk for rows idx (B, T) of
-    conversations. chat (B, T): the number, within the row, of a token's conversation."""
+    """Return {"mask", "positions", "previous"}, arguments of GPT.trunk, for rows idx (B, T) of
+    several conversations, such that each is computed as if alone. chat (B, T): the number, within
+    the row, of a token's conversation."""
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
     is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
@@ -44,7 +45,8 @@ def packed_layout(idx, chat):
 
 class ChatGPT(GPT):
     """A GPT that is also trained on rows of conversations: forward(tokens, mask, chat), (B, T + 1)
-    each, where mask is 1 for tokens to learn.
+    each, where mask is 1 for tokens to learn and chat is the number of a token's conversation in
+    the row.
 
     template: a ChatTemplate, or None if the model was not trained on conversations. row_tokens: the
     tokens per row.
@@ -53,7 +55,9 @@ class ChatGPT(GPT):
     row_tokens = 1
 
     def compute_loss(self, idx, targets, chat=None):
-        """Return (loss, sums) of conversations, or, without `chat`, of text as GPT does."""
+        """Return (mean loss, sums {name: 0-dim tensor}) of rows of conversations: idx, targets,
+        chat are the tokens, mask (1: a token to learn) and number of the conversation, (B, T + 1)
+        each; without `chat`, of text idx, targets (B, T), as GPT does."""
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -62,9 +66,10 @@ class ChatGPT(GPT):
         return loss, sums if self.training else sums | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
-        """Return sums of an evaluation: "accuracy", the number of targets with the largest logit;
-        "answers"; "exact", the number of answers whose targets are all correct, as greedy sampling
-        would generate them. x (B, T, C); targets (B, T)."""
+        """Return sums of an evaluation, 0-dim tensors: "accuracy", the number of targets with the
+        largest logit; "answers"; "exact", the number of answers whose targets are all correct, as
+        greedy sampling would generate them. x: normalised states (B, T, C); targets (B, T), -1
+        outside of answers."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -77,8 +82,8 @@ class ChatGPT(GPT):
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return GPT's numbers; of an evaluation also "accuracy", the share of correct targets, and
-        "exact", the share of exact answers."""
+        """Return GPT.numbers(sums); of an evaluation also "accuracy", the share of correct targets,
+        and "exact", the share of exact answers (None without answers)."""
         sums = dict(sums)
         n_answers = sums.pop("answers", None)
         numbers = super().numbers(sums)
@@ -109,8 +114,10 @@ class FromChatKeys:
 
 
 def read_rows_meta(config, model, command, **types):
-    """Return (Meta, tokenizer, Data.spec) of the rows of tokens that data.prepare.`command` wrote
-    to config.data_dir. model, types: see data.meta.read_meta_for. Raises DataError."""
+    """Return (Meta, tokenizer, Data.spec) of config.data_dir, a folder of rows of tokens that
+    data.prepare.`command` wrote for --model `model`. types: {key: type} of more keys that meta.json
+    must have, see data.meta.read_meta_for. Raises DataError, also for rows that are longer than
+    config.block_size."""
     folder = config.data_dir
     meta = read_meta_for(
         model, folder, f"prepare some: python -m data.prepare.{command} FILE... --out {folder}",
@@ -126,7 +133,8 @@ def read_rows_meta(config, model, command, **types):
 
 
 def open_data(config, ranks):
-    """Return the Data of the conversations in config.data_dir. Raises DataError."""
+    """Return the Data of config.data_dir, a folder that data.prepare.chat wrote; a batch is tokens,
+    mask and number of the conversation, (B, T + 1) each. Raises DataError."""
     meta, tokenizer, spec = read_rows_meta(config, "chat", "chat")
     row = (meta.block_size + 1,)
 
@@ -147,14 +155,16 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 
 
 def first_prompts(tokens, mask, *rest):
-    """Return the ids before the first answer in each row of tokens, mask (B, ..., T + 1)."""
+    """Return, per row, the list of ids before its first answer. tokens, mask: (B, ..., T + 1),
+    flattened to rows; mask is 1 for tokens of answers. rest: other arrays of a batch, not used."""
     rows = zip(tokens.flatten(1), mask.flatten(1))
     return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 
 
 def sample(model, data, config, get_prompts=first_prompts):
-    """Return texts: answers to config.sample_prompts or, by default, to three prompts of the
-    validation data, which get_prompts(*batch) returns."""
+    """Return [text]: prompts with the model's answers. The prompts are the user messages
+    config.sample_prompts or, by default, three of the validation data: get_prompts(*batch) returns
+    the list of ids of each."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]
@@ -167,8 +177,9 @@ def sample(model, data, config, get_prompts=first_prompts):
 # conversations
 
 def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **sampling):
-    """Return the ids of the model's answer to the prompt `ids`, without the end token. sampling:
-    temperature (default 0), top_k, top_p, min_p and seed of generate()."""
+    """Return the ids of a chat model's answer to the prompt `ids`, both lists, without the end
+    token. on_token(tokens (1,)) is called for each token. sampling: temperature (default 0), top_k,
+    top_p, min_p and seed of generate(). Raises ValueError if the logits are not finite."""
     ends = model.template.end_ids(tokenizer)
     idx = torch.tensor([ids], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | sampling,
@@ -178,7 +189,8 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
-    """Answer the questions in order, printing tokens during generation.
+    """Answer `questions`, an iterable of texts, in order, as one conversation, printing tokens
+    during generation. sampling: as for generate_answer().
 
     Each prompt has the `system` message and as many of the latest exchanges as fit in the context
     with an answer; max_new_tokens reserves at most half of the context. Raises UserError for a
@@ -206,7 +218,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
 
 
 def read_questions():
-    """Yield lines from stdin until an empty line or the end of the input."""
+    """Yield lines from stdin, stripped, until an empty line or the end of the input."""
     if sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -57,13 +57,15 @@ class Keys:
 
 
 class HasTeachers(weights.HoldsFrozen):
-    """Mixin for a GPT that is compared with the mean distribution of the teachers `frozen`."""
+    """Mixin for a GPT that is compared with the mean distribution of teachers: `frozen`, a tuple of
+    GPTs. compare() sums the divergence over a batch."""
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return the sums (2,) float32 with weights (B, T) of divergence, at the softmax
-        temperature, and teachers' cross-entropy, from states x (B, T, C) and `states` of the
-        teachers."""
+        """Return two sums (2,) float32 over tokens with weights (B, T): of the KL divergence
+        between the teachers and this model, in nats, and of the teachers' cross-entropy, both at
+        the softmax temperature. x (B, T, C): normalised states of this model; states: a list of
+        those of each teacher; targets (B, T) int64, -1: not counted."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
@@ -72,8 +74,9 @@ class HasTeachers(weights.HoldsFrozen):
         return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
-        """Return the sums (2,) float32 with weights (N,), in nats, of KL(teachers, student), or the
-        reverse, and of the teachers' cross-entropy, from x (N, C), targets (N,) and `states`."""
+        """Return two sums (2,) float32 over tokens with weights (N,), in nats: of KL(teachers,
+        student), or the reverse, and of the teachers' cross-entropy. x (N, C): normalised states of
+        the student; targets (N,) int64; states: those of each teacher, (N, C')."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
@@ -87,8 +90,8 @@ class HasTeachers(weights.HoldsFrozen):
 
 
 class Student(HasTeachers, GPT):
-    """A GPT that is trained on the mean distribution of the teachers `frozen`. Without one, it has
-    no loss.
+    """A GPT that is trained on the mean distribution of its teachers, the tuple `frozen`, and on
+    text. Without teachers it can only generate.
 
     Its numbers include "kl", the divergence in nats per token: in training at distill_temperature;
     in evaluations also "teacher_loss", the teachers' cross-entropy.
@@ -114,7 +117,7 @@ class Student(HasTeachers, GPT):
         return loss, sums
 
     def flops_per_unit(self):
-        """Return the FLOPs per token, including the teacher's forward pass."""
+        """Return the training FLOPs per token, including the teachers' forward passes."""
         # The divergence computes the output layer once more.
         divergence = 6 * (self.lm_head or self.wte).weight.numel() if self.frozen else 0
         return (super().flops_per_unit() + divergence
@@ -122,8 +125,8 @@ class Student(HasTeachers, GPT):
 
 
 class AnsweringStudent(Student, grpo.AnsweringGPT):
-    """A chat model that answers prompts and is trained on the teacher's distribution at each token
-    of its answers.
+    """A chat model that answers prompts and is trained on the teachers' distribution at each token
+    of its answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
 
     Its loss is the divergence in nats per token; its numbers are the "length" of answers and
     "exact", the share that equals the reference answer. Evaluations have greedy answers.
@@ -142,7 +145,9 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
-        """Return (tokens (B, T, 5), weights (B, T), see collate_rows of model/grpo.py, sums)."""
+        """Generate an answer per prompt: sampled in training, greedy in eval mode. Return (tokens
+        (B, T, 5), weights (B, T), sums {name: 0-dim tensor}). The last dimension of tokens is
+        (token, position, previous token, target, part), see pack_answers of model/grpo.py."""
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
         exact = sum(map(self.reward_function, row_numbers.tolist(), answers))
@@ -190,7 +195,8 @@ def build_model(config, data):
 
 
 def load_teacher(path, config, n_ids):
-    """Return the GPT at `path`. CheckpointError unless it has n_ids ids and block_size."""
+    """Load the checkpoint at `path` as a frozen GPT in eval mode. Raises CheckpointError unless it
+    is a GPT with at least n_ids token ids and config.block_size positions."""
     teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

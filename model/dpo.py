@@ -36,10 +36,10 @@ class Keys(chat.FromChatKeys):
 
 
 class PreferenceGPT(WithAdapters, chat.ChatGPT):
-    """A chat model that is also trained on pairs of answers: forward(tokens, mask, logps).
+    """A chat model that is also trained on B pairs of answers: forward(tokens, mask, logps).
 
-    tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer.
-    logps (B, 2): the reference's log probabilities of the answers.
+    tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer. logps
+    (B, 2): the reference's log probabilities of the answers.
 
     The numbers are "accuracy", the share of pairs with a positive margin; "chosen", "rejected" and
     "margin", mean implicit rewards; in evaluations "exact", the share of chosen answers that greedy
@@ -61,7 +61,8 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
         return losses.mean(), sums
 
     def adopt(self, weights):
-        """Return the weights to start from. CheckpointError if they are not the reference's."""
+        """Return `weights` {name: tensor}, with which training starts, by the names of this model.
+        Raises CheckpointError if they are not the reference with which the pairs were prepared."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
                                   "run data.prepare.pairs with --reference CKPT.pt again")
@@ -72,8 +73,9 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 
 
 def score_answers(model, idx, mask):
-    """Return states (2 B, T, C), targets (2 B, T) and log probabilities (2 B,) of the answers in
-    idx, mask (B, 2, T + 1)."""
+    """Return (x, targets, logps) of B pairs of answers: normalised states x (2 B, T, C) of a GPT;
+    the next tokens, (2 B, T), -1 outside of answers; log probabilities (2 B,) of whole answers.
+    idx, mask (B, 2, T + 1): ids, and 1 for tokens of an answer."""
     idx = idx.flatten(0, 1)  # (2 B, T + 1)
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
@@ -86,8 +88,8 @@ def score_answers(model, idx, mask):
 
 
 def answer_logps(model, tokens, mask):
-    """Return the log probabilities (B, 2) float32 of the answers in arrays tokens, mask
-    (B, 2, T + 1)."""
+    """Return the log probabilities (B, 2), a float32 array, of the whole answers in B pairs under a
+    GPT. tokens, mask (B, 2, T + 1): arrays of ids, and of 1 for tokens of an answer."""
     device = model.wte.weight.device
     _, _, logps = score_answers(model, torch.from_numpy(tokens).to(device),
                                 torch.from_numpy(mask).to(device))
@@ -103,8 +105,9 @@ as_gpt = lora.as_gpt
 
 
 def open_data(config, ranks):
-    """Return the Data of the pairs in config.data_dir, see data/prepare/pairs.py. Raises
-    DataError."""
+    """Return the Data of config.data_dir, a folder of pairs that data.prepare.pairs wrote; a batch
+    is tokens, mask, (B, 2, T + 1) each, and logps (B, 2). Raises DataError, also if the pairs were
+    prepared in a dtype other than that of the run."""
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
     warn_of_differences(meta.extra, config.data_dir, "dpo")

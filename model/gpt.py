@@ -32,7 +32,9 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a r
 
 @dataclass
 class GPTConfig(GPTKeys):
-    """The shape of a GPT. train/keys.py defines the fields, with defaults and meanings."""
+    """The shape of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
+    train/keys.py defines the fields, with defaults. n_kv_head, n_hidden and head_dim are never None
+    afterwards. Raises ValueError if vocab_size is missing or fields contradict each other."""
 
     def __post_init__(self):
         if self.vocab_size is None:
@@ -44,36 +46,41 @@ class GPTConfig(GPTKeys):
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding (V): a multiple of 128, for the efficiency of matrix units."""
+        """Number of rows of the embedding (V): vocab_size rounded up to a multiple of 128, for the
+        efficiency of matrix units."""
         return (self.vocab_size + 127) // 128 * 128
 
     @property
     def rolls(self):
-        """Whether decoding can continue when the context is full, see KVCache."""
+        """Whether decoding can continue when block_size tokens are cached, because a KVCache may
+        evict the oldest ones: rotary positions without rope_scaling, and full attention in every
+        layer."""
         return self.pos == "rope" and set(self.layer_types) == {"F"} and not self.rope_scaling
 
     def layer_type(self, layer):
-        """Return the letter F, W, f or w of a layer, see the key layer_types."""
+        """Return the type of layer `layer` (an index), a letter of layer_types: F full attention, W
+        the last `window` tokens; f, w: the same without rotary positions."""
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
-        """Return the rotations (n, 2, ..., D / 2), cos and sin, of positions (...): one for all
-        layers, or a second one for layers with a window."""
+        """Return cos and sin (n, 2, ..., D / 2) of the rotary angles at positions (...), a float
+        tensor. n is 1, or 2 if layers with a window have a different base (window_rope_theta)."""
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
             tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
         return torch.stack(tables)
 
     def rope_index(self, layer):
-        """Return the index in rope_tables of a layer's rotation; -1: no rotation."""
+        """Return the index of the rotary angles of layer `layer` in the first dimension of
+        rope_tables(): 0, or 1 for a layer with a window and a different base; -1: no rotation."""
         if self.pos != "rope" or self.layer_type(layer).islower():
             return -1
         return int(self.layer_type(layer) == "W" and self.window_rope_theta is not None)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that draws no random values on the meta device: PyTorch would import
-    torch._dynamo for it, more than a second whenever a checkpoint is loaded."""
+    """nn.Embedding without random initial values on the meta device: PyTorch would import
+    torch._dynamo for them, more than a second whenever a checkpoint is loaded."""
 
     def reset_parameters(self):
         if not self.weight.is_meta:
@@ -81,8 +88,10 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv:1910.07467) or LayerNorm over the last dimension, computed in float32: in
-    bfloat16 the mean of squares would be too imprecise."""
+    """RMSNorm (kind "rms", arXiv:1910.07467) or LayerNorm ("layer") over the last dimension, of
+    size dim. Computed in float32, because in bfloat16 the mean of squares would be too imprecise;
+    the result has the dtype of the input. bias: of LayerNorm only. weight False: RMSNorm without a
+    scale."""
 
     def __init__(self, dim, kind, bias, eps, weight=True):
         super().__init__()
@@ -102,14 +111,15 @@ class Norm(nn.Module):
 
 
 class NormAllHeads(Norm):
-    """RMSNorm of x (B, T, H, D) over all heads together (OLMo 2)."""
+    """RMSNorm of x (B, T, H, D) over heads and channels together (OLMo 2). dim: H * D."""
 
     def forward(self, x):
         return super().forward(x.flatten(2)).view_as(x)
 
 
 def qk_norm(c, n_head):
-    """Return the norm of queries or keys (B, T, n_head, D), if the configuration has one."""
+    """Return the module that normalises queries or keys (B, T, n_head, D) according to the
+    GPTConfig c: per head, or over all heads (qk_norm_type "all"); nn.Identity without qk_norm."""
     if not c.qk_norm:
         return nn.Identity()
     if c.qk_norm_type == "all":
@@ -118,14 +128,16 @@ def qk_norm(c, n_head):
 
 
 def stream_norm(c, position):
-    """Return the norm before ("pre") or after ("post") attention or MLP, if configured."""
+    """Return the norm over C channels before ("pre") or after ("post") attention or MLP;
+    nn.Identity if norm_position of the GPTConfig c does not include `position`."""
     if c.norm_position not in (position, "both"):
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (arXiv:2305.13245)."""
+    """Causal self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C).
+    layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -147,8 +159,10 @@ class Attention(nn.Module):
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, ropes=(), cache=None, mask=None):
-        """x (B, T, C); ropes: see GPTConfig.rope_tables; cache: keys and values of earlier tokens;
-        mask (B or 1, 1, T or 1, T): true where a query sees a key, instead of the causal rule."""
+        """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables(), indexed by
+        the first dimension. cache: a KVCache with the keys and values of earlier tokens, updated in
+        place. mask (B or 1, 1, T or 1, T) bool: true where a query sees a key, instead of the
+        causal mask; without a cache only."""
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
@@ -174,8 +188,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU or GeGLU (arXiv:2002.05202), GELU (gelu: GPT-2's tanh form; gelu_exact: nanoGPT's), or
-    squared ReLU (arXiv:2109.08668)."""
+    """The feed-forward layer of a block, (B, T, C) -> (B, T, C). The key mlp selects SwiGLU or
+    GeGLU (arXiv:2002.05202), GELU (gelu: GPT-2's tanh form; gelu_exact: nanoGPT's), or squared
+    ReLU, relu2 (arXiv:2109.08668)."""
 
     activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
                        gelu=functools.partial(F.gelu, approximate="tanh"), gelu_exact=F.gelu,
@@ -205,10 +220,9 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream x (B, T, C), through which gradients
-    reach every layer unchanged.
-
-    context: the other arguments of Attention.forward."""
+    """A transformer block: attention and MLP, each added to the residual stream x (B, T, C),
+    through which gradients reach every layer unchanged. forward(x, *context) -> x; context: the
+    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer."""
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
@@ -231,9 +245,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """forward(idx, targets) -> (loss, sums); forward(idx) -> logits (B, T, vocab_size).
+    """A GPT: forward(idx, targets) -> (mean loss, sums); forward(idx) -> logits (B, T, vocab_size).
 
-    token_bytes (n_vocab,), a numpy array: bytes of text per id, for bits per byte.
+    idx, targets: int64 (B, T). trunk() computes the states of the last layer, logits() the logits
+    of states. seed: of the initial weights. token_bytes (n_vocab,), a numpy array: bytes of text
+    per id, for bits per byte.
     """
     block_class = Block  # other model types have other blocks
 
@@ -256,8 +272,10 @@ class GPT(nn.Module):
         self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
-        """Register constants that move with the model but are not saved. Under torch.device("meta")
-        these must have values too, because nothing fills buffers later."""
+        """Register buffers that move with the model but are not saved: `ropes`,
+        GPTConfig.rope_tables() of the context (None without rotary positions), and `token_bytes`
+        (V,), the bytes of text per id (0 if the argument, a numpy array, is None). They have values
+        also under torch.device("meta"), because nothing fills buffers later."""
         c = self.config
         ropes = None
         with torch.device("cpu"):
@@ -271,20 +289,24 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (loss, sums) of a batch; without targets, logits (B, T, vocab_size), of the last
-        token only if last_only. cache: of the tokens before idx (B, T)."""
+        """Return (mean loss, sums {name: 0-dim tensor}) of token ids idx and targets, (B, T) int64;
+        without targets, logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if
+        last_only. cache: a KVCache with the tokens before idx, updated in place. others: more
+        arguments of compute_loss."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (loss, sums) of a batch. Other model types have other batches."""
+        """Return (mean loss, sums {name: 0-dim tensor}) of idx and targets (B, T), as score() does.
+        Model types with other batches override this method."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean loss, sums) of targets (B, T) int64, -1: not counted, from normalised states
-        x (B, T, C). Sums of an evaluation include the bytes of text, 0 without a tokenizer."""
+        """Return (mean cross-entropy, sums) of targets (B, T) int64, -1: not counted, from
+        normalised states x (B, T, C). sums, 0-dim tensors: "count", the number of targets; in eval
+        mode also "bytes" of their text, 0 without a tokenizer."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
@@ -293,8 +315,11 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the normalised states (B, T, C) of the last layer. cache: see core/kv_cache.py, or
-        mask: see Attention; positions (B, T); previous (B, T): the token before each token."""
+        """Return the states (B, T, C) of the last layer, after the final norm, for token ids idx
+        (B, T). cache: a KVCache with the tokens before idx, updated in place; it sets the other
+        arguments. mask (B or 1, 1, T or 1, T) bool: true where a query sees a key (default:
+        causal). positions (B, T) (default: 0, 1, ...). previous (B, T): the token before each
+        token, -1: no token. Raises ValueError if T exceeds block_size."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -324,12 +349,15 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def logits(self, x):
-        """Return logits (..., vocab_size) of normalised states x (..., C), without padded ids."""
+        """Return logits (..., vocab_size) float32 of normalised states x (..., C), without padded
+        ids."""
         z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return the mean of every sum; of an evaluation also perplexity and bits per byte."""
+        """Return {name: float or None} for a log line from the sums {name: 0-dim tensor} of a
+        number of batches, with "loss" and "count": the mean of every other sum; in an evaluation
+        also "ppl" (perplexity) and "bpb" (bits per byte)."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
@@ -339,7 +367,8 @@ class GPT(nn.Module):
         return numbers
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a parameter of a GPT; None for any other parameter.
+        """Return the initial value, a tensor of `shape`, of the parameter `name` of a GPT; None for
+        any other parameter.
 
         A pure function of (seed, name), so that a sharded model can be filled one tensor at a time.
         Without a value here the module's __init__ decides, which is not supported under FSDP.
@@ -363,7 +392,8 @@ class GPT(nn.Module):
         return torch.ones(shape) if is_norm else normal(name, shape, stds[part], seed)
 
     def adopt(self, weights):
-        """Return the weights to start from (init_from): positions are cut to the context."""
+        """Return `weights` {name: tensor}, with which this model is to start (init_from); learned
+        positions are cut to block_size rows."""
         if self.wpe is not None and "wpe.weight" in weights:
             weights = weights | {"wpe.weight": weights["wpe.weight"][:self.config.block_size]}
         return weights
@@ -372,7 +402,8 @@ class GPT(nn.Module):
         """Return the training FLOPs per token, PaLM's count (arXiv:2204.02311, appendix B): 6 per
         weight in a product, and 12 H D per layer and visible token (of the batch or the window) for
         attention, without the causal mask. The forward pass, gradients of inputs and gradients of
-        weights are a third each; the last one is skipped for frozen weights."""
+        weights are a third each; the last one is skipped for frozen weights. If all are frozen: of
+        the forward pass."""
         c = self.config
         # Embeddings are lookups, except for a tied one, which is the output layer too.
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
@@ -390,10 +421,11 @@ class GPT(nn.Module):
 # the model interface, see train/system.py
 
 def build_model(config, data, kind=GPT, shape=GPTConfig):
-    """Return the model of a run.
+    """Return the model of a run, kind(shape(...), seed, token_bytes), with initial weights.
 
-    config has the fields of `shape`, seed and gradient_checkpointing; data.spec the vocab_size and,
-    for text, the tokenizer. kind: GPT, or a class with the same arguments.
+    config: a TrainConfig, with the fields of `shape`, seed and gradient_checkpointing. data.spec: a
+    dict with vocab_size and, for text, the tokenizer. kind: GPT, or a class with the same
+    arguments. shape: GPTConfig or a subclass.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
@@ -410,5 +442,6 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Return the texts of an evaluation for samples.txt."""
+    """Return the texts for samples.txt: config.sample_prompts (default: a new document), each with
+    a continuation by the model. [] if data.spec has no tokenizer."""
     return sample_texts(model, data.spec, config)

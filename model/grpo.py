@@ -76,8 +76,9 @@ class Keys(chat.FromChatKeys):
 # the models
 
 class AnsweringGPT(chat.ChatGPT):
-    """A chat model that is trained on its own answers: forward(prompts, lengths, row_numbers,
-    sample_numbers), (B, P) and three times (B,); evaluations have no sample_numbers.
+    """Base class of a chat model that is trained on the answers that it generates: forward(prompts,
+    lengths, row_numbers, sample_numbers): (B, P) ids, right-padded, and three times (B,);
+    evaluations have no sample_numbers.
 
     Its sums are of B "prompts", its numbers means over them. keys: the configuration;
     reward_function: the RewardFunction.
@@ -89,7 +90,9 @@ class AnsweringGPT(chat.ChatGPT):
         return super().numbers(sums | dict(count=n_prompts))
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
-        """Return generate_answers of a training step, without dropout."""
+        """Return the result of generate_answers(), sampled at temperature 1 with a seed per prompt,
+        a function of the run's seed and sample_numbers (B,). For a training step: without dropout,
+        and the model is in training mode afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -100,8 +103,9 @@ class AnsweringGPT(chat.ChatGPT):
         return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of answers, samples_per_row per prompt, as lists of ids with the end token.
-        seeds: one per prompt; default: greedy."""
+        """Return a list of answers, samples_per_row per prompt and next to each other, as lists of
+        ids with the end token, if any. prompts (B, P): ids, right-padded to lengths (B,). seeds: a
+        list, one per prompt, to sample at temperature 1; default: greedy."""
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.
@@ -114,8 +118,9 @@ class AnsweringGPT(chat.ChatGPT):
                 for ids in answers]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return (tokens (n, T, 5), weights (n, T)) of collate_rows for K answers per prompt, with
-        weights (B, K)."""
+        """Return [tokens (n, T, 5), weights (n, T)] of collate_rows() for K answers per prompt: a
+        list of B K lists of ids. prompts (B, P): ids, right-padded to lengths (B,); weights (B, K):
+        of the answers."""
         rows, K = [], weights.size(1)
         for i, (prompt, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
             rows += pack_answers(prompt[:n], answers[K * i:K * i + K], weights[i].tolist(),
@@ -123,16 +128,18 @@ class AnsweringGPT(chat.ChatGPT):
         return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
 
     def flops_per_unit(self):
-        """Return the FLOPs of a step per prompt with one answer: generation is a forward pass."""
+        """Return the training FLOPs per prompt with one answer: generation is one more forward
+        pass."""
         return super().flops_per_unit() * 4 / 3
 
 
 class PolicyGPT(WithAdapters, AnsweringGPT):
-    """A chat model that is also trained on rewards.
+    """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
+    sample_numbers), as AnsweringGPT.
 
     The numbers are "reward" and "length" of answers; in training also "spread" (the standard
     deviation in a group), "best" reward of a group, "flat" (the share of groups with equal rewards)
-    and "truncated" (the share of answers without an end token). ranks: those of all_gather_vectors.
+    and "truncated" (the share of answers without an end token). ranks: the Ranks of the run.
     """
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
@@ -142,8 +149,9 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         return self.policy_loss(*batch), sums
 
     def policy_loss(self, tokens, weights, count):
-        """Return the loss of tokens (n, T, 5) and weights (n, T) from collate_rows, divided by
-        count ()."""
+        """Return the loss -sum(weights * ratio) / count, whose gradient is the policy gradient.
+        tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights; count:
+        0-dim tensor."""
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)
@@ -151,7 +159,9 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
-        """Sample and reward answers. Return (arguments of policy_loss, sums over the prompts)."""
+        """Sample and reward group_size answers per prompt; arguments as for forward(). Return
+        ([tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss; {name: 0-dim
+        tensor}, sums over the prompts)."""
         c = self.keys
         K = c.group_size
         answers = self.sample_answers(prompts, lengths, sample_numbers, K)
@@ -184,15 +194,17 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 
     @torch.compiler.disable
     def evaluate_answers(self, prompts, lengths, row_numbers):
-        """Return (loss, sums) of an evaluation with greedy answers."""
+        """Answer the prompts greedily. Return (negative mean reward, {"reward", "length": 0-dim
+        tensors, sums over the prompts}). prompts (B, P), lengths (B,), row_numbers (B,): as for
+        forward()."""
         answers = self.generate_answers(prompts, lengths)
         reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
         length = torch.tensor(float(sum(map(len, answers))))
         return -reward / len(prompts), dict(reward=reward, length=length)
 
     def flops_per_unit(self):
-        """Return the FLOPs of a step per prompt, for answers of the maximum length. The prompt is
-        computed once per group."""
+        """Return the training FLOPs per prompt, with group_size answers of the maximum length. The
+        prompt is computed once per group."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
         return super().flops_per_unit() * (1 + answers)
 
@@ -201,10 +213,11 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 # rows with a prompt and several answers
 
 def pack_answers(prompt, answers, weights, max_tokens):
-    """Return rows of at most max_tokens with the prompt and as many answers to it as fit, so that
-    the prompt is computed once per row. weights: one per answer, for each of its tokens.
+    """Return rows of at most max_tokens with the prompt, a list of ids, and as many `answers` to
+    it, lists of ids, as fit, so that the prompt is computed once per row. weights: one per answer,
+    for each of its tokens.
 
-    Answers without weight are left out; equal answers are stored once, with the sum of the weights.
+    Answers with weight 0 are left out; equal answers are stored once, with the sum of the weights.
     A row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the
     prompt, at the row's start, 1, 2, ... in the answers, which attend to the prompt and to
     themselves. An answer starts with the prompt's last token, which predicts its first target.
@@ -226,8 +239,9 @@ def pack_answers(prompt, answers, weights, max_tokens):
 
 
 def collate_rows(rows, max_tokens):
-    """Return (tokens (n, T, 5), weights (n, T)) of rows from pack_answers, padded to the same
-    length. n is at least 1: a row of padding changes nothing."""
+    """Return (tokens (n, T, 5) int64, weights (n, T) float32) of rows from pack_answers, padded to
+    the same length: a multiple of WIDTH_MULTIPLE, up to max_tokens. The last dimension is (token,
+    position, previous token, target, part). n is at least 1: a row of padding changes nothing."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
@@ -237,15 +251,17 @@ def collate_rows(rows, max_tokens):
 
 
 def answer_states(model, tokens):
-    """Return the normalised states (n, T, C) of a GPT for tokens (n, T, 5)."""
+    """Return the normalised states (n, T, C) of a GPT for tokens (n, T, 5) from collate_rows(), in
+    which an answer attends to the prompt at the row's start and to the answer, not to other
+    answers."""
     idx, positions, previous, _, part = tokens.unbind(-1)  # (n, T) each
     visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
     return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, previous=previous)
 
 
 def answer_logps(model, tokens):
-    """Return the log probabilities (n, T) float32 of the targets in tokens (n, T, 5), 0 at
-    IGNORE."""
+    """Return the log probabilities (n, T) float32 under a GPT of the targets in tokens (n, T, 5),
+    the result of collate_rows(); 0 where the target is IGNORE (-1)."""
     x, targets = answer_states(model, tokens), tokens[..., 3]
     return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(targets)
 
@@ -256,9 +272,9 @@ def answer_logps(model, tokens):
 class RewardFunction:
     """Callable (row number, ids of an answer) -> reward, a finite float.
 
-    ends: ids of end tokens, which are removed from the answer. function: reward() of the file at
-    `path`; default: exact match. The caller sets `lines` to the lines of SPLIT_rows.jsonl. Raises
-    UserError for errors in `function`.
+    ends: ids of end tokens, which are removed from the answer. function(question, answer, row) ->
+    number: reward() of the file at `path`; default: 1.0 for an exact match, else 0.0. The caller
+    sets `lines` to the lines of SPLIT_rows.jsonl. Raises UserError for errors in `function`.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -286,7 +302,7 @@ class RewardFunction:
 @contextlib.contextmanager
 def user_code(path, context=""):
     """Context manager that raises the errors of the user's file at `path` as UserError, with the
-    line of the file."""
+    line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed."""
     try:
         yield
     except KeyboardInterrupt:
@@ -301,7 +317,8 @@ def user_code(path, context=""):
 
 
 def load_reward(path):
-    """Execute a Python file and return its function `reward`. Raises UserError."""
+    """Execute the Python file at `path` and return its function `reward`. Raises UserError for all
+    errors in it, and if there is no such function."""
     with user_code(path):
         return types.SimpleNamespace(**runpy.run_path(path)).reward
 
@@ -314,8 +331,9 @@ as_gpt = lora.as_gpt
 
 
 class PromptLoader(RowLoader):
-    """Batches of prompts, lengths, row numbers and, in training, sample numbers. A sample number,
-    which determines the sampled answers, differs between epochs."""
+    """RowLoader with batches of prompts (B, P), lengths, row numbers and, in training, sample
+    numbers, (B,) each. A sample number, which determines the sampled answers, differs between
+    epochs."""
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -326,8 +344,8 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, needs_answers):
-    """Return the lines of a SPLIT_rows.jsonl. Raises DataError, also if `needs_answers` and a row
-    has no reference answer."""
+    """Return the lines of a SPLIT_rows.jsonl, as texts in JSON. Raises DataError if the file or a
+    line cannot be read, and with `needs_answers` if a row has no reference answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         answers = [json.loads(line)["answer"] for line in lines]
@@ -340,9 +358,9 @@ def read_lines(path, needs_answers):
 
 
 def open_prompts(config, ranks, needs_answers):
-    """Return the Data of the prompts in config.data_dir, see data/prepare/prompts.py; its
-    reward_function is exact match. Raises DataError, also if `needs_answers` and a row has no
-    reference answer."""
+    """Return the Data of config.data_dir, a folder of prompts that data.prepare.prompts wrote, with
+    PromptLoaders; its reward_function is exact match. Raises DataError, also if prompts and answers
+    exceed block_size, and with `needs_answers` if a row has no reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -369,7 +387,8 @@ def open_prompts(config, ranks, needs_answers):
 
 
 def open_data(config, ranks):
-    """Return the Data of the prompts, with config.reward. Raises DataError or UserError."""
+    """Return the Data of open_prompts(), with reward_function as in config.reward: "exact", or the
+    path of a Python file, which is executed. Raises DataError or UserError."""
     data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
     data.ranks = ranks
     data.spec["reward"] = "exact"

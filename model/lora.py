@@ -44,7 +44,9 @@ class Keys:
 # the model
 
 class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
-    """A GPT with frozen `weights` {name: tensor} and adapters, for tokens or conversations."""
+    """A GPT with a frozen backbone, `weights` {name: tensor}, and adapters of rank r and scale
+    alpha / r on the layers that match `targets`, for batches of tokens or conversations.
+    state_dict() has the adapters only."""
 
     def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
@@ -57,9 +59,9 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Return (`config` with the backbone's shape, {name: tensor} of the backbone). Weights that are
-    not of type `dtype` are converted to float32. CheckpointError if the backbone is not the one in
-    data.spec."""
+    """Load the checkpoint config.backbone; return (`config` with its shape, {name: tensor}).
+    Weights that are not of type `dtype` are converted to float32. Raises CheckpointError if the
+    backbone is not the one in data.spec."""
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:
@@ -92,13 +94,15 @@ def open_data(config, ranks):
 
 
 def open_text(config, ranks):
-    """Return the Data of conversations or of token files."""
+    """Return the Data of config.data_dir: conversations of data.prepare.chat, or token files.
+    Raises DataError."""
     is_chat = prepared_model(config.data_dir) == "chat"
     return (chat.open_data if is_chat else open_token_data)(config, ranks)
 
 
 def build_model(config, data):
-    """Return the backbone with adapters. Raises CheckpointError."""
+    """Return a LoRA model: the backbone config.backbone, frozen, with adapters. Raises
+    CheckpointError."""
     dtype = torch.float32
     # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which
@@ -113,7 +117,8 @@ def build_model(config, data):
 
 
 def base_type(data):
-    """Return the module, chat or gpt, that serves the data."""
+    """Return the module model.chat if the data are conversations (data.spec has a template),
+    otherwise model.gpt: build_model() and sample() for these data."""
     return chat if "template" in data.spec else gpt
 
 
@@ -122,8 +127,8 @@ def sample(model, data, config):
 
 
 def as_gpt(state, path, backbone=None, ema=False):
-    """Return ({name: tensor}, GPTConfig) of the checkpoint `state` from `path` as a plain GPT, for
-    export: adapters are merged into the weights. backbone: the present path of the frozen model;
-    ema: whether `state` has running averages."""
+    """Return ({name: tensor}, GPTConfig) of the checkpoint `state`, a dict read from `path`, as a
+    plain GPT, for export: adapters are merged into the weights. backbone: the present path of the
+    frozen model; ema: whether `state` has running averages (not used)."""
     model, _ = model_of(state, path, backbone=backbone)
     return adapters.merge(model), model.config

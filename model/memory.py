@@ -93,14 +93,15 @@ class Keys(RouterKeys):
 
 @dataclass
 class MemoryConfig(GPTConfig, Keys):
-    """Configuration of the backbone and the memory."""
+    """Shape of a GPT with memory: the fields of GPTConfig and the Keys of this file."""
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token to the key-value pairs of k chapters.
+    """Cross-attention of each token to the key-value pairs of the k of n chapters that a router
+    selects for it; each chapter has S pairs.
 
     The products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
@@ -120,7 +121,8 @@ class Chapters(nn.Module):
         self.gate = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
-        """x (B, T, C) -> y (B, T, C) and the router's (logits (B, T, n), chosen (B, T, k))."""
+        """Return (y (B, T, C), which the caller adds to x (B, T, C); (logits (B, T, n), chosen (B,
+        T, k), indices of chapters), of the router)."""
         c, (B, T, _) = self.config, x.size()
         H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
@@ -151,14 +153,16 @@ class MemoryBlock(RoutedBlock):
 
 
 def is_memory(name):
-    """Return whether a parameter is one of the memory or an adapter, not of the backbone."""
+    """Return whether a parameter with this name belongs to the memory or to an adapter, and not to
+    the backbone."""
     return "memory" in name.split(".") or is_adapter(name)
 
 
 class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
-    """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the backbone;
-    without, all weights are in the model's checkpoint. initial_values: those of the memory, {name:
-    tensor}. frozen: the backbone, if it is compared with the model."""
+    """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the frozen
+    backbone; without, all weights are in the model's checkpoint. initial_values: {name: tensor} of
+    parameters of the memory. frozen: a tuple with the backbone, if the model is compared with it,
+    else ()."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -175,8 +179,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return is_memory(name) or self.config.train_base
 
     def compute_loss(self, idx, targets, *others):
-        """Return (loss, sums) of text or of conversations. others: `chat`, as of ChatGPT, then idx
-        and targets (B, T) of the old text, if any."""
+        """Return (mean loss, sums {name: tensor}) of text or of conversations: idx, targets, for
+        conversations `chat`, as of ChatGPT; then, if there is old text, idx and targets (B, T) of
+        it, on which the divergence from the backbone is added to the loss."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
@@ -186,9 +191,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Return (loss, sums) with the divergence from the backbone on the text idx, targets (B,
-        T); of an evaluation with the loss on it. Row b has the weight of row b of the new text,
-        n_items (B,), so that the split into micro-batches does not matter."""
+        """Return (loss, sums) with the divergence from the backbone on old text idx, targets (B,
+        T), added; in eval mode only sums are added, of the loss on it. Row b has the weight of row
+        b of the new text, n_items (B,), so that the split into micro-batches does not matter."""
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses
@@ -203,16 +208,16 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return the numbers of a GPT with routers; of an evaluation with old text its "old_loss".
-        """
+        """Return the numbers of a RoutedGPT; of an evaluation with old text also "old_loss", the
+        mean loss on it."""
         sums = dict(sums)
         n_old = sums.pop("old_count", None)
         own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
         return super().numbers(sums) | own
 
     def flops_per_unit(self):
-        """Return the FLOPs per token or row of the model, of its pass over the old text, and of
-        the comparison with the backbone, for which the output layer is recomputed."""
+        """Return the training FLOPs per token or row: of the model, of its pass over the old text,
+        if any, and of the comparison with the backbone, which recomputes the output layer."""
         own = super().flops_per_unit()
         if not self.config.old_data_dir:
             return own
@@ -220,8 +225,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return 2 * own + sum(m.flops_per_unit() + head for m in self.frozen) * self.row_tokens
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a parameter. Without a document, scores and values have a
-        size of about 1."""
+        """Return the initial value, a tensor of `shape`, of the parameter `name`: the one in
+        initial_values, if any. Others of the memory are a function of (seed, name), such that
+        scores and values have a size of about 1."""
         if name in self.initial_values:
             return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
@@ -239,7 +245,8 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 # data
 
 class PairedLoader:
-    """The batches of the loader `new`, followed by those of `old` with the same number."""
+    """Loader whose batches are those of the loader `new`, followed by those of the loader `old`
+    with the same number, in one tuple. An epoch is that of `new`."""
 
     def __init__(self, new, old):
         self.new, self.old = new, old
@@ -259,15 +266,17 @@ class PairedLoader:
 
 
 def first_batch(loader, n):
-    """Return the first n samples that a run visits, which are spread over the data, as a batch."""
+    """Return the first n samples that a run visits, which are spread over the data, as a batch: a
+    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, its `new`."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 
 
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Return {name: initial value} of a memory: keys and values of windows of the text of `loader`,
-    and copies of the attention's layers."""
+    """Return {parameter name: initial value} of a memory: the keys and values that the attention of
+    `backbone`, a GPT on the CPU, computes for windows of the text of `loader`, and copies of the
+    attention's layers. config: n_chapters and chapter_size."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
     idx = first_batch(loader, n * -(-S // T))[0][:, :T]  # at least S tokens per chapter
@@ -311,8 +320,8 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    """Return the backbone with a memory. Without a backbone in data.spec, all weights are trained
-    and in the checkpoint. Raises CheckpointError."""
+    """Return a MemoryGPT: the backbone config.backbone with a memory. Without a backbone in
+    data.spec, all weights are trained and in the checkpoint. Raises CheckpointError."""
     weights, values, frozen = None, {}, None
     if "backbone" not in data.spec:
         config = config.replace(train_base=True)
@@ -330,8 +339,8 @@ def build_model(config, data):
 
 
 def freeze(weights, config, data):
-    """Return the backbone without a memory. Its tensors are `weights`, or copies if the model's are
-    trained."""
+    """Return the backbone without a memory, a GPT in eval mode without gradients. Its tensors are
+    `weights` {name: tensor}, or with config.train_base copies, because the model's are trained."""
     with torch.device("meta"):
         backbone = gpt.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights
@@ -352,7 +361,9 @@ class EvaluationOptions:
 
 
 def evaluate_checkpoint(args):
-    """Print a table of the losses of the checkpoint, the backbone and the baselines."""
+    """Print a table of the losses of the checkpoint args.ckpt, of its backbone and, with
+    args.baseline, of the baselines, on new and old text. Raises CheckpointError if it has no
+    backbone."""
     values = load_checkpoint(args.ckpt)["config"]
     config = saved_config(values)
     if not config.backbone:
@@ -379,14 +390,16 @@ def evaluate_checkpoint(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return the loss of a model on the validation batches of each loader."""
+    """Return, per loader, the mean loss of a model on config.eval_iters batches of validation data,
+    a float."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 
 
 def train_lora(args, values, backbone, n_trained):
-    """Train adapters of about n_trained parameters with the configuration of the memory's run,
-    `values`. Yield (name, checkpoint, number of parameters, seconds)."""
+    """Train adapters of about n_trained parameters with `values`, the dict "config" of the memory's
+    checkpoint: on new text, and if there is old text also on both. Yield per run (name, path of the
+    checkpoint, number of parameters, seconds). backbone: the GPT, for the sizes of its layers."""
     from train.train import train  # not for sampling
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
@@ -408,8 +421,9 @@ def train_lora(args, values, backbone, n_trained):
 
 
 def evaluate_knn(backbone, train_loader, loaders, config):
-    """Return the losses of kNN-LM on each loader, with at most N_STORED tokens of the text of the
-    run, and the temperature and share with the lowest loss on the new text."""
+    """Return, per loader in `loaders`, the mean loss of kNN-LM with `backbone`, a GPT, which
+    searches at most N_STORED tokens of the text of train_loader. The temperature and the share have
+    the lowest loss on the first loader."""
     n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size)
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
     stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]

@@ -34,7 +34,8 @@ USE = gpt.USE
 
 @dataclass
 class RouterKeys:
-    """Weights of the router losses in the training loss."""
+    """Configuration keys of a model with routers: weights of the router losses in the training
+    loss."""
     load_balance_coef: float = key(0.01, "weight of the load balance loss", ge=0)
     auxiliary_coef: float = key(0.0, "weight of the load's squared distance from uniform", ge=0)
     z_loss_coef: float = key(0.001, "weight of the router logits' squared logsumexp", ge=0)
@@ -66,7 +67,8 @@ class Keys(RouterKeys):
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """Configuration of a GPT with experts."""
+    """Shape of a GPT with experts: the fields of GPTConfig and the Keys of this file. expert_hidden
+    is never None afterwards."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,7 +93,9 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 def sequence_losses(logits, load):
-    """Return router_losses per sequence, (...) each: logits (..., N, E), load (..., E)."""
+    """Return {"load_balance", "auxiliary", "z_loss"}, the losses of router_losses() per sequence,
+    (...) each. logits (..., N, E): of the router for N tokens; load (..., E): the share of each
+    expert in the assignments, from compute_load()."""
     logits = logits.float()
     n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
@@ -102,7 +106,8 @@ def sequence_losses(logits, load):
 
 
 def compute_load(chosen, n):
-    """Return the share (..., n) of each of n experts in the assignments chosen (..., N, k)."""
+    """Return the share (..., n) of each of n experts in the assignments `chosen` (..., N, k): the
+    indices of the k experts of each of N tokens."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -110,8 +115,8 @@ def compute_load(chosen, n):
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
-    """Return the weighted router losses, summed over layers. router_losses: the results of
-    router_losses() per layer; a missing loss counts as 0."""
+    """Return the weighted router losses, summed over layers, a 0-dim tensor. router_losses: the
+    results of router_losses() per layer; a missing loss counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
@@ -121,8 +126,9 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 # routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Chooses k of n groups per token, with weights. Computed in float32, because rounding would
-    change the choice. (With TF32, a GPU rounds to 11 bits, equally in every pass.)
+    """Linear layer that selects k of n groups (experts) per token x (..., dim), with weights.
+    Computed in float32, because rounding would change the choice. (With TF32, a GPU rounds to 11
+    bits, equally in every pass.)
 
     normalise: scale the k weights of a token to sum 1. score: softmax or sigmoid of the logits.
     balanced: add load_bias (n,) to the weights for the choice, not for the result.
@@ -136,7 +142,8 @@ class Router(nn.Linear):
         self.register_buffer("load_bias", torch.zeros(n) if balanced else None)
 
     def forward(self, x):
-        """x (B, T, C) -> logits (B, T, n); weights and indices of the chosen groups (B, T, k)."""
+        """Return (logits (B, T, n), weights (B, T, k), indices (B, T, k) of the chosen groups) for
+        x (B, T, C)."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
@@ -145,15 +152,16 @@ class Router(nn.Linear):
         return logits, p / (p.sum(-1, keepdim=True) + 1e-20) if self.normalise else p, chosen
 
     def move_bias(self, load, rate):
-        """Raise the bias of experts with less than the mean load, lower that of others, by `rate`,
-        with the mean unchanged. load (n,): tokens per expert."""
+        """Raise load_bias, in place, of experts with less than the mean load and lower that of
+        others, by `rate`, with the mean unchanged. load (n,): tokens per expert."""
         step = rate * (load.mean() - load).sign()
         self.load_bias += (step - step.mean()).to(self.load_bias)
 
 
 class GroupOrder:
-    """Sorts M rows by group, and back. chosen (M,): the group of each row; ends (n,) int32:
-    the end of each group in the sorted rows."""
+    """Sorts M rows by group, sort(rows (M, ...)), and back, unsort(rows). chosen (M,): the group of
+    each row, 0 to n - 1. ends (n,) int32: the end of each group in the sorted rows, for
+    GroupedLinear."""
 
     def __init__(self, chosen, n):
         in_order, self.order = chosen.sort(stable=True)
@@ -172,14 +180,16 @@ class GroupOrder:
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, one per group of rows; weight (n, out, in)."""
+    """n linear layers without biases, one per group of rows: forward(x, ends), with x sorted by
+    group. weight (n, out, in) is not initialised."""
 
     def __init__(self, n, in_features, out_features):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, out_features, in_features))
 
     def forward(self, x, ends):
-        """x (M, in), sorted by group; ends (n,) int32 -> (M, out)."""
+        """Return (M, out) for rows x (M, in), which are sorted by group. ends (n,) int32: the end
+        of each group in x, i.e. the cumulative numbers of rows."""
         w = self.weight
         if torch.is_autocast_enabled(x.device.type):  # it does not convert grouped products
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -190,16 +200,17 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable  # the compiler would compile anew for other sizes: at every step
     def loop_over_groups(self, x, w, ends):
-        """Compute one product per group. Empty groups are included, with a gradient of zero."""
+        """Return forward(x, ends) with weights w (n, out, in), by one product per group. Empty
+        groups are included, with a gradient of zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), w.unbind())])
 
 
 def has_grouped_mm(x, w):
-    """Return whether PyTorch supports grouped products of these tensors: rows of a multiple of 16
-    bytes, float32 or bfloat16 on a CPU, bfloat16 on a GPU of capability 8.0 or higher. From 9.0
-    (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which is in one compiled graph
-    and on a GPU synchronises per product."""
+    """Return whether PyTorch supports grouped products of x (M, in) and w (n, out, in): rows of a
+    multiple of 16 bytes, float32 or bfloat16 on a CPU, bfloat16 on a GPU of capability 8.0 or
+    higher. From 9.0 (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which is in one
+    compiled graph and on a GPU synchronises per product."""
     if any(size * x.element_size() % 16 for size in w.shape[1:]):
         return False
     if x.is_cuda:
@@ -209,8 +220,9 @@ def has_grouped_mm(x, w):
 
 
 class Experts(nn.Module):
-    """The MLP of a block: the weighted sum of the outputs of a token's k experts, and the output of
-    the shared experts, which are one MLP."""
+    """The MLP of a block, replaced by experts: forward(x) -> (y, router output). y is the weighted
+    sum of the outputs of a token's k experts, plus the output of the shared experts, which are one
+    MLP."""
 
     def __init__(self, config):
         super().__init__()
@@ -224,7 +236,8 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x):
-        """x (B, T, C) -> y (B, T, C) and the router's (logits (B, T, E), chosen (B, T, k))."""
+        """Return (y (B, T, C), (logits (B, T, E), chosen (B, T, k), indices of experts), of the
+        router) for x (B, T, C)."""
         logits, weights, chosen = self.router(x)
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)
         copies = x.unsqueeze(2).expand(-1, -1, chosen.size(2), -1)  # (B, T, k, C)
@@ -240,7 +253,9 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """A block with a router: compute() also returns (logits (B, T, n), chosen (B, T, k))."""
+    """Base class of a Block with a router. compute(x, *context) of a subclass returns (x, (logits
+    (B, T, n), chosen (B, T, k))); forward() returns x and stores the pair as the attribute
+    `routed`."""
     compiles_decoding = False
 
     def forward(self, x, *context):
@@ -262,15 +277,16 @@ class MoEBlock(RoutedBlock):
 
 
 class RoutedGPT(GPT):
-    """A GPT of RoutedBlocks. The training loss includes the router losses, the evaluation loss does
-    not. Both log the router losses and the load of the experts."""
+    """A GPT whose block_class is a RoutedBlock. The training loss includes the router losses, the
+    evaluation loss does not. Both log the router losses and the load of the experts."""
 
     def compute_loss(self, idx, targets):
         return self.add_router_losses(*super().compute_loss(idx, targets))
 
     def add_router_losses(self, loss, sums, n_items=None):
-        """Return (loss, sums) with the router losses of the forward pass. n_items (B,): the number
-        of targets per sequence, by which sequences are weighted; default: all equal."""
+        """Return (loss, sums) with the router losses of the forward pass, which are read from the
+        blocks and removed there; to the loss they are added in training only. n_items (B,): the
+        number of targets per sequence, by which sequences are weighted; default: all equal."""
         c = self.config
         routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
@@ -313,7 +329,8 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token, with k of n groups."""
+        """Return the training FLOPs per token; of n groups (experts), those of the k of a token
+        count."""
         router = next(m for m in self.modules() if isinstance(m, Router))
         grouped = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
         return super().flops_per_unit() - 6 * (grouped - grouped * router.k // router.out_features)

@@ -55,7 +55,9 @@ class Keys:
 # data
 
 def open_data(config, ranks):
-    """Return the Data of a folder that data.prepare.labels wrote. Raises DataError."""
+    """Return the Data of config.data_dir, a folder that data.prepare.labels wrote; a batch is
+    tokens, lengths, labels and spans, the arguments of Classifier. Raises DataError, also if the
+    folder has no labels or evidence for config.task, or texts are longer than learned positions."""
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
@@ -78,7 +80,8 @@ def open_data(config, ranks):
 # the model
 
 class Pointer(nn.Module):
-    """Scores of tokens for a query: scaled dot products as in attention, -inf where masked."""
+    """Scores of the tokens of a text for a query, forward(query, x, mask): scaled dot products as
+    in attention, -inf where masked. dim: C."""
 
     def __init__(self, dim):
         super().__init__()
@@ -86,14 +89,15 @@ class Pointer(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query, x, mask):
-        """query (B, C), x (B, T, C), mask (B, T) bool -> (B, T) float32."""
+        """Return the scores (B, T) float32 of tokens with states x (B, T, C) for query (B, C). mask
+        (B, T) bool: false for tokens with the score -inf."""
         scores = (self.key(x) @ self.query(query).unsqueeze(-1)).squeeze(-1)  # (B, T)
         return (scores.float() * x.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
 
 
 class NGrams(nn.Module):
     """Scores of classes from the n-grams in a text, up to MAX_NGRAM tokens: logistic regression
-    whose weights are found by a hash of the n-gram (arXiv:0902.2206).
+    with n_buckets weights per class, which are found by a hash of the n-gram (arXiv:0902.2206).
 
     An n-gram has the value 1 / sqrt(n-grams of the text), however often it occurs. Adam scales the
     gradients of rare n-grams, which replaces the idf of TF-IDF.
@@ -104,7 +108,8 @@ class NGrams(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_buckets, n_classes))
 
     def forward(self, tokens, mask):
-        """tokens (B, T), mask (B, T) bool, false after the text -> (B, K) float32."""
+        """Return the scores (B, K) float32 of classes for texts: tokens (B, T) int64; mask (B, T)
+        bool, false after the text."""
         n_buckets = self.weight.size(0)
         T = tokens.size(1)
         tokens = F.pad(tokens, (0, MAX_NGRAM))
@@ -127,7 +132,7 @@ class Classifier(nn.Module):
     """A GPT with a linear head for the label of a text and two pointers for its evidence.
 
     forward(tokens, lengths, labels, spans) returns (loss, sums); forward(tokens, lengths) returns
-    (class scores (B, K) or `None`, spans (B, 2) or `None`).
+    (class scores (B, K) or `None`, spans (B, 2), first and last token, or `None`).
 
     In a causal model only the last token's state depends on the whole text, so the label is
     computed from it. If bidirectional, the mean of all states is used instead. The end of the
@@ -137,8 +142,10 @@ class Classifier(nn.Module):
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False,
                  ngrams=0):
-        """shape: the GPTConfig of the backbone, which is built without an output layer. With
-        rotary positions, block_size becomes the length of the longest text."""
+        """shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
+        positions, block_size becomes the length of the longest text. spec: Data.spec, a dict with
+        "task", "classes", "class_counts" and "max_tokens". ngrams: weights of NGrams per class, 0:
+        none."""
         super().__init__()
         self.config = shape
         self.spec = spec
@@ -166,14 +173,16 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Map a GPT's weights to the backbone. Heads of a classifier are used if the shapes
-        match."""
+        """Return `weights` {name: tensor}, of a GPT or a classifier, by the names of this model.
+        Heads of a classifier are used if the shapes match."""
         own, weights = self.state_dict(), self.gpt.adopt(weights)
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
     def forward(self, tokens, lengths, labels=None, spans=None):
-        """tokens (B, T), lengths (B,), labels (B,), spans (B, 2) first and last token or -1."""
+        """Return (mean loss, sums {name: tensor}); without labels and spans, (class scores (B, K),
+        predicted spans (B, 2)), `None` if not part of the task. tokens (B, T), lengths (B,); labels
+        (B,): class indices; spans (B, 2): first and last token of the evidence, or -1."""
         mask = torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
         text = states_at(x, lengths - 1)  # (B, C)
@@ -189,13 +198,15 @@ class Classifier(nn.Module):
         return self.losses(x, scores, ends, labels, spans)
 
     def start_scores(self, x, end):
-        """Return scores (B, T) of first tokens if the last token of the evidence is end (B,)."""
+        """Return the score (B, T) of each token as the first one of the evidence, whose last token
+        is end (B,); -inf after it. x (B, T, C): states of the tokens."""
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):
-        """Return the most probable last token and, given it, the most probable first token: spans
-        (B, 2)."""
+        """Return spans (B, 2): the most probable last token of the evidence and, given it, the most
+        probable first token, as (first, last). x (B, T, C): states; ends (B, T): scores of last
+        tokens."""
         end = ends.argmax(1)
         return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
 
@@ -220,9 +231,10 @@ class Classifier(nn.Module):
         return loss, sums
 
     def eval_sums(self, x, scores, ends, labels, spans):
-        """Return the additional sums of an evaluation: confusion (K, K) (rows: true classes) and
-        odds (log_odds_counts) of the class scores (B, K), and span_sums() of the evidence. x:
-        states (B, T, C). ends: scores (B, T) of its last token."""
+        """Return the additional sums of an evaluation, {name: tensor}: "confusion" (K, K) (rows:
+        true classes) and "odds" (log_odds_counts) of the class scores (B, K), and span_sums() of
+        the evidence. x: states (B, T, C). ends: scores (B, T) of its last token. labels (B,), spans
+        (B, 2): the truth."""
         out = {}
         if self.head is not None:
             K = scores.size(1)
@@ -233,9 +245,11 @@ class Classifier(nn.Module):
         return out
 
     def numbers(self, sums):
-        """Return the metrics of an evaluation: accuracy; precision, recall and F1, each as _macro
-        and _weighted; auroc; exact_match and token_f1 of evidence spans, compared by tokens. `None`
-        if there is nothing to count. For spans alone f1_macro is token_f1."""
+        """Return {name: float} for a log line, from the sums {name: tensor} of forward() in eval
+        mode, added over batches: accuracy; precision, recall and f1, each as _macro and _weighted;
+        auroc; exact_match and token_f1 of evidence spans, compared by tokens; score, the mean of
+        f1_macro and exact_match. `None` if there is nothing to count. For spans alone f1_macro is
+        token_f1."""
         count = float(sums["count"])
         out = {name: float(sums[name]) / count if count else None
                for name in ("label_loss", "span_loss") if name in sums}
@@ -263,8 +277,9 @@ class Classifier(nn.Module):
 
 
 def log_odds_counts(scores, labels):
-    """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins): first the
-    rows of other classes, then the rows of the class. scores (B, K), labels (B,)."""
+    """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins), for AUROC:
+    first the rows of other classes, then the rows of the class. scores (B, K): logits; labels (B,):
+    class indices."""
     K = scores.size(1)
     logp = scores.log_softmax(1)
     bins = LOG_ODDS_BINS // K
@@ -276,7 +291,8 @@ def log_odds_counts(scores, labels):
 
 
 def count_indices(indices, n):
-    """Return the counts (n,) of 0 to n - 1 in `indices`: torch.bincount would wait for the GPU."""
+    """Return the number of occurrences (n,) of 0 to n - 1 in `indices` (m,) int64: torch.bincount
+    would wait for the GPU."""
     return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
 
 

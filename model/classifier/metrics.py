@@ -9,9 +9,10 @@ import torch
 # classes
 
 def confusion_metrics(matrix):
-    """Return accuracy, precision, recall and F1 of a confusion matrix (K, K) (rows: true
-    classes). Undefined values are 0, as with scikit-learn's zero_division=0; macro averages
-    are over the classes that occur among labels or predictions."""
+    """Return the metrics {name: value} of a confusion matrix (K, K) of counts (rows: true classes):
+    accuracy; precision, recall and f1, each with the suffixes _macro, _weighted and _per_class (a
+    list). Undefined values are 0, as with scikit-learn's zero_division=0, `None` without any rows;
+    macro averages are over the classes that occur among labels or predictions."""
     true = matrix.sum(1)
     predicted = matrix.sum(0)
     correct = matrix.diagonal()
@@ -40,8 +41,8 @@ def auroc(negatives, positives):
 
 
 def average_auroc(areas):
-    """Return the AUROC of the second of two classes, or the mean over more classes (one against the
-    rest); `None` if one is undefined."""
+    """Return the AUROC of a classifier from `areas`, a list with the AUROC of each class against
+    the rest: the second one of two, or the mean of more; `None` if one is undefined (`None`)."""
     if len(areas) == 2:
         return areas[1]
     return None if None in areas else float(np.mean(areas))
@@ -76,8 +77,9 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
 # calibration
 
 def calibration_error(labels, scores, n_bins=15):
-    """Return the expected calibration error (arXiv:1706.04599): the mean distance, in bins of equal
-    width, between probability and accuracy of the predicted class. labels (N,), scores (N, K)."""
+    """Return the expected calibration error (arXiv:1706.04599): the mean distance, in n_bins bins
+    of equal width, between probability and accuracy of the predicted class. labels (N,): true
+    classes; scores (N, K): probabilities."""
     p = scores.max(1)
     bins = np.minimum((p * n_bins).astype(int), n_bins - 1)
     correct = scores.argmax(1) == labels
@@ -85,14 +87,16 @@ def calibration_error(labels, scores, n_bins=15):
 
 
 def scale(scores, temperature):
-    """Return probabilities (N, K) at a temperature: softmax(log(scores) / temperature)."""
+    """Return the probabilities `scores` (N, K), an array, at a different temperature:
+    softmax(log(scores) / temperature)."""
     logs = torch.from_numpy(scores).clamp(min=1e-300).log()
     return (logs / temperature).softmax(1).numpy()
 
 
 def fit_temperature(labels, scores):
-    """Return the temperature between 1/4 and 16, in steps of 1%, with the largest likelihood of the
-    labels (N,). The limits matter for few rows: all may be predicted correctly."""
+    """Return the temperature between 1/4 and 16, in steps of 1%, at which scale(scores,
+    temperature) has the largest likelihood of the labels (N,), true classes. scores (N, K):
+    probabilities. The limits matter for few rows: all may be predicted correctly."""
     def likelihood(temperature):
         p = scale(scores, temperature)[np.arange(len(labels)), labels]
         return np.log(np.maximum(p, 1e-300)).sum()
@@ -103,8 +107,9 @@ def fit_temperature(labels, scores):
 # evidence
 
 def span_sums(truths, guesses):
-    """Return sums over samples: spans, the number with evidence; exact, of equal spans; overlap, of
-    token F1. truths, guesses: (N, 2) first and last token, -1 in truths without evidence."""
+    """Return sums over samples, 0-dim tensors: "spans", the number of samples with evidence;
+    "exact", of equal spans; "overlap", of the token F1. truths, guesses: (N, 2) first and last
+    token, -1 in truths without evidence."""
     has_span = truths[:, 0] >= 0
     size = (truths[:, 1] - truths[:, 0]) + (guesses[:, 1] - guesses[:, 0]) + 2
     shared = (torch.minimum(truths[:, 1], guesses[:, 1])
@@ -114,7 +119,8 @@ def span_sums(truths, guesses):
 
 
 def span_metrics(sums):
-    """Return {"exact_match", "token_f1"}, means of span_sums(); `None` without evidence."""
+    """Return {"exact_match", "token_f1"}, the means of the `sums` of span_sums(), which may be
+    added over batches; `None` without evidence."""
     n = float(sums["spans"])
     return {name: float(sums[key]) / n if n else None
             for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}

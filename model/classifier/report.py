@@ -47,7 +47,9 @@ class ReportOptions(labels.Fields):
 
 
 def evaluate_checkpoint(args):
-    """Evaluate a checkpoint, write the files to --out and print the report."""
+    """Evaluate the classifier args.ckpt on args.data: write metrics.json and predictions.jsonl to
+    args.out and print the report. args: ReportOptions; data and out are set if empty. Raises
+    UserError."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), expect="classifier")
     own_data = load_checkpoint(args.ckpt)["config"]["data_dir"]
     args.data = args.data or [own_data]
@@ -92,8 +94,9 @@ def evaluate_checkpoint(args):
 
 
 def load_rows(args, model, tokenizer):
-    """Return (the arrays of --data in the order of ARRAYS, [{"id", "text", "true_label",
-    "true_evidence"} of each row]). Raises DataError."""
+    """Read the rows of args.data: files, or args.split of a prepared folder. Return ([tokens,
+    lengths, labels, spans], arrays as in data/labels.py; [{"id", "text", "true_label",
+    "true_evidence"} of each row]), None where unknown. Raises DataError."""
     path = args.data[0]
     names = model.spec["classes"]
     if os.path.isdir(path):
@@ -122,7 +125,9 @@ def load_rows(args, model, tokenizer):
 
 
 def calibrate(args, own_data, model, tokenizer):
-    """Return the temperature of the validation rows of the run's data; 1 if they are gone."""
+    """Return the temperature that fits the model's probabilities of the validation rows in
+    own_data, the data_dir of its run; 1.0, with a message, if these rows cannot be read. args:
+    ReportOptions."""
     try:
         arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
     except DataError as error:
@@ -132,8 +137,9 @@ def calibrate(args, own_data, model, tokenizer):
 
 
 def fit_baselines(arrays, rows, texts, targets, n_classes):
-    """Return {name: metrics} of TF-IDF with logistic regression, of words and of characters: fitted
-    to the training data (arrays, rows), computed on texts and their targets (N,)."""
+    """Fit TF-IDF with logistic regression, of words and of characters, to training data: (arrays,
+    rows) of load_rows(). Return {name: classification_metrics() with "ece" and "seconds"} on
+    `texts` and their class indices `targets` (N,). Raises SetupError without scikit-learn."""
     require("sklearn", "--baseline", "scikit-learn")
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -153,7 +159,8 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
 def faithfulness(model, arrays, scores, spans, batch_size):
     """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
     mean decrease of the predicted class's probability if the evidence is deleted, and if all else
-    is. Good evidence has a large and a small one. {} if no text is longer than the evidence."""
+    is. Good evidence has a large and a small one. {} if no text is longer than the evidence.
+    arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2): of predict() for these rows."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     kept = [i for i, (first, last) in enumerate(spans) if last - first + 1 < len(texts[i])]
     cells = np.arange(len(kept)), scores[kept].argmax(1)
@@ -170,9 +177,9 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return [probabilities (N, K), spans (N, 2)] as numpy arrays; `None` for outputs that the
-    model does not predict. arrays: tokens (N, T), lengths (N,), ...; with RoPE, longer texts than
-    in training raise the model's block_size."""
+    """Return [probabilities (N, K), spans (N, 2) (first and last token)] of a Classifier as numpy
+    arrays; `None` for outputs that the model does not predict. arrays: tokens (N, T), lengths (N,),
+    ...; with RoPE, texts longer than in training raise the model's block_size."""
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device
@@ -190,7 +197,8 @@ def predict(model, arrays, batch_size):
 
 
 def format_report(metrics):
-    """Return a text like scikit-learn's classification_report, with the confusion matrix."""
+    """Return the report of `metrics`, the content of metrics.json, as text: tables like
+    scikit-learn's classification_report, the confusion matrix, baselines and evidence."""
     m = metrics
     parts = []
     if "accuracy" in m:

@@ -52,9 +52,10 @@ class Source:
 
 
 def read_source(state, path, backbone=None, ema=False, for_others=True):
-    """Return the Source of the checkpoint `state` at `path`. backbone: the present path of the
-    model that adapters need; ema: whether `state` has running averages; for_others: whether another
-    program will compute the logits."""
+    """Return the Source of the checkpoint `state`, a dict read from `path`. backbone: the present
+    path of the model that adapters need; ema: whether `state` has running averages; for_others:
+    whether a different program will compute the logits, with unedited formulas. Raises
+    CheckpointError."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -70,8 +71,8 @@ def read_source(state, path, backbone=None, ema=False, for_others=True):
 # formats
 
 def convert_weights(weights, precision):
-    """Return {name: tensor} in `precision`. Raises CheckpointError for values that are too
-    large."""
+    """Return `weights` {name: tensor} in `precision`, the name of a dtype. Raises CheckpointError
+    for values that are too large for it."""
     weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
     if bad := find_non_finite(weights):
         raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
@@ -85,8 +86,9 @@ def write_json(folder, name, content):
 
 
 def export_folder(source, to, precision):
-    """Write a Hugging Face folder, for transformers, vLLM and llama.cpp's converter; return a
-    description."""
+    """Write a Source to the folder `to` in the format of Hugging Face, for transformers, vLLM and
+    llama.cpp's converter; return a description. precision: dtype of the weights, a name. Raises
+    CheckpointError for options that no family of models has."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -111,8 +113,8 @@ def export_folder(source, to, precision):
 
 
 def export_weights(source, to, precision):
-    """Write the weights by our names, and a description, to a .safetensors file; return a
-    description."""
+    """Write the weights of a Source by our names, and a description of the model, to the
+    .safetensors file `to`; return a description. precision: dtype of the weights, a name."""
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
@@ -122,7 +124,9 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a checkpoint for nanoGPT's sample.py; return a description."""
+    """Write a Source to the file `to`, a checkpoint for nanoGPT's sample.py; return a description.
+    precision is not used: weights keep the dtype. Raises CheckpointError for options that nanoGPT
+    does not have."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
@@ -133,8 +137,9 @@ def export_nanogpt(source, to, precision):
 
 
 def export_merged(state, path, to, precision, backbone):
-    """Write the adapters or the memory of the checkpoint `state` and their backbone as one
-    checkpoint of this program, with merged adapters; return a description."""
+    """Write the adapters or the memory of the checkpoint `state`, a dict read from `path`, and
+    their backbone (backbone: its present path) as one checkpoint of this program to the file `to`,
+    with merged adapters; return a description. precision: dtype of the weights, a name."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -161,7 +166,10 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
-    """Write the model at `ckpt` to `to`, in the format that the name implies. Raises UserError."""
+    """Write the model at `ckpt`, a path that read_model() accepts, to `to`, in the format that the
+    name implies: .pt, .safetensors, .gguf, otherwise a Hugging Face folder. backbone: present path
+    of the frozen model; ema: write running averages; quantize: "q8_0", for .gguf. Raises
+    UserError."""
     ending = os.path.splitext(to)[1]
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).

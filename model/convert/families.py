@@ -59,11 +59,11 @@ FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window",
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: the class in `transformers`, the keys of config.json and what is implied.
+    """A model_type: the class in `transformers`, the keys of config.json and their implied values.
 
-    values: {our field: [values]} of these models, if not the default. defaults: the meaning of keys
-    that are missing. layers: the letters that layer_types may have. constants: keys that are always
-    written.
+    keys: {our field: key of config.json}. values: {our field: [values]} of these models, if not the
+    default. defaults: {key: the meaning if it is missing}. layers: the letters that layer_types may
+    have. activations: {name there: our mlp}. constants: {key: value} that is always written.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -123,8 +123,8 @@ FAMILIES = {
 # reading a config.json
 
 def read_config(c, path):
-    """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of a config.json, a dict.
-    CheckpointError for unsupported options."""
+    """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of c, the dict in a
+    config.json at `path`. Raises CheckpointError for unsupported options and models."""
     kind = c.get("model_type") if isinstance(c, dict) else None
     if kind == "gemma3" and isinstance(c.get("text_config"), dict):  # multimodal: the text part
         kind = "gemma3_text"
@@ -142,7 +142,9 @@ def read_config(c, path):
 
 
 def read_fields(given, family):
-    """Return the fields of a GPTConfig or MoEConfig. CheckpointError for unsupported options."""
+    """Return {field: value} of a GPTConfig or MoEConfig from `given`, the dict in a config.json of
+    a Family. Raises CheckpointError for unsupported options; KeyError for a missing key, other
+    exceptions for values of a wrong type."""
     c = DEFAULTS | family.defaults | given
     known = USED | set(family.keys.values())
     if wrong := [f"{k}: {v!r}" for k, v in sorted(given.items())
@@ -173,7 +175,9 @@ def read_fields(given, family):
 
 
 def read_attention(c, family, out):
-    """Add the fields of heads, windows and rotary positions to `out`."""
+    """Add the fields of layer types, windows, rotary positions and scales to the dict `out` of
+    fields, in place, from c, the dict in a config.json with defaults. Raises CheckpointError for
+    unsupported options."""
     head_dim = out["head_dim"] or out["n_embd"] // out["n_head"]
     if head_dim % 2:
         raise CheckpointError(f"head_dim: {head_dim}, expected an even number")
@@ -203,7 +207,9 @@ def read_attention(c, family, out):
 
 
 def read_layers(c, n):
-    """Return the letter of each layer, see the key layer_types."""
+    """Return a string with the letter of each of n layers, as in the key layer_types (F full, W
+    window; f, w: without rotary positions), from c, the dict in a config.json. Raises
+    CheckpointError for invalid values."""
     types = c.get("layer_types")
     every = c.get("_sliding_window_pattern", c.get("sliding_window_pattern"))
     if types is None and every:
@@ -222,7 +228,9 @@ def read_layers(c, n):
 
 
 def read_rope(given, theta):
-    """Return (rope_theta, rope_scaling) of one entry of rope_parameters."""
+    """Return (rope_theta, rope_scaling or None), fields of a GPTConfig, of `given`, an entry of
+    rope_parameters in a config.json. theta: the default of rope_theta. Raises CheckpointError for
+    unsupported types."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
         raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
@@ -236,8 +244,8 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(args):
-    """Return model_args with the current fields. args: model_args of an older checkpoint, which has
-    the text of a config.json in `family`; the result has no `family`."""
+    """Return model_args with the current fields. args: model_args of an older checkpoint, a dict
+    with the text of a config.json in `family`; the result has no `family`."""
     _, new = read_config(json.loads(args["family"]), "family")
     length = new["max_positions"] or new["block_size"]
     new = {k: v for k, v in new.items() if k not in SIZES}
@@ -248,8 +256,9 @@ def upgrade_fields(args):
 # writing a config.json
 
 def find_family(shape, path, kinds=tuple(k for k in FAMILIES if k != "nanogpt")):
-    """Return the model_type, one of `kinds`, that computes a GPTConfig or MoEConfig.
-    CheckpointError with the options that the closest one does not have."""
+    """Return the model_type, a key of FAMILIES and one of `kinds`, that computes the same as the
+    GPTConfig or MoEConfig `shape`. Raises CheckpointError, with the options that the closest one
+    does not have. path: of the model, for messages."""
     wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds
              if FAMILIES[kind].experts == hasattr(shape, "n_experts") or len(kinds) == 1}
     kind = min(wrong, key=lambda k: len(wrong[k]))
@@ -258,15 +267,17 @@ def find_family(shape, path, kinds=tuple(k for k in FAMILIES if k != "nanogpt"))
 
 
 def refuse(wrong, name, path):
-    """Raise CheckpointError if there are mismatches of a model with what a program has."""
+    """Raise CheckpointError if `wrong`, a list of texts from mismatches(), is not empty. name: of
+    the program that does not have these options; path: of the model."""
     if wrong:
         raise CheckpointError(f"{path}: not supported by {name}: {', '.join(wrong)}; to export, "
                               "train with the values in parentheses")
 
 
 def mismatches(shape, family, changes=()):
-    """Return [text] of the options of `shape` that change when they are written in the keys of a
-    family, with `changes`, and read back."""
+    """Return [text], the options of `shape`, a GPTConfig or MoEConfig, that change when they are
+    written in the keys of a Family, with `changes` {key: value}, and read back. []: the same
+    logits."""
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
     except ValueError as error:
@@ -288,13 +299,14 @@ def mismatches(shape, family, changes=()):
 
 
 def list_layers(shape):
-    """Return the letter of each layer, see the key layer_types."""
+    """Return [letter of each layer] of a GPTConfig, as in the key layer_types: F, W, f or w."""
     return [shape.layer_type(i) for i in range(shape.n_layer)]
 
 
 def write_config(shape, kind, dtype, end):
-    """Return config.json for a family, as transformers 4 and 5 read it. end: the tokenizer's end of
-    text, if any."""
+    """Return the content of config.json, a dict, as transformers 4 and 5 read it. shape: a
+    GPTConfig or MoEConfig; kind: a key of FAMILIES; dtype: of the weights, a name; end: the id of
+    the tokenizer's end of text, or None."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     fields = write_fields(shape, FAMILIES[kind])
     if shape.pad_id is not None:
@@ -306,7 +318,8 @@ def write_config(shape, kind, dtype, end):
 
 
 def write_fields(shape, family):
-    """Return the keys of a family that describe the logits."""
+    """Return a GPTConfig as {key: value} in the names of a family's config.json: all keys on which
+    the logits depend (sizes, activation, positions, windows). write_config adds the others."""
     out = family.constants | {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     if "mlp" in family.keys:
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
@@ -317,7 +330,8 @@ def write_fields(shape, family):
 
 
 def attention_keys(shape, family):
-    """Return the keys of a config.json for rotary positions and attention windows."""
+    """Return the keys {key: value} of a config.json of a Family for the rotary positions and
+    attention windows of `shape`, a GPTConfig."""
     out = {}
     factors = shape.rope_factors
     if factors:

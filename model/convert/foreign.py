@@ -33,8 +33,8 @@ FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch
 
 
 def read_model(path, state=None):
-    """Return a dict with the keys of a checkpoint: "model" {our name: tensor}, "model_args",
-    "config", "spec", "tokenizer".
+    """Read weights of this or other programs; return a dict with the keys of a checkpoint: "model"
+    {our name: tensor}, "model_args", "config", "spec", "tokenizer".
 
     path: a checkpoint of ours or nanoGPT's, a .safetensors file, a Hugging Face folder, or
     hf:OWNER/NAME. state: the content of the file, if it was read before. Raises CheckpointError.
@@ -60,8 +60,8 @@ def read_model(path, state=None):
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
     """Return the checkpoint of a model, a dict, from `weights` {our name: tensor} and its
-    configuration `shape` (GPTConfig, ...). path: where they are from, for messages. Raises
-    CheckpointError if weights and shape do not fit."""
+    configuration `shape` (GPTConfig or MoEConfig). path: where they are from, for messages.
+    template: the spec of a ChatTemplate. Raises CheckpointError if weights and shape do not fit."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -71,7 +71,9 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """CheckpointError unless `weights` fit a model of this shape."""
+    """Raise CheckpointError unless `weights` {our name: tensor} have all names and shapes of a
+    model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for
+    messages."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
     try:
@@ -87,7 +89,8 @@ def check_complete(path, weights, shape):
 # .safetensors files
 
 def read_safetensors_model(path):
-    """Return read_model of a .safetensors file."""
+    """Return the model in a .safetensors file of ours as a dict with the keys of a checkpoint:
+    "model" {name: tensor}, "config", "spec", and others from its header. Raises CheckpointError."""
     weights, description = read_safetensors(path)
     args = description.setdefault("model_args", {})
     spec = dict(vocab_size=args.get("vocab_size"), tokenizer=description.get("tokenizer"))
@@ -97,8 +100,9 @@ def read_safetensors_model(path):
 
 
 def read_safetensors(path):
-    """Return ({name: tensor}, the DESCRIPTION of a checkpoint in it) of a .safetensors file. It is
-    memory-mapped: weights are read on use, without a copy in memory."""
+    """Return ({name: tensor}, description) of a .safetensors file: the keys model_args, config,
+    spec, tokenizer and formulas that are in its header, a dict. The file is memory-mapped: weights
+    are read on use, without a copy in memory. Raises CheckpointError, also for NaN and infinity."""
     safetensors = require("safetensors", str(path))
     try:
         with safetensors.safe_open(path, "pt") as f:
@@ -119,8 +123,9 @@ def read_safetensors(path):
 # Hugging Face folders
 
 def read_folder(folder):
-    """Return read_model of a folder with config.json, model.safetensors and, if it can be used
-    here, tokenizer.json."""
+    """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint, see
+    read_model: from config.json, model.safetensors and, if it can be used here, tokenizer.json.
+    Raises CheckpointError."""
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
                               f"as {folder}/ckpt.pt, or a Hugging Face folder")
@@ -143,7 +148,8 @@ def read_folder(folder):
 
 
 def read_shards(folder):
-    """Return {name: tensor} of model.safetensors in `folder`, or of the shards in the index."""
+    """Return {name: tensor} of model.safetensors in `folder`, or of all files that
+    model.safetensors.index.json lists. Raises CheckpointError."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]

@@ -34,9 +34,11 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 
 
 def export_gguf(source, to, precision):
-    """Write the Source to the file `to`; return a description.
+    """Write the model `source` (Source: weights, shape, tokenizer, template) to the file `to`;
+    return a description.
 
-    precision: of matrices, float32, float16, bfloat16 or q8_0. CheckpointError, DataError.
+    precision: of matrices, float32, float16, bfloat16 or q8_0. Raises CheckpointError for options
+    that llama.cpp does not have, DataError, and SetupError without the package gguf.
     """
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
@@ -72,8 +74,9 @@ def export_gguf(source, to, precision):
 # weights
 
 def gguf_tensors(weights, c, kind, arch, names):
-    """Return {llama.cpp's name: tensor} of {our name: tensor}. names: the package's map of the
-    names in transformers."""
+    """Return {llama.cpp's name: tensor} of `weights` {our name: tensor}. c: the GPTConfig; kind: a
+    key of FAMILIES; arch: llama.cpp's architecture; names: the package's map of the names in
+    transformers."""
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
         if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
@@ -89,7 +92,8 @@ def gguf_tensors(weights, c, kind, arch, names):
 
 
 def write_shape(writer, source, arch):
-    """Write the shape, as llama.cpp reads it."""
+    """Write the shape of a Source to `writer`, a GGUFWriter, in the keys of llama.cpp's
+    architecture `arch`."""
     c = source.shape
     length = c.full_context
     # No windows in llama.cpp: only texts that fit into one are computed the same.
@@ -117,7 +121,8 @@ def write_shape(writer, source, arch):
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
-    """Write tokens, token types, merges, special tokens and the chat template. CheckpointError."""
+    """Write tokens, token types, merges, special tokens and the chat template of a Source to
+    `writer`, a GGUFWriter. Raises CheckpointError for a tokenizer that llama.cpp does not have."""
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template
@@ -160,7 +165,9 @@ def write_tokenizer(writer, source):
 
 
 def pattern_name(content):
-    """Return llama.cpp's name of how a tokenizer.json splits text, or `None`."""
+    """Return llama.cpp's name of the way in which a tokenizer splits text before byte pairs are
+    merged ("gpt-2", "llama-bpe", ...), or `None` if it has no such name. content: the dict in a
+    tokenizer.json."""
     model = content["model"]
     splitter = content.get("pre_tokenizer") or {}
     *splits, last = splitter.get("pretokenizers", [splitter])

@@ -41,8 +41,9 @@ EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 
 def rename(name, table, known_only=True):
-    """Return the tensor `name` with the module renamed by `table`. If `table` does not have it:
-    CheckpointError, or unchanged unless known_only."""
+    """Return the name of a tensor, MODULE.weight or MODULE.bias, with the module renamed by `table`
+    {module: new module}, in which {} is a number. If the table does not have it: CheckpointError,
+    or the same name unless known_only."""
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
@@ -57,7 +58,8 @@ def rename(name, table, known_only=True):
 
 def complete_weights(weights, shape, kind):
     """Return `weights` {our name: tensor} as other programs have them: without the padding of the
-    vocabulary, with all norms of queries and keys, and for GPT-2 q, k, v concatenated."""
+    vocabulary, with all norms of queries and keys, and for GPT-2 q, k, v concatenated. shape: the
+    GPTConfig. kind: a key of NAMES, e.g. "gpt2"."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -73,9 +75,11 @@ def complete_weights(weights, shape, kind):
 
 
 def write_weights(weights, shape, kind):
-    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}.
+    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}. Raises
+    CheckpointError for a name that has no counterpart there.
 
-    shape: their GPTConfig. kind: a key of NAMES."""
+    shape: their GPTConfig. kind: a key of NAMES, e.g. "llama".
+    """
     out = {}
     for name, t in complete_weights(weights, shape, kind).items():
         if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
@@ -95,8 +99,10 @@ def write_weights(weights, shape, kind):
 # reading
 
 def read_weights(tensors, kind, path):
-    """Return {our name: tensor} of {name in transformers or nanoGPT: tensor}, with separate q, k, v
-    and the vocabulary padded to a multiple of 128 rows, without buffers. Unknown names stay."""
+    """Return {our name: tensor} of `tensors` {name in transformers or nanoGPT: tensor}, with
+    separate q, k, v and the vocabulary padded to a multiple of 128 rows, without buffers. Unknown
+    names stay. kind: a key of NAMES. Raises CheckpointError, with `path`, for shapes that cannot be
+    split."""
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
     out = {}
@@ -128,7 +134,9 @@ def read_weights(tensors, kind, path):
 
 
 def stack_experts(weights):
-    """Return `weights` with the experts of a layer as one tensor (E, out, in)."""
+    """Return `weights` {our name: tensor} in which the experts of a layer, h.0.mlp.up.0.weight,
+    ..., are stacked as one tensor h.0.mlp.up.weight (E, out, in). Raises KeyError if an expert is
+    missing."""
     out = {}
     experts = {}
     for name, t in weights.items():

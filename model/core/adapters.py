@@ -16,7 +16,9 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter. `base` is the frozen weight, `weight` the merged one."""
+    """nn.Linear `layer` with an adapter of rank r: x (..., in) -> x (base + scale * lora_B
+    lora_A)^T. base (out, in) is the frozen weight, `weight` the merged one; lora_A (r, in) and
+    lora_B (out, r) are trained, and not initialised."""
 
     def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
@@ -30,7 +32,8 @@ class LoRALinear(nn.Linear):
 
     @property
     def weight(self):
-        """The merged weight (out, in), in the precision of the adapter."""
+        """The merged weight base + scale * lora_B lora_A (out, in), in the dtype of the adapter.
+        Computed at each access."""
         with torch.autocast(self.base.device.type, enabled=False):
             base = self.base.to(self.lora_B.dtype)
             return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
@@ -87,13 +90,15 @@ class _LoRAFunction(torch.autograd.Function):
 # a model with adapters
 
 def is_adapter(name):
-    """Return whether `name` is that of an adapter's parameter."""
+    """Return whether the parameter `name` belongs to an adapter: whether it ends with .lora_A or
+    .lora_B."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def initial_adapter(name, shape, seed):
-    """Return the initial value of an adapter's parameter: zero for B; for A that of peft, which is
-    kaiming_uniform with a = sqrt(5)."""
+    """Return the initial value, a tensor of `shape`, of an adapter's parameter: zeros for lora_B;
+    for lora_A (r, in) uniform up to 1 / sqrt(in), a function of (seed, name), as in peft
+    (kaiming_uniform with a = sqrt(5))."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
@@ -102,9 +107,10 @@ def initial_adapter(name, shape, seed):
 
 
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
-    """Freeze `model` and replace the linear layers in its blocks that match `targets` by LoRALinear
-    of rank r; r 0: change nothing. Return the model. Adapters on the meta device are not
-    initialised."""
+    """Freeze `model`, a GPT, in place, and replace the linear layers in its blocks that match one
+    of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of rank r. Return the model;
+    with r 0 it is unchanged. scale: factor of the adapters. Raises ConfigError for a pattern
+    without a match. Adapters on the meta device are not initialised."""
     if not r:
         return model
     model.requires_grad_(False)
@@ -120,7 +126,8 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 
 def find_layers(model, targets):
-    """Return the names of the linear layers in the blocks that match one of the patterns `targets`.
+    """Return the names (h.0.attn.q, ...) of the nn.Linear modules in the blocks of a GPT that match
+    one of the patterns `targets`, parts of such names with wildcards: attn.q, mlp, h.3, h.*.mlp.
     Raises ConfigError for a pattern without a match."""
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
@@ -133,7 +140,8 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return {name: tensor} of the model without adapters, with merged weights."""
+    """Return the state dict {name: tensor} of a model with adapters as that of the same model
+    without: copies, with the merged weights in place of base, lora_A and lora_B."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -145,8 +153,9 @@ def merge(model):
 
 
 class WithAdapters:
-    """Mixin for a GPT to which adapters can be added: initial values, and the renaming of weights
-    to start from."""
+    """Mixin for a GPT to which add_adapters() can be applied: initial() also returns the initial
+    values of adapters, and adopt() renames LAYER.weight to LAYER.base for the layers that have an
+    adapter."""
 
     def initial(self, name, shape, seed):
         if is_adapter(name):
@@ -163,15 +172,18 @@ class WithAdapters:
 
 
 class PartialStateDict:
-    """Mixin for a model that saves only the tensors for which is_saved(name) is true. The rest
-    belongs to the frozen backbone, which has a separate checkpoint."""
+    """Mixin for a model whose state_dict() and load_state_dict() have only the tensors for which
+    is_saved(name), a method of the subclass, is true. load_backbone() sets the others: the frozen
+    backbone, which has a separate checkpoint."""
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         return {name: t for name, t in state.items() if self.is_saved(name)}
 
     def load_backbone(self, weights):
-        """Use the tensors {name: tensor}, also on the meta device: they are not filled later."""
+        """Use the tensors `weights` {name: tensor} as the parameters of the model, without copying
+        them, also on the meta device, where they are not filled later. Raises CheckpointError
+        unless the names and shapes are those of all parameters."""
         try:
             super().load_state_dict(weights, assign=True)
         except RuntimeError as error:

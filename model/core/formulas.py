@@ -24,15 +24,17 @@ FILES = ("model/gpt.py", "model/core/ops.py")  # of every GPT
 
 @functools.cache
 def read_record():
-    """Return formulas.json: "files" with code that computes logits; "not_logits", names of
-    definitions without logits; "digests" of the rest, {"DEFINITION (FILE)": digest}."""
+    """Return formulas.json, a dict: "files" with code that computes logits; "not_logits", names of
+    definitions without logits; "digests" of all other definitions when logits were last compared
+    with other programs, {"DEFINITION (FILE)": digest}."""
     return json.loads(RECORD.read_text())
 
 
 @functools.cache
 def digests(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the code that computes the logits of the model
-    type `kind`, or of all. "statements" is the code outside of functions and classes."""
+    """Return {"DEFINITION (FILE)": digest} of the present source code that computes the logits of
+    the model type `kind`, e.g. "moe" (default: of all). DEFINITION is the name of a function or
+    class, or "statements" for the code outside of them."""
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)
@@ -46,8 +48,9 @@ def digests(kind=None):
 
 
 def simplify(node):
-    """Return a syntax tree as nested lists, without docstrings and "not_logits". Unlike ast.dump
-    it leaves out empty fields: their number differs between versions of Python."""
+    """Return `node`, of the module ast, as nested lists, without docstrings and the definitions in
+    "not_logits" of formulas.json. Unlike ast.dump it leaves out empty fields: their number differs
+    between versions of Python."""
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
         return [simplify(part) for part in node if getattr(part, "name", None) not in ignored
@@ -59,14 +62,17 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return the digests(kind) that differ from formulas.json; {} in an unedited repository."""
+    """Return {"DEFINITION (FILE)": digest} of the code for the logits of the model type `kind`
+    (default: of all types) that differs from the digests in formulas.json; {} in an unedited
+    repository."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 
 
 def find_differences(state, kind):
-    """Return the names of definitions that differ between this program and the one that wrote
-    `state`, a checkpoint or meta.json; [] for an earlier version without a record."""
+    """Return ["DEFINITION (FILE)", ...] of the code for the logits of the model type `kind` that
+    differs between this program and the program that wrote `state`, the dict of a checkpoint or
+    meta.json; [] if `state` has no record of it ("formulas"), as in earlier versions."""
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
         return []
@@ -78,15 +84,18 @@ warn_once = functools.cache(warn_stderr)  # several parts of a run read the same
 
 
 def warn_of_differences(state, path, kind):
-    """Print a line, on rank 0, if `state`, which was read from `path`, has other formulas."""
+    """Print a warning to stderr, once and on rank 0, if the code for the logits of the model type
+    `kind` differs from that of the program that wrote `state`, the dict of the checkpoint or
+    meta.json at `path`."""
     if (names := find_differences(state, kind)) and os.environ.get("RANK", "0") == "0":
         warn_once(f"{path}: written with other formulas than this program's, and the logits may "
                   f"differ: {', '.join(names)}")
 
 
 def check_formulas(state, path, kind):
-    """Raise CheckpointError if the code that computes the logits of the checkpoint `state` was not
-    compared with other programs."""
+    """Raise CheckpointError if the code for the logits of the model type `kind` was edited and not
+    compared with other programs since, in this program or in the one that wrote `state`, the dict
+    of the checkpoint at `path`."""
     if names := [*edited(kind)] or find_differences(state, kind):
         raise CheckpointError(
             f"{path}: edited since exports were compared with other programs: {', '.join(names)}; "
@@ -94,7 +103,8 @@ def check_formulas(state, path, kind):
 
 
 def record():
-    """Write the digests of the present code to formulas.json, and print those that change."""
+    """Write the digests of the present code to formulas.json, and print the names of the
+    definitions whose digests change."""
     names = ", ".join(edited()) or "nothing was edited"
     RECORD.write_text(json.dumps(read_record() | dict(digests=digests()), indent=1) + "\n")
     print(f"Recorded: {names}")

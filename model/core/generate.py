@@ -13,7 +13,8 @@ NON_FINITE_LOGITS = "the model's logits are not finite: no token can be sampled 
 
 @dataclass
 class SamplingOptions:
-    """Command-line options of generate()."""
+    """Options of generate() on the command line: max_new_tokens, temperature, top_k, top_p, min_p,
+    seed."""
     max_new_tokens: int = key(256, "maximum number of new tokens", ge=0)
     temperature: float = key(0.0, "0: always the most likely token", ge=0)
     top_k: int | None = key(None, "sample from the K most likely tokens", ge=1, metavar="K")
@@ -24,7 +25,7 @@ class SamplingOptions:
     seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
 
     def sampling(self):
-        """Return the keyword arguments of generate()."""
+        """Return the options as keyword arguments of generate(), without max_new_tokens."""
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
@@ -35,7 +36,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
              samples_per_row=1):
     """Continue idx (B, T) int64 by up to max_new_tokens tokens; return (B, T + new).
 
-    temperature, top_k, top_p, min_p: see SamplingOptions (arXiv:1904.09751, arXiv:2407.01082).
+    model: a GPT in eval mode. temperature 0: the most likely token. top_k, top_p, min_p: restrict
+    the candidates, None: all (arXiv:1904.09751, arXiv:2407.01082).
     seed: one seed, or a list with one per group of rows, which are then independent.
     stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
     on_token: called with each new column of tokens (B,). Generation stops if it returns true.
@@ -81,8 +83,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def remove_rows(cache, active, is_done, n):
-    """Return cache and active without the rows that are done; n rows remain. active rows move from
-    the end of the cache into finished rows, but only if an eighth has finished: fewer moves."""
+    """Return (cache, active) without finished rows. active (rows,): the numbers of the rows in
+    `cache`, a KVCache; is_done (rows,) bool: finished ones; n: the number of the others. Rows move
+    from the end into finished rows, in place, but only if an eighth has finished: fewer moves.
+    Until then the arguments are returned."""
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -93,7 +97,8 @@ def remove_rows(cache, active, is_done, n):
 
 
 def create_generators(seed, device):
-    """Return a list with one generator per seed; seed None is a random seed."""
+    """Return a list of torch.Generator on `device`, one per seed. seed: an int, None (a random
+    seed), or a list of those."""
     seeds = seed if isinstance(seed, list) else [seed]
     generators = [torch.Generator(device=device) for _ in seeds]
     for generator, s in zip(generators, seeds):
@@ -102,8 +107,10 @@ def create_generators(seed, device):
 
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
-    """Return a cache with `size` tokens per row and the tokens to compute next, for idx (B, T).
-    Prompts of different lengths, right-padded, are computed up to the last token, in one pass."""
+    """Return (cache, pending): a KVCache with `size` tokens per row for the prompts idx (B, T), and
+    the ids (B * samples_per_row, n) that the caller computes next with it: the prompts, cut to the
+    last block_size tokens. With lengths (B,), of right-padded prompts, these are computed here, in
+    one pass, up to the last token of each, which is pending."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -122,15 +129,18 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
 
 
 def eager_mode(model):
-    """Context manager that runs a compiled model eagerly: shapes change with every token."""
+    """Return a context manager in which a compiled model runs eagerly: shapes change with every
+    token. For other models it does nothing."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
 def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
-    """Return a token id (B,) per row of logits (B, V); -1 if the logits are not finite, because
-    raising would synchronise with the GPU. The options are documented in generate()."""
+    """Return a token id (B,) int64 per row of logits (B, V); -1 if the logits are not finite,
+    because raising would synchronise with the GPU. temperature (0: the most likely token), top_k,
+    top_p, min_p (None: all candidates): as for generate(). generators: a list of torch.Generator,
+    each for an equal number of consecutive rows."""
     if temperature == 0:
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
@@ -152,13 +162,13 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
 
 
 def sample_indices(weights, generators):
-    """Return an index (B, 1) per row of weights (B, V), with probability proportional to
-    the weight; any index if the weights are not finite. Each generator serves an equal share of
-    the rows.
+    """Return an index (B, 1) per row of weights (B, V), with probability proportional to the
+    weight; any index if the weights are not finite. generators: a list of torch.Generator, each for
+    an equal number of consecutive rows.
 
-    On a CPU: one uniform number per row, looked up in the cumulative sum (torch.multinomial draws
-    V numbers: 0.5 ms for 32,000). On a GPU: an exponential race, argmax of p / Exp(1), which needs
-    no check for NaN; torch.multinomial would end the process's CUDA context.
+    On a CPU: one uniform number per row, looked up in the cumulative sum (torch.multinomial draws V
+    numbers: 0.5 ms for 32,000). On a GPU: an exponential race, argmax of p / Exp(1), which needs no
+    check for NaN; torch.multinomial would end the process's CUDA context.
     """
     shares = weights.chunk(len(generators))
     if weights.device.type != "cpu":
@@ -174,16 +184,19 @@ def sample_indices(weights, generators):
 
 
 def encode_prompt(tokenizer, prompt, parse_special=False):
-    """Return the ids of a prompt; for an empty one the end-of-text token, which precedes each
-    document, or 0. parse_special: special tokens in it are not ordinary text."""
+    """Return the list of ids of the text `prompt`; for an empty one, the end-of-text token, which
+    precedes each document, or 0. parse_special: encode the texts of special tokens as such
+    (default: as ordinary text). Raises ValueError for characters that are not in the vocabulary."""
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
     ids = encode(prompt) if prompt else []
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 
 def sample_texts(model, spec, config):
-    """Return a continuation of each of config.sample_prompts, with the same seed at every
-    evaluation. The model is in eval mode; if it is sharded, all ranks call this."""
+    """Return [text]: each of config.sample_prompts (default: a new document) with a continuation of
+    config.sample_tokens tokens, with the same seed at every call. spec: Data.spec; [] if it has no
+    tokenizer. The model is in eval mode; if it is sharded, all ranks must call this. ValueErrors,
+    e.g. of NaN logits, are not raised, but reported in the text."""
     from data.tokenizer import tokenizer_from_spec
     if not spec.get("tokenizer"):
         return []

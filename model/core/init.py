@@ -8,8 +8,9 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Set the parameters and saved buffers of `model` to model.initial(name, shape, seed), except
-    the names in `filled`, which an earlier call has set. Return the names of all, skipped or not.
+    """Set the parameters and persistent buffers of `model`, in place, to model.initial(name, shape,
+    seed), except the names in `filled`, which an earlier call has set. Return the set of all names,
+    skipped or not.
 
     If initial() returns None, the tensor keeps the value from the module's __init__. Tensors on the
     meta device are skipped.
@@ -23,13 +24,15 @@ def fill(model, seed, filled=()):
 
 
 def normal(name, shape, std, seed):
-    """Draw N(0, std) for the parameter `name`: a pure function of the four arguments."""
+    """Return a float32 tensor of `shape` with random values, of mean 0 and standard deviation std,
+    for the parameter `name`: a pure function of the four arguments."""
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def stable_hash(seed, name):
-    """Return 63 bits of (seed, name), the same on every machine; Python's hash() is salted."""
+    """Return a hash of the integer `seed` and the string `name`, an int of 63 bits, the same on
+    every machine; Python's hash() is salted."""
     h = 0xCBF29CE484222325 ^ seed
     for byte in name.encode():
         h = ((h ^ byte) * 0x100000001B3) % 2**64  # FNV-1a

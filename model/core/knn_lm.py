@@ -15,15 +15,18 @@ ROWS = 128  # distances of as many tokens at once
 
 @torch.no_grad()
 def read_states(model, batches):
-    """Yield (states (M, C), targets (M,)) of each batch (x, y), (B, T) each."""
+    """Yield (states (B T, C) float32, targets (B T,)) of each batch (x, y) of token ids and
+    targets, (B, T) each. States: of the last layer of `model`, a GPT, at each token of x."""
     for x, y in batches:
         yield model.trunk(x).flatten(0, 1).float(), y.flatten()
 
 
 @torch.no_grad()
 def knn_losses(model, stored, batches):
-    """Return the mean loss of each temperature and share, (temperatures, shares), on batches (x,
-    y). stored: (states (N, C), targets (N,)) of the text."""
+    """Return the mean cross-entropy of kNN-LM on batches (x, y) of token ids and targets, (B, T)
+    each, for every temperature in TEMPERATURES and every share of the neighbours in SHARES, a
+    tensor (temperatures, shares). model: a GPT. stored: (states (N, C), targets (N,)) of the text
+    that is searched, as from read_states()."""
     keys, tokens = stored
     shares = torch.tensor(SHARES).view(1, -1, 1)
     losses = []
@@ -36,7 +39,9 @@ def knn_losses(model, stored, batches):
 
 
 def neighbour_probability(states, targets, keys, tokens):
-    """Return the probability of targets (M,) among the neighbours, (temperatures, M)."""
+    """Return the probability (temperatures, M) of targets (M,), given states (M, C), at each of
+    TEMPERATURES: the sum of softmax(-squared distance / temperature) over those of the N_NEIGHBOURS
+    nearest keys (N, C) that were followed by the target; tokens (N,): the token after each key."""
     distances, nearest = torch.cdist(states, keys).topk(N_NEIGHBOURS, largest=False)  # (M, k)
     scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
     return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)

@@ -32,7 +32,8 @@ class KVCache:
     """
 
     def __init__(self, config, rows, device, dtype, size=None):
-        """size: tokens per row, if fewer than block_size are needed."""
+        """config: a GPTConfig. rows: number of texts (B). dtype: of keys and values. size: tokens
+        per row, if fewer than block_size are needed."""
         c = self.config = config
         shape = (c.n_layer, 2, rows, c.n_kv_head, size or c.block_size, c.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
@@ -53,30 +54,33 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a cache of f(tensor, dimension of the rows) of each tensor."""
+        """Return a KVCache whose tensors are f(tensor, dim) of this one's; dim: the dimension of
+        the rows."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
         return new
 
     def clear(self):
-        """Empty all rows (of a view)."""
+        """Empty all rows in place; of a view cache[rows], these rows of the whole cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.last_token.fill_(-1)
 
     def copy_rows(self, sources, targets):
-        """Overwrite the rows `targets` with the rows `sources` (a number, or a list each)."""
+        """Overwrite the rows `targets` with the rows `sources`, in place (an index, or a list of
+        indices, each)."""
         for name, dim in ROW_DIMS.items():
             rows = getattr(self, name).movedim(dim, 0)
             rows[targets] = rows[sources]
 
     def start(self, idx):
-        """Append the tokens idx (B, T) to the rows; `update` then stores their keys and values.
+        """Append the tokens idx (B, T) to the rows; `update` then stores the keys and values of
+        each layer.
 
-        Return their positions (B, T) float64, or (1, T) if all rows have the same length, and the
-        token before each (B, T), -1 at the beginning of a text. Raises ValueError if they do not
-        fit, or for several tokens if the rows differ in length.
+        Return (positions, previous): positions (B, T) float64, or (1, T) if all rows have the same
+        length, and the token before each, (B, T), -1 at the beginning of a text. Raises ValueError
+        if the tokens do not fit, or for several tokens per row if the rows differ in length.
         """
         T = idx.size(1)
         size = self.config.block_size
@@ -113,8 +117,9 @@ class KVCache:
         return positions, previous
 
     def rotate_sinks(self):
-        """Rotate the sink keys of full rows to the positions directly before the window of the next
-        token."""
+        """Rotate the keys of the first tokens (attention sinks) of full rows, in place, to the
+        positions directly before the window of the next token. start() calls it before that token
+        is added."""
         c = self.config
         lengths = self.device_lengths.view(-1, 1, 1, 1)  # (B, 1, 1, 1)
         keys = self.kv[:, 0, :, :, :self.n_sinks]  # (L, B, G, n_sinks, D)
@@ -127,8 +132,9 @@ class KVCache:
         keys.copy_(torch.where(full, rotated.to(keys.dtype), keys))
 
     def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of a layer. Return all keys and values (B, G, S, D) of the
-        layer, in any order, and a mask (B, 1, 1, S) of the keys per row, or None if all exist."""
+        """Store k, v (B, G, T, D) of the tokens that start() appended, for the layer with index
+        `layer`. Return (k, v, mask): all keys and values (B, G, S, D) of the layer, in any order,
+        and a mask (B, 1, 1, S), true for the keys of each row, or None if all rows have S keys."""
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
                 cached[:, :, self.slots] = new
@@ -138,13 +144,15 @@ class KVCache:
 
 
 def count_sinks(size):
-    """Return the number of attention sinks in a context of `size` tokens."""
+    """Return the number of attention sinks, first tokens that are never evicted, in a cache of
+    `size` tokens per row: SINK_TOKENS, but at most half of the row."""
     return min(SINK_TOKENS, size // 2)
 
 
 def find_slot(position, size):
-    """Return the slot, of `size`, of the key at a position (an integer or a tensor). Positions
-    beyond the context wrap around behind the sinks."""
+    """Return the index, in a cache of `size` tokens per row, at which the key of the token at
+    `position` (an integer or a tensor) is stored. Positions from `size` on wrap around behind the
+    sinks."""
     first = count_sinks(size)
     slot = first + (position - first) % (size - first)
     if isinstance(position, torch.Tensor):
@@ -153,8 +161,8 @@ def find_slot(position, size):
 
 
 def create_cache(model, rows, size=None):
-    """Return an empty cache for `rows` texts (of at most `size` tokens each) on the model's device,
-    in the precision of the matrix products."""
+    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default: block_size),
+    on the device of `model`, a GPT, in the dtype of its weights or, if enabled, of autocast."""
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

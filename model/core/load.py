@@ -31,8 +31,10 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
 
 def read_weights(path):
-    """Return the checkpoint dict at `path`, or the same for weights of other programs: a file of
-    tensors or a Hugging Face folder. Raises CheckpointError."""
+    """Load the checkpoint at `path` as a dict: "model" {name: tensor}, "config", "spec", ...
+    Weights of other programs (nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder,
+    hf:OWNER/NAME) are converted to the same. Warns if the formulas of the logits have changed
+    since. Raises CheckpointError."""
     foreign = (os.path.isdir(path) and not is_sharded(path)) or str(path).startswith("hf:") or (
         str(path).endswith((".safetensors", ".bin")))
     state = None if foreign else load_checkpoint(path)
@@ -44,7 +46,9 @@ def read_weights(path):
 
 
 def use_ema(state, path):
-    """Return the checkpoint `state` with the running averages (the key ema) as weights."""
+    """Return the checkpoint `state`, a dict, with the running averages of the weights (the key ema)
+    as "model". path: of the checkpoint, for messages. Raises CheckpointError if there are no
+    averages in it."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     if not averages:
@@ -55,8 +59,8 @@ def use_ema(state, path):
 
 def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=None, ema=False,
                expect=None):
-    """Return (model in eval mode, tokenizer or None) of a checkpoint, or of a file or folder that
-    model/convert/foreign.py reads.
+    """Load a model; return (model in eval mode, tokenizer or None). ckpt_path: a checkpoint,
+    nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder, or hf:OWNER/NAME.
 
     dtype: precision of the weights (default: the file's). backbone: the present path of the frozen
     model that the checkpoint needs. ema: load the running averages of the weights. expect: the
@@ -71,12 +75,16 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
 
 
 def saved_model_type(state):
-    """Return the model type, the value of --model, of a checkpoint."""
+    """Return the model type, the value of --model, of a checkpoint `state`, a dict; "gpt" if
+    unknown."""
     return str((state.get("config") or {}).get("model", "gpt"))
 
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
-    """Return load_model of the checkpoint `state`, which was read from `path`."""
+    """Return (model in eval mode, tokenizer or None) of the checkpoint `state`, a dict read from
+    `path`. dtype: of the parameters (default: unchanged). backbone: the present path of the frozen
+    model that the checkpoint needs. Sets model.template (None if it has no conversations). Raises
+    CheckpointError."""
     if backbone:
         state = state | {"config": (state.get("config") or {}) | dict(backbone=backbone)}
     try:
@@ -93,7 +101,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 
 
 def open_text_format(state):
-    """Return (tokenizer or None, ChatTemplate or None) of a checkpoint."""
+    """Return (tokenizer or None, ChatTemplate or None) that a checkpoint `state`, a dict,
+    describes."""
     from data.tokenizer import tokenizer_from_spec
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
@@ -103,8 +112,8 @@ def open_text_format(state):
 
 
 def build_empty_model(state):
-    """Build the model of a checkpoint, without weights. ValueError if the checkpoint describes no
-    model."""
+    """Build the model that a checkpoint `state`, a dict, describes, on the current default device
+    and without loading the weights. Raises ValueError if the checkpoint describes no model."""
     kind, weights = saved_model_type(state), state.get("model", {})
     if kind == "gpt":
         return load_model_type("gpt").module.GPT(
@@ -118,8 +127,8 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the TrainConfig in a checkpoint, upgraded to this version. values: the "config" in it.
-    No key counts as set by the user."""
+    """Return the TrainConfig of a checkpoint, upgraded to this version. values: the dict "config"
+    of the checkpoint. No key counts as set by the user. Raises ConfigError for invalid values."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     config = load_config(None, values)
     config.origins = {}
@@ -127,8 +136,8 @@ def saved_config(values):
 
 
 def upgrade_args(args):
-    """Return the model_args or config of a checkpoint in the fields of this version. Older
-    versions described imported models by `family`, the JSON of a config.json."""
+    """Return `args`, the dict model_args or config of a checkpoint, in the fields of this version.
+    Older versions described imported models by `family`, the JSON of a config.json."""
     if not args.get("family"):
         return {k: v for k, v in args.items() if k != "family"}
     from model.convert.foreign import upgrade_fields
@@ -136,8 +145,9 @@ def upgrade_args(args):
 
 
 def read_model_args(args, weights, config_class=None):
-    """Return the GPTConfig (or `config_class`) of a checkpoint's model_args. ValueError if it is
-    not a GPT's, does not fit `weights`, or uses a removed option."""
+    """Return the GPTConfig (or `config_class`) of `args`, the dict model_args of a checkpoint.
+    Raises ValueError if it is not a GPT's, does not fit `weights` {name: tensor}, or uses a removed
+    option."""
     config_class = config_class or load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]

@@ -22,8 +22,9 @@ IGNORE = -1  # a target that is not counted
 class LinearCrossEntropy(nn.Module):
     """The mean cross-entropy of softmax(x @ weight.T), a float32 scalar; 0 if no target counts.
 
-    x (..., C); weight (V, C), rows from vocab_size on are padding without probability; targets
-    (...) int64, IGNORE: not counted. A module, so that the loss can be compiled separately.
+    forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), rows from vocab_size on are
+    padding without probability; targets (...) int64, IGNORE (-1): not counted. A module, so that
+    the loss can be compiled separately.
     """
 
     def __init__(self):
@@ -46,8 +47,9 @@ class LinearCrossEntropy(nn.Module):
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """LinearCrossEntropy without chunks, for the compiler: Inductor fuses it into one pass over
-    bfloat16 logits, faster than chunks on a GPU."""
+    """Return the mean cross-entropy of softmax(h @ weight.T), h (N, C), weight (V, C), at targets
+    (N,), like LinearCrossEntropy but without chunks, for the compiler: Inductor fuses it into one
+    pass over bfloat16 logits, faster than chunks on a GPU."""
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
     total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
@@ -56,16 +58,18 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the logits of z (..., V), products of states and output layer: z itself. An edit, e.g.
-    `return 30 * torch.tanh(z / 30)`, changes all losses and sampling. It acts on each element."""
+    """Return the final logits for z (..., V), the products of states and output layer: z,
+    unchanged. Edit this function to change them in all losses and in sampling, e.g. to `return 30 *
+    torch.tanh(z / 30)`. It must act on each element separately, and not in place."""
     return z
 
 
 def token_logprobs(model, x, targets):
-    """Return the log probability (N,) float32 of each target, given the states x (N, C) before it.
+    """Return the log probability (N,) float32 of each target, given the normalised states x (N, C)
+    of a GPT before it.
 
-    targets (N,) int64; the result is 0 where the target is IGNORE. Logits are computed in chunks,
-    which the backward pass recomputes.
+    targets (N,) int64; the result is 0 where the target is IGNORE (-1). Logits are computed in
+    chunks, which the backward pass recomputes.
     """
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
@@ -75,14 +79,16 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows of a chunk of logits: 32 MB on a CPU (its caches), else 256 MB; or 256."""
+    """Return the number of rows of logits, n_columns float32 numbers each, to compute at once: a
+    power of two, at most 32 MB on "cpu" (its caches) and 256 MB elsewhere; 256 if fewer than 128
+    fit."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """The forward pass also computes d loss / d logits of each chunk, so that no logits are
-    recomputed and the backward pass is two products."""
+    """LinearCrossEntropy in chunks of rows. The forward pass also computes d loss / d logits of
+    each chunk, so that no logits are recomputed and the backward pass is two products."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
@@ -131,9 +137,9 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 # layers
 
 class RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + eps) over the last dimension of x (..., D) float32, on a CPU, where
-    PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead of 9.0 ms for both at
-    (4, 512, 384), 2 cores."""
+    """RMSNorm.apply(x, eps): x / sqrt(mean(x^2) + eps) over the last dimension of x (..., D)
+    float32, on a CPU, where PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead
+    of 9.0 ms for both at (4, 512, 384), 2 cores."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -151,7 +157,8 @@ class RMSNorm(torch.autograd.Function):
 
 
 def apply_dropout(x, p, training=True):
-    """F.dropout. In bfloat16 on a CPU with 16 random bits per element: half the time."""
+    """Return F.dropout(x, p, training). In bfloat16 on a CPU it is computed with 16 random bits per
+    element, in half the time."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -160,8 +167,9 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the concatenated outputs of layers with a common input: by one product for many tokens
-    and plain layers; for decoding, the first layer is a ConcatLinear (model/core/packed.py)."""
+    """Return the outputs of linear layers for the input x (..., C), concatenated: by one product
+    for many tokens and layers of type nn.Linear. In a model for decoding, the first layer is a
+    ConcatLinear (model/core/packed.py), which computes all of them."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
@@ -172,8 +180,9 @@ def fused_linear(x, *layers):
 
 
 def save_matrix_products():
-    """Policy of selective gradient checkpointing: save the results of matrix products, recompute
-    the rest. A product costs C times as much as an element-wise operation on the same numbers."""
+    """Return the contexts for context_fn of torch.utils.checkpoint that save the results of matrix
+    products and attention and recompute the rest (selective gradient checkpointing). A product
+    costs C times as much as an element-wise operation on the same numbers."""
     aten = torch.ops.aten
     saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
              aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
@@ -185,20 +194,22 @@ def save_matrix_products():
 # rotary positions
 
 def rope_table(positions, dim, theta, scaling=()):
-    """Return cos and sin (2, ..., dim / 2) float32 of rotary positions (...) (arXiv:2104.09864).
+    """Return cos and sin (2, ..., dim / 2) float32 of the rotary angles (arXiv:2104.09864) at
+    positions (...), a float tensor.
 
-    Positions in float64 are exact at any length of a text. scaling: see rope_frequencies.
+    Positions in float64 are exact at any length of a text. dim: the head size; theta: the base;
+    scaling: (), (factor,), or Llama 3's four numbers, as for rope_frequencies.
     """
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rope_frequencies(dim, theta, scaling=(), device=None):
-    """Return radians per token (dim / 2,) float32.
+    """Return the rotary frequencies theta^(-2 i / dim) in radians per token, (dim / 2,) float32.
 
-    scaling: () unscaled; (factor,) linear; (factor, low, high, original) Llama 3: wavelengths
-    below original / high tokens are kept, wavelengths above original / low are multiplied by
-    factor, and in between they are interpolated.
+    scaling: () unscaled; (factor,) linear; (factor, low, high, original) Llama 3: wavelengths below
+    original / high tokens are kept, wavelengths above original / low are multiplied by factor, and
+    in between they are interpolated.
     """
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if len(scaling) < 2:
@@ -210,8 +221,9 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Rotate the two halves of the last dimension of x (B, T, H, D), the layout of Hugging Face.
-    rope (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if the rows have different positions."""
+    """Return x (B, T, H, D) with rotary positions: element i of the last dimension is rotated with
+    element i + D / 2, the layout of Hugging Face. rope: cos and sin of rope_table(), (2, T, 1, D /
+    2), or (2, B, T, 1, D / 2) if the rows have different positions."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -221,8 +233,10 @@ def apply_rope(x, rope):
 # attention
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of q (B, H, T, D) with k, v (B, G, S, D). Query i is at
-    S - T + i. A mask (B, 1, T or 1, S), for T = 1 also (B, 1, S), of keys to see replaces this."""
+    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to k, v (B, G, S, D), where G
+    divides H; query i is at position S - T + i. dropout: probability, of the attention weights.
+    mask (B, 1, T or 1, S) bool, for T = 1 also (B, 1, S): true where a query sees a key, instead of
+    the causal mask."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -240,12 +254,14 @@ def attend(q, k, v, dropout=0.0, mask=None):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
-    """Causal attention in matrix products: `size` queries times all keys up to the last query (all
-    keys, if a mask is the same for all queries).
+    """Return causal attention (B, H, T, D) of q, k, v (B, H, T, D), computed in matrix products:
+    `size` queries times all keys up to the last query (all keys, if a mask is the same for all
+    queries).
 
-    q, k, v (B, H, T, D), mask (B, 1, T or 1, T). For bfloat16 on a CPU, half the time of PyTorch
-    2.13's kernel (forward and backward: 18 and 37 ms at B 4, H 6, T 512, D 64, 2 cores), equal up
-    to rounding. It stores the probabilities, so use it for short T only.
+    mask (B, 1, T or 1, T) bool: true where a query sees a key, instead of the causal mask. For
+    bfloat16 on a CPU, half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms at
+    B 4, H 6, T 512, D 64, 2 cores), equal up to rounding. It stores the probabilities, so use it
+    for short T only.
     """
     shape, (B, H, T, D) = q.shape, q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
@@ -264,16 +280,17 @@ def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
 
 
 def has_amx():
-    """Return whether this CPU has matrix tiles (AMX)."""
+    """Return whether this CPU has matrix tiles (AMX), which multiply bfloat16 matrices."""
     return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 
 
 def attend_one(q, k, v, mask):
-    """attend() for one query per row (decoding): heads that share keys are the rows of a product.
+    """Return attend() for one query per row (decoding): heads that share keys are the rows of a
+    product. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S), (B, 1, S) or None: keys to see.
 
-    PyTorch's kernel is faster on a CPU for a single text in float32, and in bfloat16 with AMX
-    (without AMX it is two to four times slower). On a GPU cuDNN would plan anew for every number
-    of keys, and the compiler fuses the products below.
+    F.scaled_dot_product_attention is used where it is faster: on a CPU, for one text in float32, or
+    in bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan
+    anew for every number of keys, and the compiler fuses the products.
     """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -291,8 +308,9 @@ def attend_one(q, k, v, mask):
 
 
 def limit_to_window(window, k, v, mask, T):
-    """Return k, v (B, G, S, D) and the mask for attend() such that each of T queries sees the last
-    `window` keys, including the key at the same position."""
+    """Return (k, v, mask) for attend() such that each of the last T positions, the queries, sees
+    only the last `window` keys, including the key at the same position. k, v (B, G, S, D), cut if
+    possible; mask: true where a query sees a key, None: causal."""
     S = k.size(2)
     if S <= window:
         return k, v, mask

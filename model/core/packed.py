@@ -12,8 +12,10 @@ from model.core.adapters import LoRALinear
 
 
 class ConcatLinear(nn.Module):
-    """Linear layers with a common input, concatenated: x (..., K) -> (..., N), with N the sum of
-    `sizes`. A subclass has store(weight), for a weight (N, K), and forward(x)."""
+    """Base class of linear layers for decoding: `layers` with a common input (nn.Linear, LoRALinear
+    or a tied nn.Embedding), concatenated, x (..., K) -> (..., N). sizes: the outputs of each layer,
+    N in total. A subclass has store(weight), which is called with the weight (N, K), and
+    forward(x)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -25,7 +27,7 @@ class ConcatLinear(nn.Module):
 
 
 class PackedLinear(ConcatLinear):
-    """ConcatLinear in the weights' precision.
+    """ConcatLinear with weights in the dtype of the layers.
 
     On a CPU with bfloat16 arithmetic, the weights are stored in oneDNN's blocked layout, into which
     F.linear would convert the weights at every call: 2 to 4 times the speed for one row, same bits.
@@ -50,8 +52,9 @@ class PackedLinear(ConcatLinear):
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):
-    """Replace every linear layer of `model`, in place, by a `linear_class` for decoding, with q, k,
-    v fused; return the model. It can no longer be trained."""
+    """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a
+    ConcatLinear for decoding, and q, k, v of an attention by one of them; return the model. It can
+    no longer be trained. A tied embedding is kept for the input tokens."""
     replace_children(model.requires_grad_(False), linear_class)
     if model.lm_head is None:  # tied: the embedding is kept for the input tokens
         model.lm_head = linear_class(model.wte)
@@ -59,8 +62,9 @@ def replace_linear_layers(model, linear_class=PackedLinear):
 
 
 def replace_children(module, linear_class):
-    """Replace the linear layers below `module`. Experts of a mixture are no linear layers and are
-    kept."""
+    """Replace the linear layers at any depth below `module`, in place, by linear_class(layer), and
+    q, k, v of an attention by one linear_class(q, k, v) as q. Experts of a mixture are no linear
+    layers and are kept."""
     layers = [getattr(module, name, None) for name in "qkv"]
     if all(map(is_linear, layers)):  # computed by model.core.ops.fused_linear
         module.q = linear_class(*layers)

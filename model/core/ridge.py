@@ -16,11 +16,13 @@ RANK_LIMIT = 1e-10  # squares of singular values, relative to the largest
 
 
 def fit_ridge(x, y, runs, alphas=None):
-    """Return (weight (P, T), bias (T,), penalty (T,), error (T,)) of the fit of y (N, T) given x
-    (N, P); error: the mean squared error on runs that are left out.
+    """Return (weight (P, T), bias (T,), penalty (T,), error (T,)) of the ridge regression of
+    targets y (N, T) on features x (N, P), float64 arrays without NaN. Each target has the penalty
+    with the smallest error: the mean squared error on runs that are left out, one after the other.
 
     runs (N,): the run of each row, ascending; a single one is divided into N_BLOCKS. alphas:
-    penalties to choose from (default: PENALTIES, for the scale of x)."""
+    penalties to choose from (default: PENALTIES, for the scale of x).
+    """
     if runs[0] == runs[-1]:
         runs = np.arange(len(y)) * N_BLOCKS // len(y)
     x_mean = x.mean(0)
@@ -46,10 +48,14 @@ def fit_ridge(x, y, runs, alphas=None):
 
 
 def left_out_error(scores, penalised, products, y, runs):
-    """Return the mean squared error (T,) on runs that the fit leaves out.
+    """Return the mean squared error (T,) of ridge regression with one penalty, on runs that the fit
+    leaves out, one after the other.
 
-    With the smoother H = 1/N + scores / penalised @ scores.T, the error of the rows f of a run is
-    (1 - H[f, f])^-1 @ (y - H @ y)[f]: exact, intercept included.
+    scores (N, R): centred features times the right singular vectors; penalised (R,): squared
+    singular values plus the penalty; products (R, T): scores.T @ y; y (N, T): centred targets; runs
+    (N,): the run of each row, ascending. With the smoother H = 1/N + scores / penalised @ scores.T,
+    the error of the rows f of a run is (1 - H[f, f])^-1 @ (y - H @ y)[f]: exact, intercept
+    included.
     """
     residual = y - scores @ (products / penalised[:, None])  # (N, T)
     total = 0.0

@@ -4,8 +4,8 @@ from train.base.fields import fields_by_name, parse_value
 
 
 def check_shape(shape, weights):
-    """ValueError if `shape`, a GPTConfig read from a file, has invalid values or cannot be the
-    shape of `weights` {name: tensor} from the same file."""
+    """Raise ValueError if `shape`, a GPTConfig read from a file, has invalid values or cannot be
+    the shape of `weights` {name: tensor} from the same file."""
     known = fields_by_name(shape)
     for name in known:
         check_value(name, getattr(shape, name), known)
@@ -13,7 +13,9 @@ def check_shape(shape, weights):
 
 
 def check_value(name, value, known):
-    """Return `value` parsed as the key `name` of `known`. ValueError names the key."""
+    """Return `value` converted to the type of the configuration key `name`. known: {name: dataclass
+    field}. Raises ValueError, with the name, for a wrong type or a value outside of the key's
+    limits."""
     try:
         return parse_value(known[name], value)
     except ValueError as error:
@@ -21,8 +23,9 @@ def check_value(name, value, known):
 
 
 def check_size(shape, weights):
-    """ValueError if `shape` is much too large for `weights`: the model that is built before the
-    tensors are compared (blocks, tables of positions and tokens) would exhaust time or memory."""
+    """Raise ValueError if `shape`, a GPTConfig, is much too large for `weights` {name: tensor}:
+    building the model (blocks, tables of positions and tokens), which precedes the comparison of
+    shapes, would exhaust time or memory."""
     numbers = sum(t.numel() for t in weights.values())
     positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
     for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),

@@ -29,12 +29,12 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def inherit_shape(config, model_args):
-    """Return ({key: value}, [contradictions]): the keys that a run inherits from the
-    `model_args` of a GPT.
+    """Return ({key: value}, [message]): the keys that a run with the TrainConfig `config` inherits
+    from `model_args`, the dict of a GPT's checkpoint, and the contradictions.
 
-    A value of a configuration file gives way to the weights; a value from the command line that
-    differs is a contradiction. A bare state dict has no model_args; the shapes of the tensors are
-    checked later in any case.
+    The weights override a value of a configuration file; a value from the command line that differs
+    is a contradiction. From {}, the model_args of a bare state dict, no key is inherited; the
+    shapes of the tensors are checked later in any case.
     """
     taken = {}
     wrong = []
@@ -62,9 +62,10 @@ def inherit_shape(config, model_args):
 
 
 def take_shape(config, state, path, inherit=None):
-    """Return {key: value} that a run inherits from the checkpoint `state` of `path`, after all
-    checks. inherit: the default is inherit_shape of the run's model file. Raises CheckpointError
-    with every key that contradicts the model_args, or that no model can have."""
+    """Return {key: value} that the run `config`, a TrainConfig, inherits from the checkpoint
+    `state`, a dict read from `path`, after all checks. inherit(config, model_args) -> ({key:
+    value}, [contradictions]): the default is inherit_shape of the run's model file. Raises
+    CheckpointError with every key that contradicts the model_args, or that no model can have."""
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -86,19 +87,21 @@ def take_shape(config, state, path, inherit=None):
 
 
 def as_gpt(state, path, backbone=None, ema=False, config_class=None):
-    """Return ({name: tensor}, GPTConfig) of a GPT's checkpoint, for exports.
+    """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports.
+    Raises ValueError if it is not a GPT's.
 
     A hook of the model interface: model types with the weights of a GPT define it, e.g. by merging
-    adapters. path: where `state` comes from; backbone: the present path of the frozen model; ema:
-    whether the weights are running averages; config_class: the default is GPTConfig.
+    adapters. path: of the checkpoint; backbone: the present path of the frozen model; ema: whether
+    the weights are running averages; config_class: the default is GPTConfig.
     """
     weights = convert_ddp_state(state["model"])
     return weights, load.read_model_args(state.get("model_args") or {}, weights, config_class)
 
 
 def with_shape(config, model_args, path):
-    """Return `config` with the shape of the backbone, except the vocabulary: data.spec defines
-    it."""
+    """Return the TrainConfig `config` with the shape in `model_args`, a dict, of the backbone at
+    `path`, except the vocabulary: data.spec defines it. Raises CheckpointError if keys from the
+    command line contradict it."""
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.replace(**shape | dict(vocab_size=config.vocab_size))
 
@@ -107,9 +110,10 @@ def with_shape(config, model_args, path):
 # weights to start from: do they have the meaning that this run gives them?
 
 def check_must_match(state, config, spec, path):
-    """Raise CheckpointError if the weights in `state` have a different meaning in this run: the
-    tokenizer and the names in MUST_MATCH_TO_INIT of the model file must have the same values in the
-    data's spec, or in the configuration."""
+    """Raise CheckpointError if the weights in the checkpoint `state`, a dict read from `path`, have
+    a different meaning in this run: the tokenizer and the names in MUST_MATCH_TO_INIT of the model
+    file must have the same values in `spec`, the Data.spec of the run, or in `config`, its
+    TrainConfig. Names in config.allow_change may differ."""
     old_spec = state.get("spec") or {}
     pairs = {"tokenizer": (state.get("tokenizer"), spec.get("tokenizer"))}
     for name in load_model_type(config.model).MUST_MATCH_TO_INIT:
@@ -122,7 +126,8 @@ def check_must_match(state, config, spec, path):
 
 def check_same(pairs, path, allowed):
     """Raise CheckpointError unless the values of each pair {name: (of the weights, of this run)}
-    are equal, unknown, or in `allowed`, which is --allow_change."""
+    are equal, unknown (None), lists of different lengths, or in `allowed`, the names that
+    --allow_change lists. path: of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and old != new
@@ -131,14 +136,19 @@ def check_same(pairs, path, allowed):
 
 
 def check_tokenizer(tokenizer, path, spec, config):
-    """Raise CheckpointError if the tokenizer of the model at `path` is not that of the data."""
+    """Raise CheckpointError unless `tokenizer`, the Tokenizer.spec() of the model at `path`, is
+    that of the data, spec["tokenizer"], or one of them is unknown (None), or config.allow_change
+    lists it."""
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
 
 def adopt_weights(model, state, path, log):
-    """Return {name in `model`: tensor} from the weights in `state`, and log all other names.
+    """Return {name in `model`: tensor}, the weights in the checkpoint `state`, a dict read from
+    `path`, with which `model` is to start. log(text) is called with the number of tensors, and the
+    names that are missing or not used. Rank 0 only.
 
-    A model may translate names with adopt(weights). Rank 0 only. Raises CheckpointError.
+    A model may translate names with a method adopt(weights). Raises CheckpointError if no name, or
+    not every shape, matches.
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
@@ -162,10 +172,11 @@ def adopt_weights(model, state, path, log):
 # a second model, frozen
 
 def read_backbone(path, key="backbone"):
-    """Read the checkpoint at `path`, given by --`key`, for a different model to use.
+    """Load the checkpoint at `path`, for use as a part of a different model. key: the option that
+    gave `path`, for error messages.
 
     Returns the dict of the checkpoint, with {name: tensor} as "model" and the "digest" of the
-    weights. Raises CheckpointError.
+    weights (SHA-256). Raises CheckpointError.
     """
     try:
         with torch.device("cpu"):
@@ -177,8 +188,9 @@ def read_backbone(path, key="backbone"):
 
 
 def describe_backbone(path, key, ranks):
-    """Return {"digest", "kind" (model type), "shape", "tokenizer"} of read_backbone on all ranks.
-    """
+    """Return {"digest" (of the weights), "kind" (model type), "shape" (model_args), "tokenizer"
+    (its spec or None)} of the checkpoint at `path`. Rank 0 reads it, all ranks must call this. key:
+    the option that gave `path`, for error messages. Raises CheckpointError."""
     def describe():
         state = read_backbone(path, key)
         tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
@@ -188,8 +200,9 @@ def describe_backbone(path, key, ranks):
 
 
 def load_frozen(path, key="backbone", device="cpu"):
-    """Return (model, tokenizer or None, checkpoint dict) of the checkpoint at `path`, given by
-    --`key`: in eval mode, without gradients. Raises CheckpointError."""
+    """Load the checkpoint at `path` as a frozen model: in eval mode, without gradients. Return
+    (model, tokenizer or None, dict of read_backbone, with "digest"). key: the option that gave
+    `path`, for error messages. Raises CheckpointError."""
     with torch.device("cpu"):
         state = read_backbone(path, key)
         model, tokenizer = load.model_of(state, path, device)
@@ -197,10 +210,10 @@ def load_frozen(path, key="backbone", device="cpu"):
 
 
 class HoldsFrozen:
-    """Mixin for a module that uses a second, frozen model, e.g. a teacher.
+    """Mixin for a module that uses other, frozen models, e.g. a teacher.
 
-    `frozen` is a tuple with that model, or empty. In a tuple it is no submodule: no parameter of
-    the trained model, and in no checkpoint. It still moves to the device of the trained model.
+    `frozen` is a tuple of these models (default: empty). In a tuple they are no submodules: no
+    parameters of the trained model, and in no checkpoint. They still move with it to a device.
     """
     frozen = ()
 
@@ -211,8 +224,8 @@ class HoldsFrozen:
 
 
 def digest(weights):
-    """Return the sha256 of {name: tensor}, independent of the file format: it identifies a
-    backbone."""
+    """Return the SHA-256, in hexadecimal, of the names, shapes, dtypes and values of `weights`
+    {name: tensor on the CPU}, independent of the file format: it identifies a backbone."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         t = weights[name].contiguous()

@@ -27,8 +27,8 @@ MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
 
 
 class CheckpointLM:
-    """The methods of a model in the harness, to be combined with TemplateLM (see evaluate).
-    template: the ChatTemplate, if tasks are rendered with one."""
+    """The methods of a model in the lm-evaluation-harness, to be combined with its class TemplateLM
+    (see evaluate). template: the ChatTemplate, if tasks are rendered with one."""
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
@@ -47,8 +47,9 @@ class CheckpointLM:
         return self.template.jinja
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        """Return the text of a conversation up to the next answer, or up to the end of a last
-        message that the answer continues. Special tokens in messages are marked as text."""
+        """Return the text of a conversation, `messages` [{"role", "content"}], up to the next
+        answer, or up to the end of a last message that the answer continues. Special tokens in
+        messages are marked as text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render(turns, True, self.tok) + start
@@ -59,7 +60,8 @@ class CheckpointLM:
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return [(log probability, whether greedy decoding generates it)] of the continuation of
-        each request (strings, context ids, continuation ids)."""
+        each request (strings, context ids, continuation ids), in batches of batch_size. Long
+        contexts are cut at the start."""
         size = self.model.config.block_size + 1
         sequences = [((context + ids)[-size:], len(ids)) for _, context, ids in requests]
         results = []
@@ -68,7 +70,8 @@ class CheckpointLM:
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return the log probability of each text, in windows that overlap by one token."""
+        """Return [log probability of the whole text] per request of the harness, whose args are
+        (text,). Long texts are computed in windows that overlap by one token."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         results = []
         for request in requests:
@@ -82,8 +85,9 @@ class CheckpointLM:
         return [self.generate_text(*request.args) for request in requests]
 
     def generate_text(self, text, options):
-        """Return the continuation of `text` up to the first stop string of options["until"]; greedy
-        unless the task samples."""
+        """Return the continuation of `text` up to the first stop string of options["until"],
+        without it. options: the dict of a task, with max_gen_toks and, if do_sample, temperature,
+        top_k and top_p; otherwise greedy."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = options.get("max_gen_toks", MAX_NEW_TOKENS)
@@ -123,7 +127,8 @@ class HarnessOptions:
 
 
 def evaluate(options):
-    """Return the harness's results, a dict, of a model on tasks. Raises UserError."""
+    """Return the harness's results, a dict, of the model options.ckpt on options.tasks. options:
+    HarnessOptions. Raises UserError."""
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -146,7 +151,8 @@ def evaluate(options):
 
 
 def report(options):
-    """Evaluate, print a table, and write all results to the file options.out, if specified."""
+    """Evaluate the model options.ckpt, print a table, and write all results to the file
+    options.out, if specified. options: HarnessOptions. Raises UserError."""
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

@@ -53,14 +53,15 @@ class Example(NamedTuple):
 
     @property
     def width(self):
-        """The length of the longest sequence."""
+        """Number of ids of the longest sequence."""
         return max(len(ids) for ids, _ in self.sequences)
 
 
 @torch.no_grad()
 def score_sequences(model, sequences):
     """Return [(log probability of the last n ids, whether greedy decoding generates it)] of
-    sequences [(ids, n)], in one forward pass. A sequence may have fewer than n ids."""
+    `sequences` [(list of ids, n)] under `model`, a GPT, in one forward pass. A sequence may have
+    fewer than n ids."""
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
@@ -82,8 +83,9 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """Converts records to examples for a tokenizer, a chat template, if any, and a context of
-    `size` tokens."""
+    """Converts records of task files to Examples: read() a file, parse() a record. tokenizer;
+    template: a ChatTemplate or None; size: the context in tokens, to which sequences are cut at the
+    start."""
 
     def __init__(self, tokenizer, template, size):
         self.tokenizer = tokenizer
@@ -91,7 +93,9 @@ class ExampleReader:
         self.size = size
 
     def read(self, path, task):
-        """Return the examples of a file. DataError lists all invalid records."""
+        """Return the list of Examples in the file `path`, of any format of data/records.py. task:
+        the index of the task. Raises DataError, with all invalid records, or if there are no
+        records."""
         examples = list(parse_records([find_file(path)], lambda record: self.parse(record, task),
                                       hint=""))
         if not examples:
@@ -99,7 +103,9 @@ class ExampleReader:
         return examples
 
     def parse(self, record, task):
-        """Return the Example of a record. ValueError if it is invalid."""
+        """Return the Example of a record, a dict with "question" and "answer", perhaps "choices"
+        and "delimiter", or with "context" and "continuation". task: the index of the task. Raises
+        ValueError if it is invalid."""
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
         is_cloze = {"context", "continuation"} <= row.keys()
         if is_cloze:
@@ -129,8 +135,9 @@ class ExampleReader:
         return Example(task, sequences, [*map(len, texts)], answer)
 
     def encode(self, question, texts, delimiter, template):
-        """Return (ids of the question, [ids of each text]). Without a template, both are one text,
-        encoded together as in lm-eval: spaces in between belong to the second part."""
+        """Return (ids of the question, [ids of each of `texts`]), lists. With a ChatTemplate, the
+        question is a user message. Without one, question, delimiter and text are one text, encoded
+        together as in lm-eval: spaces in between belong to the second part."""
         encode = self.tokenizer.encode
         if template:
             before = template.prompt_ids([("user", question)], self.tokenizer)
@@ -139,7 +146,9 @@ class ExampleReader:
         return before, [encode(question + delimiter + text)[len(before):] for text in texts]
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, [ids of the answer and its end])."""
+        """Return (ids of the question, [ids of the answer and its end]), like `encode` of one text.
+        The end is that of the chat template; without one a newline, and `delimiter` is the text
+        between question and answer."""
         if not self.template:
             before = self.tokenizer.encode(question)
             text = f"{question}{delimiter}{answer}\n"
@@ -152,7 +161,8 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer, least):
-    """Return the index of the correct choice. ValueError if choices or answer are invalid."""
+    """Return the index of the correct choice. choices: a list of `least` or more texts; answer: one
+    of them, or its index. Raises ValueError if choices or answer are invalid."""
     if not isinstance(choices, list) or len(choices) < least or not all(
             isinstance(choice, str) and choice for choice in choices):
         raise ValueError(f"choices: expected {least} or more non-empty texts, got "
@@ -177,8 +187,8 @@ def get_text(row, name, default=None):
 # evaluation during a run
 
 def batch_by_width(examples, size):
-    """Return batches of examples of similar width, each of at most `size` tokens or of one
-    example."""
+    """Return batches, lists of Examples of similar width, each with at most `size` tokens (after
+    padding) or with one example."""
     batches = []
     n_free = 0  # sequences that the last batch can still hold
     for example in sorted(examples, key=lambda example: example.width, reverse=True):
@@ -191,8 +201,10 @@ def batch_by_width(examples, size):
 
 
 class Tasks:
-    """The tasks of a run. For train/evaluate.py it is both the data loader, with lists of examples
-    as batches, and the model. Raises UserError for invalid files and unsupported models."""
+    """The task files config.eval_tasks, whose metrics evaluate() adds to those of an evaluation.
+    For train/evaluate.py it is both the data loader, with lists of Examples as batches, and the
+    model. Raises UserError for invalid files and unsupported models. Attribute: summary, a text for
+    the log."""
     units_per_sample = 1
 
     def __init__(self, config, data, model, ranks):
@@ -226,8 +238,9 @@ class Tasks:
             self.batches += [[]] * (-len(self.batches) % ranks.world_size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Add {val_TASK: number} to `numbers`, the result of an evaluation over `batches`. Return
-        None if stop() returned true."""
+        """Evaluate the tasks; return `numbers`, the result {name: number} of an evaluation over
+        `batches` validation batches, with {val_TASK: number}. Return None if stop(done, total),
+        called between batches, returned true. autocast() returns a context manager."""
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:
             return None
@@ -259,7 +272,9 @@ class Tasks:
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
 
     def numbers(self, sums):
-        """Return {metric: value} of the sums over all batches (see train/system.py)."""
+        """Return {metric: value, None without examples} of `sums` over all batches: sums["results"]
+        (tasks, 4), the number of examples, of correct ones, of correct ones by log probability per
+        character, and the number expected by chance."""
         numbers = {}
         rows = zip(self.names, self.has_choices, sums["results"].tolist())
         for name, has_choices, (n, right, norm, chance) in rows:
@@ -269,13 +284,14 @@ class Tasks:
 
 
 def metric_names(task, has_choices):
-    """Return the names of a task's metrics."""
+    """Return [name] of the metrics of a task with the name `task`: the same name; with choices also
+    TASK_norm and TASK_centred."""
     return [task, f"{task}_norm", f"{task}_centred"] if has_choices else [task]
 
 
 def judge(example, scores):
-    """Return (is correct, is correct by log probability per character) of an example, from the
-    score_sequences() of its sequences."""
+    """Return (is correct, is correct by log probability per character) of an Example. scores: the
+    list of score_sequences() of its sequences, (log probability, whether greedy)."""
     if len(scores) == 1:
         return (scores[0][1],) * 2
     totals = [logprob for logprob, _ in scores]

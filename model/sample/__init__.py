@@ -37,8 +37,8 @@ class LoadOptions:
 
 
 def load_text_model(options):
-    """Return (model, tokenizer, device) of a checkpoint that generates text. Raises ValueError or
-    UserError."""
+    """Load the model options.ckpt, which must generate text; return (model, tokenizer, device).
+    options: LoadOptions. Raises ValueError or UserError, also if no tokenizer is known."""
     device, ckpt = get_device(options.device), options.ckpt
     model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
                                   options.backbone, options.ema)
@@ -55,7 +55,8 @@ def load_text_model(options):
 
 
 def load_for_decoding(options):
-    """Return load_text_model(options) with packed linear layers, for decoding."""
+    """Return (model, tokenizer, device) of load_text_model(options), with packed linear layers,
+    which are fast for decoding. The model can no longer be trained."""
     model, tokenizer, device = load_text_model(options)
     return replace_linear_layers(model), tokenizer, device
 
@@ -78,7 +79,8 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 
 def load_compiled(options):
-    """Return load_text_model(options) with a compiled model. Raises UserError."""
+    """Return (model, tokenizer, device) of load_text_model(options), with a model that is compiled
+    to generate one text. Prints a message. Raises UserError if that fails, or ValueError."""
     from model.sample.compiled import compile_decoder
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
@@ -92,7 +94,8 @@ def load_compiled(options):
 
 
 def sample(options):
-    """Generate and print texts, or talk."""
+    """Load the model options.ckpt and print generated texts, or with options.chat answer questions.
+    options: SampleOptions. Raises UserError or ValueError."""
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

@@ -16,9 +16,9 @@ from model.core.packed import ConcatLinear, replace_linear_layers
 
 
 def compile_decoder(model):
-    """Return a CompiledDecoder of `model`; the first call needs some ten seconds. The linear layers
-    of `model` are replaced in place. Raises ValueError for models other than a plain GPT, and what
-    torch.compile raises."""
+    """Return a CompiledDecoder of `model`, a GPT, after a first call, which needs some ten seconds.
+    The linear layers of `model` are replaced in place. Raises ValueError for models other than a
+    plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
     is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
     # One graph computes all layers. MPS has no float64, which positions need to be exact.
@@ -33,8 +33,8 @@ def compile_decoder(model):
 
 
 class CompiledDecoder(nn.Module):
-    """A model for generate() that computes single tokens of a single text with a compiled graph.
-    Prompts and batches are computed eagerly."""
+    """A GPT for generate() that computes single tokens of a single text with a compiled graph.
+    Prompts and batches are computed eagerly. Replaces the blocks of `model` in place."""
     needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
@@ -50,7 +50,8 @@ class CompiledDecoder(nn.Module):
                                   fullgraph=True, mode=mode)
 
     def forward(self, idx, cache, last_only=True):
-        """Return logits (B, T or 1, V) of the tokens idx (B, T), which follow the cached ones."""
+        """Return logits (B, T or 1, V), of the last token if last_only, for the tokens idx (B, T),
+        which follow those in `cache`, a KVCache that is updated in place."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -63,9 +64,9 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, previous):
-    """Return the logits of one token idx (1, 1), and store the token's keys and values in
-    kv (L, 2, 1, G, S, D). positions, previous (1, 1), of KVCache.start. This function is compiled:
-    all inputs and outputs are tensors of fixed shapes."""
+    """Return the logits (1, 1, V) of one token idx (1, 1), and store the token's keys and values in
+    kv (L, 2, 1, G, S, D), in place. positions, previous (1, 1), of KVCache.start. This function is
+    compiled: all inputs and outputs are tensors of fixed shapes."""
     size = kv.size(4)
     mask = (torch.arange(size, device=kv.device) <= positions)[None]  # (1, 1, S)
     slot = find_slot(positions[0].long(), size)
@@ -78,8 +79,9 @@ def next_logits(model, idx, kv, positions, previous):
 class SingleTokenCache:
     """A KVCache as the graph of a single token sees it: all slots of kv; empty slots are masked.
 
-    kv (L, 2, 1, G, S, D), or (2, 1, G, S, D) of one layer, which `update` needs. The new keys and
-    values are merged when the cache is read; a write would make the compiled region copy the cache.
+    kv (L, 2, 1, G, S, D), or (2, 1, G, S, D) of one layer, which `update` needs. slot: index of the
+    token in dimension S; mask: true for the slots to see. The new keys and values are merged when
+    the cache is read, and kept in `new`; a write would make the compiled region copy the cache.
     """
 
     def __init__(self, kv, slot, mask, start=None):
@@ -98,8 +100,8 @@ class SingleTokenCache:
 
 
 class SharedGraphBlock(nn.Module):
-    """A block whose code for a single token is compiled once for all layers (compute_block); other
-    inputs go to the block unchanged."""
+    """Wraps a Block, whose code for a single token (with a SingleTokenCache) is compiled once for
+    all layers (compute_block); other inputs go to the block unchanged."""
 
     def __init__(self, block):
         super().__init__()
@@ -115,7 +117,8 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Return the output (1, 1, C) of a block, and the new keys and values (2, 1, G, 1, D)."""
+    """Return the output (1, 1, C) of a Block for one token x (1, 1, C), and its new keys and values
+    (2, 1, G, 1, D). kv, slot, mask: the cache of the layer, as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 

@@ -40,7 +40,8 @@ class ServeOptions(LoadOptions):
 
 
 def listen(host, port):
-    """Return a listening socket. Raises ValueError."""
+    """Return a listening TCP socket at an address and a port (0: any free port). Raises ValueError
+    if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
@@ -50,7 +51,9 @@ def listen(host, port):
 
 
 def choose_key(options, listening):
-    """Return the key that clients must send, if any. Raises ValueError if a key is required."""
+    """Return the key that clients must send, from the ServeOptions or the environment, or None.
+    Raises ValueError if it is invalid, or missing although the socket `listening` can be reached
+    from other machines."""
     api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if api_key and not (api_key.isprintable() and api_key == api_key.strip()):
         raise ValueError("--api_key: expected printable characters, without blanks around them")
@@ -61,7 +64,8 @@ def choose_key(options, listening):
 
 
 def serve(options):
-    """Load the model and answer requests until a signal arrives."""
+    """Load the model options.ckpt and answer HTTP requests until a signal arrives. options:
+    ServeOptions. Raises ValueError or UserError."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine

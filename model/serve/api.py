@@ -20,7 +20,7 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tool
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """Options of a request, besides the prompt."""
+    """Options of a request, besides the prompt, by the names of OpenAI's API."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
     max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
@@ -34,8 +34,9 @@ class RequestOptions(SamplingOptions):
 # requests
 
 def parse_request(data, chat, engine, template):
-    """Return (RequestOptions, list of Job, whether a stream ends with the usage) of a request's
-    JSON. Raises APIError."""
+    """Return (RequestOptions, list of Job, whether a stream ends with the usage) of `data`, a
+    request's JSON. chat: whether it has messages instead of a prompt; engine: the Engine that is to
+    run the jobs; template: the ChatTemplate or None. Raises APIError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -57,7 +58,9 @@ def parse_request(data, chat, engine, template):
 
 
 def create_jobs(ids, n_left_out, options, chat, engine):
-    """Return options.n jobs for the prompt `ids`. Raises APIError."""
+    """Return options.n Jobs for the prompt `ids`, a list, with max_tokens within the limits of
+    `engine` and a seed each. n_left_out: number of messages that are not in the prompt; chat:
+    selects the default of max_tokens. Raises APIError if the prompt is longer than the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -73,7 +76,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 
 def parse_options(body):
-    """Return the RequestOptions in a request. Raises APIError."""
+    """Return the RequestOptions in `body`, the dict of a request, which is changed in place. Raises
+    APIError for invalid and unsupported options."""
     for name, neutral in UNSUPPORTED_OPTIONS.items():
         value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
         if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
@@ -97,7 +101,8 @@ def parse_options(body):
 
 
 def parse_stop(value):
-    """Return the strings of a string or list without empty ones. Raises APIError."""
+    """Return the stop strings, without empty ones, in `value`, a string or a list of strings of a
+    request. Raises APIError for other values, and for too many or too long strings."""
     strings = [value] if isinstance(value, str) else value
     if not (isinstance(strings, list) and len(strings) <= 16
             and all(isinstance(s, str) and len(s) <= 256 for s in strings)):
@@ -107,13 +112,16 @@ def parse_stop(value):
 
 
 def parse_prompts(value, tokenizer, parse_special):
-    """Return the ids of each prompt: a string, a list of ids, or a list of those."""
+    """Return the list of ids of each prompt in `value`: a string, a list of ids, or a list of
+    those. parse_special: encode the texts of special tokens as such. Raises APIError."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 
 
 def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the ids of a prompt: a string or a list of ids. Raises APIError."""
+    """Return the list of ids of a prompt: a string or a list of ids. parse_special: encode the
+    texts of special tokens as such. Raises APIError for other values, unknown ids and
+    characters."""
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
@@ -127,9 +135,10 @@ def parse_prompt(prompt, tokenizer, parse_special):
 
 
 def encode_messages(body, engine, template, max_new_tokens):
-    """Return (ids, number of messages left out), up to the next answer, of a conversation in the
-    model's chat template, see ChatTemplate.fit_prompt. max_new_tokens reserves at most half of the
-    context."""
+    """Return (ids, number of messages left out) of the conversation in `body`, the dict of a
+    request, up to the next answer, in the ChatTemplate `template`. The oldest messages are left out
+    if it is too long; max_new_tokens (None or negative: the engine's limit) reserves at most half
+    of the context. Raises APIError, also if template is None."""
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
@@ -158,9 +167,11 @@ def encode_messages(body, engine, template, max_new_tokens):
 # responses
 
 class Answer:
-    """The JSON objects of the response to jobs, complete or in chunks.
+    """The JSON objects of the response to `jobs`, a list of Job: complete(events), or a
+    chunk(event) at a time for a stream.
 
-    An event is (index of the job, text, finish_reason), see Job.
+    An event is (index of the job, text, finish_reason), see Job. n: jobs per prompt. chat: whether
+    the response is a chat completion.
     """
 
     def __init__(self, jobs, n, chat, model_name):
@@ -175,7 +186,8 @@ class Answer:
             self.header["left_out_messages"] = n_left_out
 
     def complete(self, events):
-        """Return the whole response."""
+        """Return the whole response, a dict, from all events (index of the job, text,
+        finish_reason)."""
         texts = [[] for _ in self.jobs]
         reasons = {}  # the last one of each job counts
         for i, text, finish_reason in events:
@@ -186,13 +198,15 @@ class Answer:
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):
-        """Return a chunk of a stream."""
+        """Return a chunk of a stream, a dict, with events (index of the job, text, finish_reason)
+        as choices. more: additional fields, e.g. usage."""
         kind = self.header["object"] + ".chunk" * self.chat
         choices = [self.choice("delta", *event) for event in events]
         return self.header | dict(object=kind, choices=choices) | more
 
     def choice(self, key, index, text, finish_reason):
-        """Return an event as a choice. key: of a chat's message, "message" or "delta"."""
+        """Return an event of the job `index` as an element of "choices", a dict. key: of a chat's
+        message, "message" or "delta"."""
         content = dict(text=text)
         if self.chat:  # the role is in the first chunk only
             role = {} if index in self.started else dict(role="assistant")

@@ -24,24 +24,26 @@ PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longe
 
 
 class APIError(Exception):
-    """An error response: the HTTP status, and the fields of OpenAI's error object."""
+    """An error response: the HTTP status, and the fields of OpenAI's error object; param: the name
+    of the wrong field of the request."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self):
-        """Return the JSON object of the response."""
+        """Return the JSON object of the response, {"error": {"message", "type", "param", "code"}},
+        a dict."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
 
 
 @dataclass(eq=False)
 class Job:
-    """One text to generate: options and state.
+    """One text to generate: the ids of the prompt, options and state.
 
-    on_event(event) is called with (text, finish_reason) for each piece of text. finish_reason is
-    set for the last piece only: "stop", "length" or an exception.
+    on_event(event) is called, in the engine's thread, with (text, finish_reason) for each piece of
+    text. finish_reason is set for the last piece only: "stop", "length" or an exception.
     """
     ids: list
     options: object      # model.serve.api.RequestOptions
@@ -52,17 +54,20 @@ class Job:
     token: int = -1      # the last one
 
     def emit(self, text, finish_reason=None):
-        """Send an event; with a finish_reason, the last one."""
+        """Call on_event((text, finish_reason)). With a finish_reason ("stop", "length" or an
+        exception), it is the last event, and the job has ended."""
         self.ended = self.ended or finish_reason is not None
         self.on_event((text, finish_reason))
 
 
 class Engine:
     """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
+    submit() adds jobs, close() stops the engine.
 
     The constructor starts the thread that computes. max_tokens: the limit of new tokens that the
-    API sets for a job. timeout: seconds until a job ends with an error. rows[i] is the job in row i
-    of the cache. The last row replaces a row that is done.
+    API sets for a job. timeout: seconds until a job ends with an error. end_tokens: ids that end a
+    text, besides the end of text. rows[i] is the job in row i of the cache; the last row replaces a
+    row that is done.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -87,7 +92,8 @@ class Engine:
     # called by other threads
 
     def submit(self, jobs):
-        """Put all jobs into the queue. Raises APIError if they do not fit."""
+        """Put all of `jobs`, a list of Job, into the queue and return at once; results arrive as
+        events. Raises APIError (503) if they do not fit, or after close()."""
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
@@ -102,7 +108,8 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Finish active jobs, reject waiting jobs, and stop the thread."""
+        """Finish active jobs, reject waiting jobs with an APIError event, stop the thread and wait
+        for it."""
         with self.changed:
             self.closing = True
             while self.waiting:
@@ -128,7 +135,8 @@ class Engine:
                 self.rows = []
 
     def step(self):
-        """Compute waiting prompts, then generate one token of every active job."""
+        """Compute waiting prompts, with one token each, then generate one token of every active
+        job. Called in a loop by the engine's thread."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token
@@ -138,7 +146,8 @@ class Engine:
             self.write(self.rows, logits)
 
     def remove_ended(self):
-        """Free the cache rows and queue positions of jobs that are done or out of time."""
+        """Free the cache rows and queue positions of jobs that have ended. Jobs that are out of
+        time first end with an APIError event (504)."""
         now = time.monotonic()
         with self.changed:
             for job in (*self.rows, *self.waiting):
@@ -153,8 +162,8 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Compute PREFILL_TOKENS of waiting prompts, if there are rows for them, and sample a first
-        token of each."""
+        """Compute waiting prompts in free rows until PREFILL_TOKENS of them are computed, and
+        sample a first token of each."""
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
             with self.changed:
@@ -170,8 +179,8 @@ class Engine:
             self.write([job], logits)
 
     def write(self, jobs, logits):
-        """Sample the next token of each job from logits (B, V) and emit the text. Jobs with the
-        same sampling options are sampled together."""
+        """Sample the next token of each of `jobs` from logits (B, V), one row per job, and emit the
+        text. Jobs with the same sampling options are sampled together."""
         groups = {}
         for i, job in enumerate(jobs):
             o = job.options
@@ -186,7 +195,8 @@ class Engine:
             self.add_token(jobs[i], token)
 
     def add_token(self, job, token):
-        """Append a token to a job, and emit the new text. token -1: the logits are not finite."""
+        """Append the id `token` to a Job, and emit the new text, if any, with the finish_reason at
+        an end. token -1: the logits are not finite; the job ends with an APIError event."""
         if token < 0:
             return job.emit("", APIError(500, NON_FINITE_LOGITS))
         job.token = token

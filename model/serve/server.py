@@ -39,11 +39,12 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """Serves the texts of an engine on a listening socket until a signal arrives.
+    """HTTP server with OpenAI's API for the texts of an Engine, on a listening socket: run()
+    returns when a signal has arrived.
 
-    hosts: names that clients use for this server ("*": any). key: the required bearer token, if
-    any. origins: other web pages that may send requests from a browser ("*": any). root_path: a
-    second path under which all is served.
+    name: of the model. hosts: names that clients use for this server ("*": any). key: the required
+    bearer token, if any. origins: other web pages that may send requests from a browser ("*": any).
+    root_path: a second path under which all is served.
     """
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
@@ -88,7 +89,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter):
         """Close connections whose next request takes too long to arrive, or whose client does not
-        read the response."""
+        read the response. uvicorn calls this several times per second; returns whether to stop."""
         now = time.monotonic()
         times = {}
         connections = self.server_state.connections
@@ -115,14 +116,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def post(self, queue, index, event):
-        """Put the event of a request's job, from the engine's thread, into a queue of the event
-        loop."""
+        """Put (index, *event) into the asyncio.Queue `queue`: the event (text, finish_reason) of
+        the job `index` of a request. Called from the engine's thread."""
         self.loop.call_soon_threadsafe(queue.put_nowait, (index, *event))
 
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer the requests that name this server as their host, see __init__."""
+        """Answer an ASGI request. The host that it names must be one of self.hosts (see __init__);
+        otherwise the response is an error 400."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).lower()
         app = self.app
@@ -133,7 +135,8 @@ class Server(uvicorn.Server):
         await app(scope, receive, send)
 
     async def handle_error(self, request, error):
-        """Return the response for an exception. uvicorn logs unexpected tracebacks."""
+        """Return the response for an exception: JSON of the APIError, or of error 500; None if the
+        client has left. uvicorn logs unexpected tracebacks."""
         if isinstance(error, ClientDisconnect):
             return None
         if isinstance(error, HTTPException):
@@ -143,7 +146,8 @@ class Server(uvicorn.Server):
         return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
-        """Raise APIError for requests without the key."""
+        """Raise APIError (401) if this server has a key and the request does not send it as a
+        bearer token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
                 token.strip().encode("latin-1"), self.key.encode())):
@@ -197,7 +201,8 @@ class Server(uvicorn.Server):
 
 
 async def read_body(request):
-    """Return the body of a request. Raises APIError if it is too large."""
+    """Return the body of a request as bytes. Raises APIError (413) if it is larger than
+    MAX_BODY_BYTES."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -207,8 +212,9 @@ async def read_body(request):
 
 
 async def read_events(queue, jobs):
-    """Yield (index of the job, text, finish_reason) for the events of jobs (see Job). Raises the
-    exception of a failed job. At the end, the jobs are cancelled."""
+    """Yield (index of the job, text, finish_reason) from `queue`, an asyncio.Queue, until each of
+    `jobs` has finished. Raises the exception of a failed job. At the end, also of an early one, all
+    jobs are cancelled."""
     n_active = len(jobs)
     try:
         while n_active:
@@ -223,14 +229,17 @@ async def read_events(queue, jobs):
 
 
 async def cancel_on_disconnect(request, jobs):
-    """Cancel the jobs when the client leaves."""
+    """Wait until the client of `request` disconnects; then end jobs[0] with a ClientDisconnect
+    event, which cancels all jobs of the request."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
-    """Yield the server-sent events of an answer. An error is the last one."""
+    """Yield the texts of server-sent events of an Answer: `first`, an event (index, text,
+    finish_reason), those of the async iterator `events`, and "[DONE]". An APIError is the last one.
+    include_usage: also send the numbers of tokens."""
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:
