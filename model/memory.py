@@ -360,7 +360,7 @@ class EvaluationOptions:
     lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
 
 
-def evaluate_checkpoint(args):
+def print_comparison(args):
     """Print a table of the losses of the checkpoint args.ckpt, of its backbone and, with
     args.baseline, of the baselines, on new and old text. Raises CheckpointError if it has no
     backbone."""
@@ -434,4 +434,4 @@ def evaluate_knn(backbone, train_loader, loaders, config):
     return [grid.flatten()[best].item() for grid in grids]
 
 
-main = command(EvaluationOptions, evaluate_checkpoint)
+main = command(EvaluationOptions, print_comparison)
