@@ -59,9 +59,10 @@ def open_tokenizer(source) -> Tokenizer:
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Return the tokenizer in the file or folder `path`, or without it the tokenizer `name` (byte,
     gpt2, a file or a folder). DataError if it cannot be read, or has another kind than `name`:
-    byte, char or gpt2."""
+    byte, char, gpt2 or bpe."""
     tokenizer = open_tokenizer(os.fspath(path or name))
-    if path and name in NAMES and name != tokenizer.kind:
+    kind = "ranks" if name == "bpe" else name
+    if path and name in NAMES and kind != tokenizer.kind:
         raise DataError(f"{path}: has no {name} tokenizer")
     return tokenizer
 

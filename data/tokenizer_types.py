@@ -150,8 +150,9 @@ class RankTokenizer(Tokenizer):
         return self.encode_array(text, "all").tolist()
 
     def encode_array(self, text, allowed=None):
-        """Return the ids (n,) of `text`, uint8 (kind byte) or uint32. allowed: the added tokens
-        that are recognised, a set of texts or "all"; default: tokens that are not special."""
+        """Return the ids (n,) of `text`: uint8 for kind byte without `allowed`, otherwise uint32.
+        allowed: the added tokens that are recognised, a nonempty set of texts or "all"; default:
+        tokens that are not special."""
         text = self.normalize(text)
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.

@@ -89,7 +89,8 @@ def score_answers(model, idx, mask):
 
 def answer_logps(model, tokens, mask):
     """Return the log probabilities (B, 2), a float32 array, of the whole answers in B pairs under a
-    GPT. tokens, mask (B, 2, T + 1): arrays of ids, and of 1 for tokens of an answer."""
+    GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an answer.
+    The caller must switch off gradients (torch.no_grad)."""
     device = model.wte.weight.device
     _, _, logps = score_answers(model, torch.from_numpy(tokens).to(device),
                                 torch.from_numpy(mask).to(device))

@@ -543,6 +543,7 @@ def test_bpe(tmp_path):
     file = load_tokenizer(str(tmp_path / "o" / "tokenizer.tiktoken"))  # the rank file alone
     assert file.encode(anything + text) == tok.encode(anything + text)
     assert (file.n_vocab, file.eot_token) == (500, 499)
+    assert load_tokenizer("bpe", tmp_path / "o").n_vocab == 500
     before = (tmp_path / "o" / "train.bin").read_bytes()
     assert main([*args, str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "train.bin").read_bytes() == before

@@ -411,8 +411,8 @@ class Prefetcher:
     close() ends the thread. `seconds` is the time spent waiting.
 
     The thread prepares batches in the order of the steps, as far ahead as the loader reads in one
-    call, so the batches are the same as without it. Loaders that use the device (`computes`) would
-    gain nothing from a thread.
+    call, so the batches are the same as without it. Any loader is accepted: for one that uses the
+    device (`computes`) there is no thread, and get() calls the loader.
     """
 
     def __init__(self, loader, device):

@@ -355,7 +355,8 @@ def update_best_and_schedules(run, numbers):
 
 def check_metric_names(run):
     """Raise SetupError if the evaluations of a Run lack the number early_stopping_metric, or if two
-    numbers have the same name. Evaluates one batch to learn the names, if a problem is possible."""
+    numbers have the same name. If a problem is possible, one batch is evaluated to learn the names:
+    all ranks must call."""
     c = run.config
     metric = c.early_stopping_metric
     # val_loss exists in every evaluation; without options, no second name can be equal.

@@ -47,7 +47,7 @@ def open_array(path):
     return array
 
 
-def prepare_features(arrays, target, out, val_fraction=0.1, runs=None, force=False, sources=()):
+def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=()):
     """Write the folder `out` for --model autoencoder and return its keys of meta.json. Raises
     DataError.
 
@@ -163,7 +163,7 @@ class FeatureOptions(FolderOptions):
     val_fraction: float = key(0.1, "share of the runs for validation; 0: no split, of rows "
                               "to predict", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
-                    "20 equal runs)", metavar="FILE.npy")
+                    "about 20 equal runs)", metavar="FILE.npy")
     synthetic: bool = key(False, "instead of files: generate data with a known structure")
 
 

@@ -141,8 +141,9 @@ class Documents:
 
 def read_sources(o, path):
     """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files:
-    copies, and files in folders that are no text). o: Options of data.prepare. Raises DataError
-    that lists the problems of all sources, also if there is almost no text."""
+    paths to a file that was read already, e.g. links, and files in folders that are no text). o:
+    Options of data.prepare. Raises DataError that lists the problems of all sources, also if there
+    is almost no text."""
     documents = Documents(path)
     skipped = []
     problems = []

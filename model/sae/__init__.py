@@ -226,7 +226,9 @@ class SparseAutoencoder(nn.Module):
         return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
 
     def bias(self):
-        """Return the bias (F,) of features of x instead of x - b_dec."""
+        """Return the bias b (F,) for which x @ W_enc + b, of normalised x, is the features before
+        the nonlinearity: b_enc, minus b_dec @ W_enc if the encoder reads x - b_dec (target input).
+        """
         return self.b_enc - self.b_dec @ self.W_enc if self.keys.target == "input" else self.b_enc
 
     def forward(self, activations, group=None):

@@ -31,8 +31,8 @@ class Console:
 
     def show(self, line=None, live=None):
         """Print `line` above the live line (`None`: no line), and replace the live line by `live`
-        (`None`: it stays, "": it is cleared). Never raises: after a failure, output is discarded.
-        """
+        (`None`: it stays, "": it is cleared). Give text as `live` only if the attribute `live` is
+        True: it is not checked. Never raises: after a failure, output is discarded."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live

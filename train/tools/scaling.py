@@ -146,8 +146,9 @@ def make_planner(arguments, config, width, data):
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the SmallRuns, set the `loss` of each and print a table. fingerprint: of the data.
-    options: ScalingOptions."""
+    """Train the SmallRuns, set the `loss` of each (None after a crash) and print a table. Runs that
+    are complete in options.out, by arguments and fingerprint, are not repeated. fingerprint: of the
+    data. options: ScalingOptions."""
     children = [ChildRun(f"{r.budget:g}_depth_{r.depth}", r.arguments, fingerprint, options.out)
                 for r in runs]
     train_all(children, "val_loss", options.out, options.jobs)

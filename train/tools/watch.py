@@ -51,8 +51,9 @@ class WatchOptions:
 # files
 
 def read_run(folder, stamps):
-    """Return (records of metrics.jsonl, {name: number or text} for the page) of the run in
-    `folder`, a Path. stamps: [(modification time, size)] of its files."""
+    """Return (records of metrics.jsonl, {name: value for the page}) of the run in the folder
+    `folder`, a Path. stamps: [(modification time, size)] of its files, at least one, from which the
+    values "started" and "changed" are the first and the last time."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     step, evaluation = (next((r for r in reversed(records) if name in r), {})
                         for name in ("loss", "val_loss"))
