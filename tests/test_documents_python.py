@@ -299,7 +299,7 @@ def test_a_model_built_first_modified_and_trained(tmp_path, data_dir):  # 003, l
     data = memory.open_data(config, Ranks())
     model = memory.build_model(config, data)
     with torch.no_grad():
-        model.h[0].memory.gate.fill_(0.5)
+        model.h[0].memory.gate.bias.fill_(0.5)
     before = model.h[0].memory.keys.weight.clone()
     assert train(config, model=model, data=data)["iter_num"] == 2
     assert not torch.equal(model.h[0].memory.keys.weight, before)

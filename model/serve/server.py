@@ -78,7 +78,8 @@ class Server(uvicorn.Server):
             self.answer, interface="asgi3", http="h11", ws="none", lifespan="off",
             headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")],
             proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_keep_alive=RECEIVE_SECONDS, timeout_graceful_shutdown=FINISH_SECONDS))
+            timeout_keep_alive=RECEIVE_SECONDS, timeout_graceful_shutdown=FINISH_SECONDS,
+            backlog=128))  # without free files, asyncio logs as many errors per second
         logging.getLogger("uvicorn.error").setLevel("WARNING")
 
     # uvicorn.Server
