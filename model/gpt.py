@@ -159,10 +159,8 @@ class Attention(nn.Module):
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, ropes=(), cache=None, mask=None):
-        """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables(), indexed by
-        the first dimension. cache: a KVCache with the keys and values of earlier tokens, updated in
-        place. mask (B or 1, 1, T or 1, T) bool: true where a query sees a key, instead of the
-        causal mask; without a cache only."""
+        """x (B, T, C) -> (B, T, C). ropes: of GPTConfig.rope_tables. cache: a KVCache, updated; or
+        mask (B or 1, 1, T or 1, T): true where a query sees a key, instead of the causal mask."""
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
@@ -289,24 +287,20 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (mean loss, sums {name: 0-dim tensor}) of token ids idx and targets, (B, T) int64;
-        without targets, logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if
-        last_only. cache: a KVCache with the tokens before idx, updated in place. others: more
-        arguments of compute_loss."""
+        """Return (mean loss, sums {name: 0-dim tensor}) of idx, targets (B, T), or without targets
+        logits (B, T or 1 if last_only, vocab_size). cache: a KVCache of earlier tokens, updated."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, sums {name: 0-dim tensor}) of idx and targets (B, T), as score() does.
-        Model types with other batches override this method."""
+        """Return (mean loss, sums) of idx, targets (B, T), see score(). Types override it."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, sums) of targets (B, T) int64, -1: not counted, from
-        normalised states x (B, T, C). sums, 0-dim tensors: "count", the number of targets; in eval
-        mode also "bytes" of their text, 0 without a tokenizer."""
+        """Return (mean cross-entropy, sums) of targets (B, T), -1: not counted, from normalised
+        states x (B, T, C). sums: "count"; in eval mode "bytes" of text, 0 without a tokenizer."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
@@ -315,11 +309,8 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the states (B, T, C) of the last layer, after the final norm, for token ids idx
-        (B, T). cache: a KVCache with the tokens before idx, updated in place; it sets the other
-        arguments. mask (B or 1, 1, T or 1, T) bool: true where a query sees a key (default:
-        causal). positions (B, T) (default: 0, 1, ...). previous (B, T): the token before each
-        token, -1: no token. Raises ValueError if T exceeds block_size."""
+        """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, it sets
+        the rest; or mask: see Attention; positions, previous tokens (-1: none), (B, T) each."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -355,9 +346,7 @@ class GPT(nn.Module):
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: float or None} for a log line from the sums {name: 0-dim tensor} of a
-        number of batches, with "loss" and "count": the mean of every other sum; in an evaluation
-        also "ppl" (perplexity) and "bpb" (bits per byte)."""
+        """Return {name: mean} of sums with "loss", "count"; of an evaluation also "ppl", "bpb"."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))

@@ -430,8 +430,7 @@ class Prefetcher:
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
-        """Return the batch of `step`, a tuple of tensors (B, ...), and begin to prepare the next
-        ones. steps should increase by one; errors of the loader are raised here."""
+        """Return the batch of `step`, a tuple of tensors (B, ...), and prepare the next ones."""
         if self.thread is None:
             return self.loader.get_batch(self.device, step)
         for s in range(step, step + self.n_ahead):

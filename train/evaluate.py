@@ -18,9 +18,8 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return the sums of one batch as one vector (n,), which is added and sent at once: "count" (of
-    items, default: `count`), "loss" (summed over the items), then `sums` by name. loss: 0-dim, the
-    mean of the batch; sums: {name: tensor}, summed over the batch."""
+    """Return the sums of one batch as one vector (n,), which is added and sent at once: "count"
+    (default `count`), "loss" (the mean `loss` times count), then sums {name: tensor} by name."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -30,9 +29,8 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Return ({name: float64 CPU tensor}, list of the numbers that follow) of `vector`, an addition
-    of vectors of pack(). The names are "count", "loss" and those of `sums` {name: tensor}, which
-    defines the shapes. Waits for the device."""
+    """Wait for the device. Return {name: float64 CPU tensor} of an addition of vectors of pack(),
+    with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     # One transfer; every .item() would wait once more.
@@ -43,8 +41,7 @@ def unpack(vector, sums):
 
 def to_numbers(model, sums):
     """Return {name: number or `None`} for a log line: "loss" (`None` if no item counted) and the
-    model's numbers(sums). sums: {name: tensor}, over all batches: a mean of means would weigh a
-    small batch like a full one. ValueError if the model uses a reserved name."""
+    model's numbers(sums). sums {name: tensor}: of all batches; a mean of means would be wrong."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}

@@ -79,9 +79,7 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with the time before each line. Print `line` on the console
-        and show `live` as the live line below; `None`: nothing is printed, or the live line stays.
-        """
+        """Append `text` to train.log, with times; show `line` and `live`, see Console.show."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
         self.console.show(line, live)
@@ -100,8 +98,7 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step, `record` {name: number} with "iter" and "max_iters": to the console,
-        train.log, metrics.jsonl and trackers. Those in NOT_STORED are for the console only."""
+        """Log a step, `record` {name: number}; those in NOT_STORED are for the console only."""
         if self.is_main:
             # The unit of `tokens` is stored if it is not tokens.
             self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
@@ -118,8 +115,7 @@ class Logger:
             self.write(line, line)
 
     def store(self, record):
-        """Append a record {name: number} with "iter" to metrics.jsonl and to the trackers, unless
-        the run only evaluates (eval_only)."""
+        """Append a record {name: number} to metrics.jsonl and the trackers, unless eval_only."""
         if not self.config.get("eval_only"):
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
@@ -205,8 +201,7 @@ class Logger:
 
 
 def to_json(value, indent=None):
-    """Return `value` as strict JSON text: arrays and tensors become lists, NaN and infinities
-    strings, unknown types text. indent: as for json.dumps."""
+    """Return strict JSON of `value`: arrays as lists, NaN and infinities as strings."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent)
 
@@ -241,8 +236,7 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 def format_line(start, record, fields):
     """Return `start` and the known fields of a record {name: number}: "iter 120: loss 3.2104, time
-    48.7ms, ...". fields: names, in order; OWN: the floats that the model defines. Missing ones are
-    left out."""
+    48.7ms, ...". fields: names in order; OWN: the numbers that the model defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -268,8 +262,7 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory of this process in MiB: allocated on `device` if that is a GPU,
-    otherwise resident (`None`: unknown)."""
+    """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (`None`: unknown)."""
     if device.type != "cuda":  # Windows has no `resource`
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
     import torch
@@ -303,9 +296,7 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last lap (or start), at the end of step `it`; a new
-        lap begins. batches: the Prefetcher of the run; if waiting for it took too much of the time,
-        this calls warn(text)."""
+        """Return the seconds per step since the last lap, at the end of `it`; warn of slow data."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

@@ -13,8 +13,7 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
     (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters. args: a
-    TrainConfig, or any object that read_schedule() accepts. The plateau schedule is constant here.
-    """
+    TrainConfig, or any object that read_schedule() accepts."""
     c = args if hasattr(args, "lr_schedule") else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -47,8 +46,7 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (steps of warm-up, step at which the decay ends, final rate) of a TrainConfig, with
-    defaults for unset keys."""
+    """Return (warm-up steps, step at which the decay ends, final rate), with defaults if unset."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -136,8 +134,7 @@ class SpikeDetector:
         self.losses = collections.deque(maxlen=window)
 
     def update(self, loss):
-        """Return whether `loss`, a float, is a spike; otherwise add it to the window of normal
-        losses."""
+        """Return whether `loss` is a spike; otherwise add it to the window of normal losses."""
         if len(self.losses) >= self.losses.maxlen // 2:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))

@@ -103,10 +103,8 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch; all ranks must call. lr: learning rate, default
-    the schedule's. Return the mean loss (float), or `None` if a signal arrived before the last
-    micro-batch: nothing is applied then. Also a skipped update (loss spike, float16 overflow)
-    increments progress.iter_num. Raises BadNumbers."""
+    """Do one optimizer step on the global batch, on all ranks. lr: default, the schedule's. Return
+    the mean loss, or `None` if a signal arrived before the last micro-batch: nothing is applied."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -182,8 +180,7 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators, on the CPU and ranks.device, by (seed, step `it`, rank), so that a
-    resumed run has the same dropout masks."""
+    """Seed torch's generators by (seed, step, rank): a resumed run has the same dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -193,9 +190,8 @@ def seed_step(seed, it, ranks):
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply the gradients of all parameters of `optimizer` by `factor` (float or 0-dim tensor)
-    in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm after the
-    multiplication and before clipping, a 0-dim tensor. With FSDP all ranks must call."""
+    """Multiply the gradients of `optimizer` by `factor`, in place, and clip the global norm to
+    `max_norm` (0: off). Return the norm before clipping, 0-dim. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
@@ -230,9 +226,7 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Count the loss of a step for the mean in the next evaluation line and, every log_interval
-    steps and in the last one, log the step. loss, norm: floats; sums: {name: CPU tensor}, summed
-    over the global batch. A step with a float16 overflow is ignored."""
+    """Count the step's loss for the next evaluation line; every log_interval steps, log it."""
     c = run.config
     p = run.progress
     it = p.iter_num

@@ -58,9 +58,8 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the final logits for z (..., V), the products of states and output layer: z,
-    unchanged. Edit this function to change them in all losses and in sampling, e.g. to `return 30 *
-    torch.tanh(z / 30)`. It must act on each element separately, and not in place."""
+    """Return the logits of z (..., V), products of states and output layer: z itself. An edit, e.g.
+    `return 30 * torch.tanh(z / 30)`, changes all losses and sampling. It acts on each element."""
     return z
 
 
@@ -79,9 +78,7 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the number of rows of logits, n_columns float32 numbers each, to compute at once: a
-    power of two, at most 32 MB on "cpu" (its caches) and 256 MB elsewhere; 256 if fewer than 128
-    fit."""
+    """Return the rows of a chunk of logits: 32 MB on a CPU, else 256 MB; 256 rows if few fit."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -157,8 +154,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def apply_dropout(x, p, training=True):
-    """Return F.dropout(x, p, training). In bfloat16 on a CPU it is computed with 16 random bits per
-    element, in half the time."""
+    """Return F.dropout(x, p, training); in bfloat16 on a CPU with 16 random bits per element."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -167,9 +163,8 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the outputs of linear layers for the input x (..., C), concatenated: by one product
-    for many tokens and layers of type nn.Linear. In a model for decoding, the first layer is a
-    ConcatLinear (model/core/packed.py), which computes all of them."""
+    """Return the concatenated outputs of linear layers for x (..., C), by one product for many
+    tokens. In a model for decoding, the first layer is a ConcatLinear of all (core/packed.py)."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
@@ -221,9 +216,8 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Return x (B, T, H, D) with rotary positions: element i of the last dimension is rotated with
-    element i + D / 2, the layout of Hugging Face. rope: cos and sin of rope_table(), (2, T, 1, D /
-    2), or (2, B, T, 1, D / 2) if the rows have different positions."""
+    """Rotate x (B, T, H, D): element i of the last dimension with i + D / 2, as Hugging Face does.
+    rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -233,10 +227,8 @@ def apply_rope(x, rope):
 # attention
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to k, v (B, G, S, D), where G
-    divides H; query i is at position S - T + i. dropout: probability, of the attention weights.
-    mask (B, 1, T or 1, S) bool, for T = 1 also (B, 1, S): true where a query sees a key, instead of
-    the causal mask."""
+    """Return causal attention (B, H, T, D) of q (B, H, T, D) to k, v (B, G, S, D); query i is at
+    S - T + i. mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): keys to see, if not causal."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)

@@ -30,9 +30,8 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line (`None`: no line), and replace the live line by `live`
-        (`None`: it stays, "": it is cleared). Give text as `live` only if the attribute `live` is
-        True: it is not checked. Never raises: after a failure, output is discarded."""
+        """Print `line` above the live line (`None`: none), which becomes `live` (`None`: it stays,
+        "": it is cleared; text only if the attribute `live` is True). Never raises."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
