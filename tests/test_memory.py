@@ -24,10 +24,10 @@ from runs import (
 import data.prepare as data_prepare
 from data.prepare import chat as data_chat
 from model import convert, memory, sample
-from model.core import knn_lm
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
+from model.memory import baselines, knn_lm
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -509,7 +509,7 @@ def test_knn_lm_by_hand(backbone):
 def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, backbone, capsys):
     settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4)
     history = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
-    assert memory.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
+    assert baselines.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     table = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()
              if line.startswith(("backbone", "memory", "LoRA", "kNN-LM"))}
     losses = {name: [*map(float, cells[-3:-1])] for name, cells in table.items()}
@@ -519,5 +519,5 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
                                                 history[0]["val_old_loss"]], abs=1e-4)
     assert len(losses) == 5 and losses["kNN-LM"][0] < losses["backbone"][0]
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
-    assert memory.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
+    assert baselines.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def parse(monkeypatch, module, words):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     with pytest.raises(Parsed) as parsed:
-        importlib.import_module(module).main(words)
+        main_of(module)(words)
     monkeypatch.undo()
     return parsed.value.args
 
@@ -156,6 +156,12 @@ def test_every_option_belongs_to_a_command(monkeypatch):
             assert name in known or name.replace("--no-", "--") in known, f"{page}: {name}"
 
 
+def main_of(module):
+    """The main() of `python -m MODULE`."""
+    found = importlib.import_module(module)
+    return getattr(found, "main", None) or importlib.import_module(f"{module}.__main__").main
+
+
 def options_of(module, monkeypatch):
     """Every option of a command."""
     def stop(self, *args):
@@ -163,7 +169,7 @@ def options_of(module, monkeypatch):
     for name in ("parse_args", "parse_known_args"):
         monkeypatch.setattr(argparse.ArgumentParser, name, stop)
     with pytest.raises(Parsed) as parsed:
-        importlib.import_module(module).main(["--help"])
+        main_of(module)(["--help"])
     return set(parsed.value.args[0]._option_string_actions)
 
 
