@@ -253,6 +253,7 @@ def test_four_runs_on_a_busy_machine_end_as_alone(tmp_path, data_dir, undisturbe
         assert_same(undisturbed, tmp_path / str(i))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc only")
 def test_memory_of_a_step_is_kept_for_the_next():
     """In a process of its own: page faults of allocating and freeing 64 MB again and again."""

@@ -313,7 +313,8 @@ def run_with(kind, ranks, options):
     return in_ranks(ranks, functools.partial(train_with, kind), options)[0]
 
 
-@pytest.mark.parametrize("kind", ["lion", "sgd", "plain", "factored"])
+@pytest.mark.parametrize("kind", ["lion", "sgd", "factored",
+                                  pytest.param("plain", marks=pytest.mark.slow)])
 def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
     """Half of the run on one process, two ranks with DDP and with FSDP, the rest on another."""
     settings = dict(max_iters=6, eval_interval=6, lr_decay_iters=6, warmup_iters=0, batch_size=4,

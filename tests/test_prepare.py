@@ -657,7 +657,8 @@ def hub(tmp_path, monkeypatch):
     hub.close()
 
 
-@pytest.mark.parametrize("corpus", ["fineweb10B", "fineweb_edu"])
+@pytest.mark.parametrize("corpus", ["fineweb10B",
+                                    pytest.param("fineweb_edu", marks=pytest.mark.slow)])
 def test_corpora_of_tokens(tmp_path, hub, gpt2, corpus, capsys):
     shards(tmp_path / "repo", corpus, 3)
     hub.repos[f"datasets/{CORPORA[corpus][0]}"] = tmp_path / "repo"

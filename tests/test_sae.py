@@ -726,8 +726,9 @@ def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
     assert_a_kill_changes_nothing(data_dir, tmp_path, **SAE | dict(backbone=str(backbone)) | keys)
 
 
-@pytest.mark.parametrize("keys, way", [(RUNS[0], "ddp"), (RUNS[0], "fsdp"), (RUNS[1], "ddp"),
-                                       (RUNS[1], "fsdp")], ids=str)
+@pytest.mark.parametrize("keys, way", [
+    pytest.param(RUNS[0], "ddp", marks=pytest.mark.slow), (RUNS[0], "fsdp"),
+    (RUNS[1], "ddp"), pytest.param(RUNS[1], "fsdp", marks=pytest.mark.slow)], ids=str)
 def test_new_activations_are_the_same_on_two_ranks(tmp_path, data_dir, backbone, keys, way):
     options = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in keys.items()}
     go(data_dir, tmp_path / "one", backbone=str(backbone), **SAE | keys)

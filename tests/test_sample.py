@@ -332,6 +332,7 @@ def test_only_plain_blocks_can_be_compiled():
         compile_decoder(model)
 
 
+@pytest.mark.slow
 def test_compiled_command_line(checkpoint, tmp_path):
     command = ["--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
                "--temperature", 0, "--compile"]

@@ -78,11 +78,12 @@ class Signals:
             return
         if self.stop and not under_torchrun():
             os._exit(128 + signum)
-        if not self.stop and env_rank() == 0:
+        # Set before the write, during which the second signal may arrive.
+        is_first, self.stop = not self.stop, self.stop or signum
+        if is_first and env_rank() == 0:
             hint = "" if under_torchrun() else "; a second signal quits at once"
             with contextlib.suppress(OSError):
                 os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
-        self.stop = self.stop or signum
 
     def agree(self, ranks):
         """Return (signal number of a request to stop or 0, whether to save), requested on any rank,
