@@ -81,6 +81,22 @@ def test_a_second_signal_leaves_within_a_second(tmp_path, data_dir, name):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 
 
+def test_a_second_signal_while_the_first_is_printed_prints_nothing(monkeypatch):
+    """Under torchrun, which passes on a signal that Slurm has sent to all processes."""
+    printed = []
+
+    def write(fd, data):  # the second signal arrives during the write
+        printed.append(data)
+        if len(printed) < 3:
+            signals.handle(signal.SIGTERM, None)
+    signals = robust.Signals()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(robust.os, "write", write)
+    signals.handle(signal.SIGTERM, None)
+    assert len(printed) == 1 and signals.stop == signal.SIGTERM
+
+
 @pytest.mark.matrix(60)
 def test_asked_to_save_it_saves_and_goes_on(tmp_path, data_dir, undisturbed):
     """SIGUSR1 in step 6 -> a checkpoint of step 7 at once, training goes on, the end is exact"""
