@@ -80,13 +80,14 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def process_group(config):
     """Context that yields the Ranks of this process; under torchrun in a process group (NCCL on
     CUDA, gloo otherwise), which is closed, after all ranks arrive, on exit without an error or with
-    CollectiveExit. config: for device, num_threads and dist_timeout. Raises SetupError."""
+    CollectiveExit. config: a TrainConfig. Raises SetupError."""
     if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
         torch.set_num_threads(config.num_threads)
     env = read_environment()
     rank, local_rank, world_size, local_world_size = env or (0, 0, 1, 1)
     device = get_device(config.device, local_rank, local_world_size)
-    if device.type == "cpu":
+    # Not of a sharded model: it gathers one block after the other, and all of them would stay.
+    if device.type == "cpu" and not config.shards_model(world_size):
         keep_freed_memory()
     if env is None:
         yield Ranks(device=device)
