@@ -537,7 +537,7 @@ def keeps_freed_memory(options):
 
 
 def test_a_sharded_model_returns_the_memory_of_gathered_blocks(data_dir, tmp_path):
-    """A rank with a quarter of 300 M parameters had 5.7 GB instead of 1.8 (train/LOG.md)."""
+    """A rank with a quarter of 300 M parameters had 5.7 GB instead of 2 (train/LOG.md)."""
     for kind, calls in (("ddp", [True]), ("fsdp", []), ("hsdp", [])):
         kept = in_ranks(2, keeps_freed_memory, options(data_dir, tmp_path, distributed=kind))
         assert kept == [calls, calls]
