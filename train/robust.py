@@ -78,8 +78,8 @@ class Signals:
             return
         if self.stop and not under_torchrun():
             os._exit(128 + signum)
-        # Set before the write, during which the second signal may arrive.
-        is_first, self.stop = not self.stop, self.stop or signum
+        is_first = not self.stop
+        self.stop = self.stop or signum  # before the write, during which a second one may arrive
         if is_first and env_rank() == 0:
             hint = "" if under_torchrun() else "; a second signal quits at once"
             with contextlib.suppress(OSError):
