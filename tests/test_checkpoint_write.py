@@ -10,9 +10,11 @@ import random
 import resource
 import shutil
 import stat
+import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +155,22 @@ def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, mon
         folder.wait()
         folder.wait()
     assert given == [True]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads")
+def test_a_save_in_the_background_leaves_the_cores_to_training(tmp_path):
+    def nice(state=None):
+        thread = threading.get_native_id()
+        values.append(int(Path(f"/proc/self/task/{thread}/stat").read_text().split()[18]))
+    values, log = [], types.SimpleNamespace(info=print)
+    with RunFolder(str(tmp_path)) as folder:
+        nice()
+        folder.start(nice, {}, log)
+        folder.wait()
+        folder.start(nice, {}, log, last=True)
+        nice()
+    own = values[0]
+    assert values == [own, min(own + 10, 19), own, own]
 
 
 @pytest.mark.matrix(8)
