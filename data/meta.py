@@ -146,7 +146,8 @@ def model_hint(folder):
 # pickles
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler that accepts dict, list, str and other builtin types only."""
+    """Unpickler of dict, list, tuple, str, int, float, bool and None. load() raises ValueError if
+    the pickle names a class or a function, which could run code."""
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")

@@ -450,9 +450,11 @@ class Prefetcher:
 # token files as the data of a run
 
 def open_token_data(config, ranks, loader=None):
-    """Return the Data of the token files in config.data_dir (splits train and val); the built-in
-    data, stdlib, is prepared first. val is `None` if eval_interval is 0. loader: a class with the
-    arguments of DataLoader, the default. Raises DataError."""
+    """Return the Data of the token files in config.data_dir: loaders of the splits train and val,
+    val `None` if eval_interval is 0. If data_dir is named stdlib and has no train.bin, rank 0 first
+    prepares this built-in data. All ranks must call; ranks: a Ranks. loader: class of the loaders,
+    with the arguments of DataLoader (default: DataLoader). DataError if the files are not usable.
+    """
     c = config
     if (os.path.basename(os.path.normpath(c.data_dir)) == "stdlib"
             and not os.path.exists(os.path.join(c.data_dir, "train.bin"))):

@@ -84,8 +84,9 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Yield the Pieces of all Documents in order, of about PIECE_BYTES at most. "val" are documents
-    where in_val, bool (n,), is True, and all text from byte `cut` on; the others are "train"."""
+    """Yield the Pieces of a Documents in order: byte ranges of about PIECE_BYTES at most, for the
+    split "val" or "train". "val" are documents where in_val, bool (n,), is True, and all text from
+    byte `cut` of the whole text on; a document that extends over `cut` is divided there."""
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
@@ -164,8 +165,10 @@ def map_in_order(function, tasks):
 
 
 def write_splits(folder, documents, tokenizer, in_val, cut):
-    """Encode `documents` and write train.bin and val.bin to `folder`. in_val, cut: the result of
-    `choose_split`. Return {"train": {"tokens", "documents", "bytes", "sha256"}, "val": ...}."""
+    """Encode the text of a Documents and write train.bin and val.bin to the existing `folder`.
+    tokenizer: a Tokenizer; in_val, cut: the result of `choose_split`. Return {"train": {"tokens",
+    "documents", "bytes", "sha256"}, "val": ...}: number of tokens, of documents that begin in the
+    split and of bytes of text, and the digest of the file."""
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
     done = 0
     shown = time.monotonic()

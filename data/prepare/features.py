@@ -83,8 +83,8 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 def read_chunks(name, array, chosen):
     """Yield the rows `chosen`, (n,) indices, of `array` (rows, dims), which may exceed the memory,
-    in blocks of CHUNK_ROWS in its dtype. Raises DataError, with `name`, for values that are
-    infinite in float32."""
+    in blocks of CHUNK_ROWS in its dtype. NaN, a missing value, is allowed. Raises DataError, with
+    `name` (of the array), for values that are infinite in float32."""
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]

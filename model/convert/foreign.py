@@ -148,8 +148,9 @@ def read_folder(folder):
 
 
 def read_shards(folder):
-    """Return {name: tensor} of model.safetensors in `folder`, or of all files that
-    model.safetensors.index.json lists. Raises CheckpointError."""
+    """Return {name: tensor}, memory-mapped, of the weights in a Hugging Face folder: of all files
+    that model.safetensors.index.json lists, or without this file of model.safetensors. Raises
+    CheckpointError if a file is missing or damaged or has non-finite values."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]

@@ -84,8 +84,10 @@ def chunk_rows(n_columns, device_type):
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """LinearCrossEntropy in chunks of rows. The forward pass also computes d loss / d logits of
-    each chunk, so that no logits are recomputed and the backward pass is two products."""
+    """LinearCrossEntropy in chunks of rows: apply(h (N, C), weight (V, C), targets (N,),
+    vocab_size) returns the mean loss. The forward pass also computes d loss / d h, and d loss / d
+    logits (N, V), which is kept, in the dtype of h, if `weight` needs a gradient. The backward pass
+    recomputes no logits; it has one matrix product, for the gradient of `weight`."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):

@@ -26,7 +26,8 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class LoadOptions:
-    """Command-line options of load_text_model and load_for_decoding."""
+    """Options of commands that load a trained model, which inherit from this class. An instance is
+    the argument of load_text_model() and load_for_decoding()."""
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE, metavar="FILE")
     ema: bool = key(False, EMA)

@@ -20,7 +20,9 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tool
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """Options of a request, besides the prompt, by the names of OpenAI's API."""
+    """Options of a request, except the prompt, that are supported: names of OpenAI's API, and
+    top_k, min_p, parse_special. The limit of new tokens is max_tokens; the inherited max_new_tokens
+    is not used. Checked by parse_options(), not by the constructor."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
     max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)

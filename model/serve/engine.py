@@ -135,8 +135,9 @@ class Engine:
                 self.rows = []
 
     def step(self):
-        """Compute waiting prompts, with one token each, then generate one token of every active
-        job. Called in a loop by the engine's thread."""
+        """Compute waiting prompts, as free rows and PREFILL_TOKENS allow, and sample the first
+        token of each; then generate the next token of every active job, including these. The texts
+        are emitted as events. Called in a loop by the engine's thread."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token

@@ -97,8 +97,8 @@ def sync_folder(folder):
 
 
 def next_free_path(folder, stem, suffix=".pt"):
-    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist.
-    suffix: in place of .pt. Nothing is created."""
+    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist
+    (str). suffix: in place of .pt. Nothing is created."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 

@@ -81,8 +81,10 @@ class Mirror:
         return False
 
     def get_shards(self, manifest):
-        """Copy the shards that the local file `manifest` names from the store to the run folder.
-        Return whether it is a manifest; ValueError if it or a shard is damaged or missing."""
+        """Copy the shards of the checkpoint `manifest`, a file in the run folder, from the store to
+        the run folder; existing shards are replaced. Return True, or False if the file does not
+        begin like a manifest. ValueError if the rest of it or a shard is damaged, or a shard is
+        missing."""
         folder = sharded_file.folder_named_in(manifest)
         for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
             name = path.rpartition(f"/{folder}/")[2]

@@ -64,8 +64,10 @@ def check_ranks(config, ranks, log):
 
 
 def describe_rank(config, ranks):
-    """Return {name: value} of this rank: host, node, address, device, versions and hashes. "keys":
-    the settings that must be equal on all ranks: all but paths, which may be local to a node."""
+    """Return a dict about this rank: host, node, address, device, the versions torch and NCCL,
+    commit (of git), the hashes code and configuration, `None` each if unknown; and keys: the
+    settings {name: value} that must be equal on all ranks. These are all but paths, which may be
+    local to a node. config: a TrainConfig; ranks: a Ranks."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
@@ -108,8 +110,9 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """`count` collectives of one kind per step, e.g. "all_reduce", over tensors of `nbytes` bytes
-    in all (whole tensors, not shards). ranks: a range, the group of rank 0."""
+    """`count` collectives of one kind per step, e.g. "all_reduce". nbytes: size of their tensors,
+    the sum over all `count`; of all_gather and reduce_scatter that of the whole tensors, not of the
+    shards. ranks: a range, the members of the group that contains rank 0."""
     kind: str
     ranks: range
     count: int

@@ -142,7 +142,8 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
 
 
 def read_log(case, name):
-    """Return {"NAME of step N": number} of the metrics.jsonl in case.folder / name, but no times.
+    """Return {"KEY of step N": number} of all numbers in case.folder / name / metrics.jsonl except
+    those in NOT_COMPARED: times and speeds, memory, grad_norm, val_ppl. name: of the run's folder.
     """
     lines = (case.folder / name / "metrics.jsonl").read_text().splitlines()
     return {f"{k} of step {record['iter']}": v for record in map(json.loads, lines)
@@ -185,8 +186,9 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context manager in which topk repeats the choices of the first pass: with other choices the
-    loss would jump. Set n_used to 0 before each pass."""
+    """Context manager in which the n-th call of torch.topk or Tensor.topk of each pass returns the
+    values at the indices that it chose in the first pass: with other choices the loss would jump.
+    n_used: number of calls in this pass; set it to 0 before each pass. Last dimension only."""
 
     def __init__(self):
         super().__init__()
