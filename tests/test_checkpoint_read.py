@@ -426,6 +426,21 @@ def test_without_a_checkpoint_must_refuses_and_auto_starts(tmp_path, data_dir, c
     go(data_dir, tmp_path, resume="must", max_iters=2)
 
 
+def test_a_folder_to_resume_means_its_checkpoint(tmp_path, data_dir, stopped_run):
+    go(data_dir, tmp_path / "b", resume=str(stopped_run / "whole"), max_iters=24)
+    go(data_dir, tmp_path / "a", resume=str(stopped_run / "whole" / "ckpt.pt"), max_iters=24)
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_init_from_is_without_effect_on_a_run_begun_from_scratch(tmp_path, data_dir, stopped_run):
+    """a command with init_from for a run that began without -> it continues; the shape of the
+    weights, which the run did not inherit, is not compared"""
+    go(data_dir, tmp_path, max_iters=1, n_embd=16, n_head=1)
+    start = str(stopped_run / "whole" / "ckpt.pt")
+    last = go(data_dir, tmp_path, max_iters=2, n_embd=16, n_head=1, init_from=start)
+    assert last["iter_num"] == 2
+
+
 def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatch):
     """resume never -> what was there is moved to old_1, nothing deleted; but a restart by torchrun
     goes on with the run it restarts"""

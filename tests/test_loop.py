@@ -10,6 +10,7 @@ from runs import configure, metrics, tensors
 from model.gpt import GPT, GPTConfig
 from train import device as compiling
 from train import train as loop
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.dataloader import DataLoader
 from train.logger import Clock, Logger
 from train.train import train
@@ -200,13 +201,17 @@ def test_samples_come_with_evaluations_but_for_the_first(run, data_dir):
         (3, False), (6, False), (7, True)]
 
 
-@pytest.mark.parametrize("init, stopped_at", [("scratch", 6), ("given", 4)])
+@pytest.mark.parametrize("init, stopped_at", [("scratch", 6), ("given", 4), ("new head", 6)])
 def test_early_stopping_does_not_count_untrained_weights(init, stopped_at, run, tmp_path):
     """Nothing is an improvement: the first evaluation that counts is the best, two more stop."""
     changes = dict(eval_interval=2, early_stopping_patience=2, early_stopping_min_delta=99.0,
                    eval_on_start=True, max_iters=20)
-    if init == "given":
+    if init != "scratch":
         run(max_iters=2)
-        changes["init_from"] = str((run.out / "ckpt.pt").rename(tmp_path / "given.pt"))
+        state = load_checkpoint(run.out / "ckpt.pt")
+        if init == "new head":
+            state["model"].popitem()
+        save_checkpoint(tmp_path / "given.pt", state)
+        changes["init_from"] = str(tmp_path / "given.pt")
     last, _ = run(resume="never", **changes)
     assert last["iter_num"] == stopped_at and "early stopping" in last["finished"]

@@ -338,6 +338,8 @@ def test_without_a_backbone_all_is_trained_and_exported_where_that_is_exact(tmp_
         assert sample.main(["--ckpt", path, "--prompt", "say", "--max_new_tokens", "4"]) == 0
     code, text = run_program(data_dir, tmp_path / "c", **settings, lora_rank=2)
     assert code == 2 and "lora_rank: it needs a trained backbone" in text
+    code, text = run_program(data_dir, tmp_path / "c", **settings, lora_lr=1e-3)
+    assert code == 2 and "adapters exist if lora_rank is set" in text
 
 
 def built_from_scratch(**settings):

@@ -408,6 +408,17 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps):
     assert TrainConfig(max_iters=7).in_steps(3) == TrainConfig(max_iters=7)
 
 
+def test_a_run_in_epochs_evaluates_after_each():
+    def interval(**keys):
+        c = load_config(None, keys).in_steps(4096)
+        return c.eval_interval
+    shape = dict(batch_size=16, gradient_accumulation_steps=1)  # 256 steps per epoch
+    assert interval(max_epochs=3, **shape) == 256
+    assert interval(max_epochs=3, eval_interval=7, **shape) == 7
+    assert interval(max_epochs=3, eval_epochs=0.5, **shape) == 128
+    assert interval(max_iters=3, **shape) == TrainConfig().eval_interval != 256
+
+
 def test_the_words_of_resume_are_no_file():
     assert [TrainConfig(resume=r).resume_file for r in ("auto", "must", "never", "x.pt")] == [
         None, None, None, "x.pt"]

@@ -103,7 +103,8 @@ def find_start(folder, config, ranks, log):
         if kind == "resume" and old.get("family"):  # an earlier version
             state["config"] = weights_module().load.upgrade_args(old)
         shape = {}
-        if config.init_from != "scratch":  # resumed, it inherits what it did when it started
+        first = old.get("init_from") if kind == "resume" else path
+        if "scratch" not in (config.init_from, first):  # resumed, it inherits what it first did
             shape = weights_module().take_shape(config, state, path)
         for name, value in shape.items() if kind == "init_from" else ():
             if (given := getattr(config, name)) != fields_by_name(config)[name].default:
@@ -169,6 +170,8 @@ def find_checkpoint(config, log, damaged=()):
             log(f"--resume never: moved the files in {folder} to {move_files(folder, names)}")
     if state is None and config.resume_file:
         path = config.resume
+        if os.path.isfile(inside := os.path.join(path, "ckpt.pt")):
+            path = inside
         if path in damaged:
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)
@@ -206,13 +209,17 @@ def load_best(model, folder, ranks):
 
 def load_weights(model, start, config, spec, ranks, log):
     """Initialise `model` in place with the weights of `start` (a Start), a checkpoint of a
-    different run. spec: Data.spec, e.g. the tokenizer must be equal; log(text): for tensors that
-    are not used. All ranks must call. Raises CheckpointError on all ranks."""
+    different run. Return whether it has all tensors of `model`. spec: Data.spec, e.g. the tokenizer
+    must be equal; log(text): for tensors that are not used. All ranks must call. Raises
+    CheckpointError on all ranks."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
         return start
-    fill(model.state_dict(), broadcast_from_rank0(read, ranks).state, ranks)
+    weights = broadcast_from_rank0(read, ranks).state
+    own = model.state_dict()
+    fill(own, weights, ranks)
+    return len(weights) == len(own)
 
 
 # -----------------------------------------------------------------------------

@@ -314,6 +314,8 @@ def load_config(path: str | os.PathLike | None = None,
             values[name] = parse_value(known[name], raw)
         except ValueError as error:
             problems.append(f"{where}: {name}: {error}")
+    if values.get("max_epochs") and not {"eval_interval", "eval_epochs"} & settings.keys():
+        values["eval_epochs"] = 1.0  # a length in epochs: evaluate after each
     config = cls(**values)
     # A conflict with an invalid value follows from that problem.
     invalid = settings.keys() & known.keys() - values.keys()

@@ -76,7 +76,8 @@ class LengthKeys:
     max_iters: int = free_key(5000, "optimizer steps", ge=0)
     max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", gt=0)
     eval_interval: int = free_key(250, "steps between evaluations; 0: never", ge=0)
-    eval_epochs: float | None = free_key(None, "epochs between evaluations", gt=0)
+    eval_epochs: float | None = free_key(None, "epochs between evaluations; 1 with "
+                                         "max_epochs if eval_interval is not set either", gt=0)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
     eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
     eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0,

@@ -97,8 +97,9 @@ def match_lr_groups(lr_groups, names):
     for pattern, value in lr_groups.items():
         matching = [n for n in names if matches(n, pattern)]
         if not matching:
+            hint = "; adapters exist if lora_rank is set" if pattern.startswith("lora_") else ""
             raise ConfigError([f"lr_groups: no parameter matches {pattern!r}; names look like "
-                               f"{', '.join(list(names)[:4])}"])
+                               f"{', '.join(list(names)[:4])}{hint}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
         if options.keys() - allowed or not all(
                 isinstance(x, (int, float)) and x >= 0 for x in options.values()):

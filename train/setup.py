@@ -185,11 +185,12 @@ class Run:
         moving average and the gradient scaler, then wrap the model in DDP: the optimizer may freeze
         parameters, which DDP must know. Raises CheckpointError, ConfigError."""
         c = self.config
+        is_trained = c.init_from != "scratch"
         if self.start.kind == "init_from":
-            checkpoint.load_weights(self.raw_model, self.start, c, self.data.spec, self.ranks,
-                                self.log.info)
-        # Trained weights may be the best before the first step.
-        self.first_eval_counts = c.init_from != "scratch" or not all(
+            is_trained = checkpoint.load_weights(
+                self.raw_model, self.start, c, self.data.spec, self.ranks, self.log.info)
+        # Trained weights may be the best before the first step, those with a new head not.
+        self.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
         if not isinstance(self.optimizer, AdamW):  # of a fork

@@ -124,9 +124,8 @@ class WandB:
 
 
 class MLflow:
-    """A run in MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of out_dir:
-    mlflow ui --backend-store-uri sqlite:///out/mlflow.db. A resumed run shows the steps that it
-    repeats twice."""
+    """A run in MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of out_dir. A resumed
+    run shows the steps that it repeats twice."""
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):
@@ -136,7 +135,9 @@ class MLflow:
         from mlflow.entities import Param
         folder = Path(log.out_dir).parent.resolve()
         local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
-        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
+        address = os.environ.get("MLFLOW_TRACKING_URI", local)
+        self.client = MlflowClient(address)
+        log.info(f"MLflow: mlflow ui --backend-store-uri {address}")
         self.id = run_id
         if run_id:
             self.client.update_run(run_id, status="RUNNING")
