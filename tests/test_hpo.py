@@ -19,6 +19,7 @@ optuna = pytest.importorskip("optuna")
 import run_train  # noqa: E402
 from train.base.errors import Stopped  # noqa: E402
 from train.config import load_config  # noqa: E402
+from train.keys import FIELDS  # noqa: E402
 from train.tools import hpo  # noqa: E402
 
 SPACE = "learning_rate: {low: 1e-4, high: 1e-1, log: true}\nn_layer: [1, 2]\n"
@@ -240,6 +241,36 @@ def test_when_no_trial_finishes_one_message_says_so(search, capsys):
     code, found = search("n_head: [3, 5]\n", trials(2))
     assert code == 2 and [t["state"] for t in found] == ["pruned"] * 2
     assert "no trial of stage 1 completed" in capsys.readouterr().err
+
+
+def test_the_start_is_inside_a_logarithmic_range(search):
+    """0 has no logarithm: the first trial is one that the sampler chose."""
+    space = "weight_decay: {low: 1e-3, high: 0.3, log: yes}\n"
+    code, (first,) = search(space, trials(1), weight_decay=0.0)
+    assert code == 0 and 1e-3 <= first["params"]["weight_decay"] <= 0.3
+
+
+@pytest.mark.parametrize("text, log", [("True", True), ("yes", True), ("off", False)])
+def test_the_words_of_yaml_make_a_range_logarithmic(text, log):
+    raw = dict(low="1e-3", high="0.1", log=text)
+    assert hpo.read_dimension("learning_rate", raw, FIELDS).log is log
+    with pytest.raises(ValueError, match="expected true or false, got maybe"):
+        hpo.read_dimension("learning_rate", raw | dict(log="maybe"), FIELDS)
+
+
+def test_a_block_longer_than_the_data_is_a_bad_trial(search):
+    code, found = search("block_size: [8, 1000000]\n", trials(3), seed=2)
+    assert code == 0 and {t["state"] for t in found} >= {"complete", "pruned"}
+    assert all("block_size" in t["error"] for t in found if t["params"]["block_size"] != 8)
+
+
+def test_what_a_search_found_keeps_the_mirror_of_the_configuration(search, tmp_path):
+    store = tmp_path / "store"
+    code, _ = search("n_layer: [1, 2]\n", trials(1), mirror=str(store), save_precision="float32")
+    assert code == 0 and not store.exists()
+    assert not list((tmp_path / "hpo").rglob("*.safetensors"))
+    best = load_config(tmp_path / "hpo/best_config.yaml")
+    assert (best.mirror, best.save_precision) == (str(store), "float32")
 
 
 def test_a_damaged_study_is_named(search, tmp_path, capsys):

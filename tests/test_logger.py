@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import yaml
 
 from train.base.console import Console, compact, duration
 from train.logger import (
@@ -23,6 +24,7 @@ from train.logger import (
     Logger,
     drop_lines_from,
     format_line,
+    to_json,
 )
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
@@ -376,6 +378,11 @@ def test_status_of_trackers(tmp_path):
     names = [c[0] for c in Spy.calls]
     assert names == ["call", "call"]
     assert [c[1] for c in Spy.calls] == ["record", "close"] and Spy.calls[-1][2] == "stopped"
+
+
+def test_characters_above_the_first_plane_are_read_again_by_yaml():
+    text = "hi \N{GRINNING FACE}"
+    assert yaml.safe_load(to_json({"a": [text]})) == {"a": [text]}
 
 
 def test_training_args_and_yaml(tmp_path):

@@ -10,6 +10,8 @@ from runs import configure, metrics, tensors
 from model.gpt import GPT, GPTConfig
 from train import device as compiling
 from train import train as loop
+from train.base import run_folder
+from train.base.errors import CheckpointError
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.dataloader import DataLoader
 from train.logger import Clock, Logger
@@ -193,6 +195,39 @@ def test_what_the_result_says(run):
     best = torch.load(run.out / "ckpt_best.pt", weights_only=True)
     trained = losses[1:]
     assert best["iter_num"] == 3 * (trained.index(min(trained)) + 1)
+
+
+@pytest.mark.parametrize("fails_at", [None, 2])
+def test_the_best_checkpoint_is_the_best_that_was_written(run, monkeypatch, fails_at):
+    """a disk that is full at the best step -> the next better than the file replaces it"""
+    losses = {0: 5.6, 1: 5.0, 2: 4.0, 3: 4.5, 4: 4.4, 5: 4.6}
+    real, save = loop.evaluate_validation, run_folder.save_checkpoint
+    monkeypatch.setattr(loop, "evaluate_validation", lambda run, n: real(run, n) | dict(
+        val_loss=losses[run.progress.iter_num]))
+
+    def fragile(path, state, links=()):
+        if state["iter_num"] == fails_at:
+            raise CheckpointError("No space left on device")
+        save(path, state, links)
+    monkeypatch.setattr(run_folder, "save_checkpoint", fragile)
+    run(max_iters=5, eval_interval=1)
+    best = load_checkpoint(run.out / "ckpt_best.pt")["iter_num"]
+    assert best == (2 if fails_at is None else 4)
+
+
+def test_another_metric_starts_without_a_best_value(run):
+    """val_ppl of every evaluation is above the best val_loss: it could never be better."""
+    keys = dict(eval_interval=2, early_stopping_patience=2)
+    run(max_iters=4, **keys)
+    result, _ = run(max_iters=10, early_stopping_metric="val_ppl",
+                    allow_change=["early_stopping_metric"], **keys)
+    assert result["finished"] == "max_iters 10 reached"
+    assert load_checkpoint(run.out / "ckpt_best.pt")["iter_num"] > 4
+
+
+def test_epochs_between_evaluations_are_enough_to_evaluate(run):
+    result, _ = run(max_iters=3, eval_interval=0, eval_epochs=1e-9)
+    assert [r["iter"] for r in result["history"]] == [0, 1, 2, 3]
 
 
 def test_samples_come_with_evaluations_but_for_the_first(run, data_dir):

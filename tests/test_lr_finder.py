@@ -128,6 +128,13 @@ def test_why_there_is_no_clear_minimum(losses, why):
     assert found["suggestion"] is None and why in found["why"]
 
 
+def test_a_negative_loss_is_no_divergence(tmp_path, data_dir, monkeypatch):
+    losses = iter([-9.0 + 0.1 * (i % 3) for i in range(12)])
+    monkeypatch.setattr(lr_finder, "train_step", lambda run, lr: next(losses))
+    config = load_config(None, arguments(data_dir, tmp_path))
+    assert len(lr_finder.find_lr(config, 1e-5, 1.0, 12)["loss"]) == 12
+
+
 def test_a_loss_that_falls_until_it_diverges_at_once():
     losses = [5.0] * 30 + [5.0 - i / 30 for i in range(30)]  # the next one was not finite
     assert 1e-5 < lr_finder.suggest(rates(), losses, 1.0)["suggestion"] < 2e-3

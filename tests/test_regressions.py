@@ -758,6 +758,9 @@ def test_what_continues_a_finished_run_is_what_ended_it(data_dir, tmp_path, caps
         for _ in range(2):
             go(data_dir, tmp_path / word, max_iters=10 if word == "--max_iters" else 30, **keys)
         assert f"A larger {word} continues it" in capsys.readouterr().out
+    for _ in range(2):
+        go(data_dir, tmp_path / "epochs", max_epochs=0.01)
+    assert "A larger --max_epochs continues it" in capsys.readouterr().out
 
 
 def test_the_start_stays_the_best_of_a_run_that_was_stopped_before_it(data_dir, tmp_path):

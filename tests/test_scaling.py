@@ -11,6 +11,7 @@ import pytest
 from runs import planted_children
 
 from train import config as config_file
+from train.base.errors import ConfigError
 from train.config import load_config
 from train.distributed import Ranks
 from train.setup import open_data
@@ -165,10 +166,26 @@ def test_a_run_that_is_killed_is_a_row_and_no_point(go, capsys):
     assert go(*RUNS, "--fatal_depth=2") == 0
     text = capsys.readouterr().out
     assert text.count(" crash\n") == 3 and "from 6 runs" in text
-    assert go("--budgets", "500,1000", "--depth", "1,2", "--fatal_depth=2") == 2
+    assert go("--budgets", "250,500,1000", "--depth", "1,2", "--fatal_depth=2") == 2
     said = capsys.readouterr()
-    assert len(go.started) == 9 + 2
+    assert len(go.started) == 9 + 4
     assert "needs 6 runs that end with a loss" in said.err and " crash" in said.out
+
+
+def test_too_few_runs_for_a_fit_are_refused_before_training(go, capsys):
+    assert go("--budgets", "500,1000", "--depth", "1,2") == 2
+    assert "needs 6 runs" in capsys.readouterr().err and go.started == []
+
+
+def test_depths_that_the_configuration_excludes_are_left_out(go, capsys, monkeypatch):
+    """As with n_kv_head 2, which must divide depth + 1 heads; 2 would be the best depth."""
+    def load(path, values):
+        if values["n_layer"] == 2:
+            raise ConfigError(["n_kv_head (2) must divide n_head (3)"])
+        return config_file.load_config(path, values)
+    monkeypatch.setattr(scaling, "load_config", load)
+    assert go("--budgets", "2000,500,1000", "--depth", "3,1") == 0
+    assert "FLOPs, depth 3, " in capsys.readouterr().out
 
 
 @pytest.mark.matrix(126)

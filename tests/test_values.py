@@ -408,6 +408,14 @@ def test_epochs_are_rounded_up_to_whole_steps(epochs, steps):
     assert TrainConfig(max_iters=7).in_steps(3) == TrainConfig(max_iters=7)
 
 
+@pytest.mark.parametrize("key, value", [("warmup_iters", 7), ("warmup_epochs", 0.5)])
+def test_a_typed_warmup_replaces_the_ratio_of_a_file(tmp_path, key, value):
+    (tmp_path / "a.yaml").write_text("warmup_ratio: 0.1\n")
+    c = load_config(tmp_path / "a.yaml", [f"--{key}={value}"])
+    assert (getattr(c, key), c.warmup_ratio) == (value, None)
+    assert load_config(tmp_path / "a.yaml").warmup_ratio == 0.1
+
+
 def test_a_run_in_epochs_evaluates_after_each():
     def interval(**keys):
         c = load_config(None, keys).in_steps(4096)

@@ -203,7 +203,8 @@ class Logger:
 def to_json(value, indent=None):
     """Return strict JSON of `value`: arrays as lists, NaN and infinities as strings."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent)
+    return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent,
+                      ensure_ascii=False)  # YAML reads escapes above U+FFFF as two characters
 
 
 def drop_lines_from(path, iter, evaluated=False):

@@ -78,6 +78,8 @@ class Run:
         self.saved_at = 0       # iter_num of the last save
         self.notes = []         # messages from before the log was opened
         self.best_due = False   # the next save also writes ckpt_best.pt
+        # best_metric and loss_of_best before the last improvement.
+        self.best_before = math.inf, math.inf
 
     def open_folder(self, stack):
         """Lock out_dir until `stack` (an ExitStack) is closed, and set self.start, where the run
@@ -108,6 +110,7 @@ class Run:
             raise SetupError("eval_only: the data has no validation split")
         if self.start.kind != "resume":
             check_epochs(self.config, self.data.train.samples)
+        self.data.train.fingerprint()  # before a thread reads the data too
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
         self.n_micro = c.accumulation(world_size)  # micro-batches of this rank per step
@@ -255,9 +258,15 @@ class Run:
         """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). Raises
         CheckpointError."""
         p = self.progress
+        c = self.config
+        old = start.state["config"]  # the state is freed below
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
+        if any(old.get(key, getattr(c, key)) != getattr(c, key)
+               for key in ("early_stopping_metric", "early_stopping_mode")):
+            p.best_metric = p.loss_of_best = math.inf
+            self.stopping.load_state_dict(EarlyStopping().state_dict())
         if self.model is not self.raw_model and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
 
@@ -282,6 +291,13 @@ class Run:
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
             return False
         return last or (self.ends_interval() if it else c.eval_on_start)
+
+    def forget_unsaved_best(self):
+        """If the last save in the background failed, restore the best metric from before it: later
+        evaluations are then compared with ckpt_best.pt. All ranks must call."""
+        if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
+            self.folder.failed = False
+            self.progress.best_metric, self.progress.loss_of_best = self.best_before
 
     def save_is_due(self):
         """Return whether a checkpoint is due before the next step, by save_interval (default: the
@@ -328,9 +344,10 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the options whose limits keep a finished run from continuing, of "--max_iters" and
-        "--early_stopping_patience"; []: the run is not finished or can continue."""
-        reached = {"--max_iters": self.progress.iter_num >= self.config.max_iters,
+        """Return the options whose limits keep a finished run from continuing, of "--max_iters" (or
+        "--max_epochs") and "--early_stopping_patience"; []: it is not finished or can continue."""
+        length = "--max_epochs" if self.config.max_epochs else "--max_iters"
+        reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
 
@@ -400,6 +417,7 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
             run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
         if not run.config.eval_only:  # which does not change metrics.jsonl
             run.log.start(run.progress.iter_num, run.progress.evaluated == run.progress.iter_num)
+        run.clock.start(run.progress.iter_num)
         yield run
 
 
@@ -432,6 +450,8 @@ def open_data(config, ranks, data=None):
     data_dir, opened by the model type; several weighted folders ("a:0.7,b:0.3") become a mixture.
     Raises DataError, and CheckpointError if Data.spec has other than plain Python types."""
     model_type = load_model_type(config.model)
+    if config.eval_epochs and not config.eval_interval:
+        config = config.replace(eval_interval=1)  # 0 would leave out the validation data
     if data is not None:
         data = replace(data, **{name: as_loader(getattr(data, name), config, ranks)
                                 for name in ("train", "val", "test")})

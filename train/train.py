@@ -70,7 +70,6 @@ def training_loop(run):
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
-    run.clock.start(p.iter_num)
     if p.iter_num and c.resume_file:
         save(run)  # resumed from a given FILE: make this branch the latest one of the folder
     # At the top of the loop the state is exactly that of iter_num steps. Only here does a run
@@ -130,8 +129,8 @@ def train_step(run, lr=None):
     # has an effect) the first step is not compiled: the first log line comes soon.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            stop = run.signals.stop  # read here too: on a CPU, a step may last minutes
-            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
+            # Signals are read here too: on a CPU, a step may last minutes.
+            if micro and distributed.max_over_ranks(run.signals.stop, run.ranks):
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
@@ -259,6 +258,7 @@ def validate(run):
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
     run.watchdog.restart(slow=True)
+    run.forget_unsaved_best()
     with run.clock.away():
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
@@ -336,6 +336,7 @@ def update_best_and_schedules(run, numbers):
         # is 0 at the start) the lower loss is better.
         rank = (run.stopping.sign * metric, numbers["val_loss"])
         if rank < (p.best_metric, p.loss_of_best):
+            run.best_before = p.best_metric, p.loss_of_best
             p.best_metric, p.loss_of_best = rank
             run.best_due = True
     # The plateau schedule always follows the loss.

@@ -49,6 +49,7 @@ class RunFolder:
         self.save_precision = save_precision
         self.lock = None
         self.thread = None
+        self.failed = False  # a save in the background failed
         self.mirror = None  # of train/options/mirror.py
 
     def file(self, name):
@@ -139,6 +140,7 @@ class RunFolder:
                 raise CollectiveExit(
                     f"the last checkpoint could not be saved: {error}\nFree some disk space "
                     "and start again: the run resumes from the one before it") from error
+            self.failed = True
             return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
         if self.mirror:
             self.mirror.update(logger)

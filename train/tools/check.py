@@ -1,4 +1,4 @@
-"""Check that an edited repository keeps its promises for a model type, in about a minute.
+"""Check that an edited repository keeps its promises for a model type, in 15 to 60 s.
 
     python -m train.tools.check [--model NAME] [--config FILE] [--key value]...
 
@@ -52,7 +52,8 @@ SETTINGS = dict(
     batch_size=4, gradient_accumulation_steps=2, max_iters=12, lr_decay_iters=12, warmup_iters=2,
     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
     warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=4, mirror=None,
-    log_interval=1, early_stopping_patience=0, sample_tokens=0, tracker=[], dropout=0.0,
+    log_interval=1, early_stopping_patience=0, early_stopping_metric="val_loss",
+    early_stopping_mode="min", sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
 KILLED_AT = 6
 # Measurements, the perplexity, which is a function of the loss, and norms, which amplify rounding.

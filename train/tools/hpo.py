@@ -28,8 +28,15 @@ except ImportError:
     optuna = None  # run_search reports it
 
 from train.base.cli import command, under_torchrun
-from train.base.errors import BadNumbers, ConfigError, UserError, require
-from train.base.fields import base_type, fields_by_name, key, parse_value
+from train.base.errors import (
+    BadNumbers,
+    ConfigError,
+    DataError,
+    SetupError,
+    UserError,
+    require,
+)
+from train.base.fields import BOOLS, base_type, fields_by_name, key, parse_value
 from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
@@ -91,7 +98,10 @@ def read_dimension(name, raw, known):
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
     limits = {k: kind(v) for k, v in raw.items() if k != "log"}
-    return kinds[kind](log=raw.get("log") == "true", **limits)
+    log = str(raw.get("log", "false")).lower()
+    if log not in BOOLS:
+        raise ValueError(f"log: expected true or false, got {log}")
+    return kinds[kind](log=BOOLS[log], **limits)
 
 
 def narrow_dimension(dist, best, share):
@@ -112,7 +122,7 @@ def trial_config(config, params, max_iters=0, **changes):
     """Return `config` with a trial's parameters {key: value} and other changes, shortened to
     `max_iters` if that is not 0, with warm-up and intervals in proportion. The ratio of min_lr to
     learning_rate is kept unless min_lr is searched."""
-    values = asdict(config) | dict(mirror=None) | params | changes
+    values = asdict(config) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
     if max_iters:
@@ -133,7 +143,8 @@ def search(config, space, stages, out):
     studies = []
     # Numbers may be outside of the range, other values must be among the choices.
     start = {k: v for k, d in space.items()
-             if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])}
+             if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])
+             and not (getattr(d, "log", False) and v <= 0)}
     for number, stage in enumerate(stages, 1):
         study = open_study(config, space, number, stage, start, out)
         studies.append(study)
@@ -144,8 +155,8 @@ def search(config, space, stages, out):
             trial = run_trial(study, config, space, stage, out)
             report(studies, trial, config, out)
         if not study.best_trials:
-            raise ConfigError([f"{out}: no trial of stage {number} completed; see "
-                               "trials_history.json in this folder"])
+            error = study.trials[-1].user_attrs.get("error")
+            raise ConfigError([f"{out}: no trial of stage {number} completed; the last: {error}"])
         best = study.best_trial
         start = best.params
     path = shlex.quote(os.path.join(out, "best_config.yaml"))
@@ -166,8 +177,8 @@ def open_study(config, space, number, stage, start, out):
                 storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
                 direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
                 load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(
-                    4, (stage["max_iters"] or config.max_iters) // 4))
+                pruner=optuna.pruners.MedianPruner(4, 0 if config.max_epochs else (
+                    stage["max_iters"] or config.max_iters) // 4))
         except sqlalchemy.exc.DatabaseError as error:
             raise UserError(f"{path}: {error.orig}; move it away to begin the search again"
                             ) from None
@@ -203,8 +214,10 @@ def run_trial(study, config, space, stage, out):
     try:
         study.tell(trial, train_trial(trial, trial_config(
             config, trial.params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
-            sample_tokens=0, save_interval=0, save_epochs=None, keep_last=0)))
-    except (optuna.TrialPruned, BadNumbers, ConfigError, RuntimeError) as error:
+            sample_tokens=0, save_interval=0, save_epochs=None, keep_last=0, mirror=None,
+            save_precision=None, checkpoint_format="file")))
+    except (optuna.TrialPruned, BadNumbers, ConfigError, DataError, SetupError,
+            RuntimeError) as error:
         trial.set_user_attr("error", " ".join(str(error).split())[:200])
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     except BaseException:
@@ -236,6 +249,8 @@ def train_trial(trial, config):
                 raise optuna.TrialPruned
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         train(config, on_evaluation=on_evaluation)
+    if not values:
+        raise UserError("a search needs validation data, and evaluations after step 0")
     return min(values) if config.early_stopping_mode == "min" else max(values)
 
 

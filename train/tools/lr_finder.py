@@ -55,7 +55,7 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
                 if ranks.is_main and len(losses) % 10 == 0:
                     print(f"step {len(losses)} of {steps}: lr {lr:.2g}, loss {losses[-1]:.4f}",
                           file=console, flush=True)
-                if fmean(losses[-5:]) > DIVERGENCE_FACTOR * min(losses):
+                if fmean(losses[-5:]) > DIVERGENCE_FACTOR * min(losses) > 0:
                     break
     return dict(lr=rates[:len(losses)], loss=losses) | suggest(rates, losses, high)
 

@@ -10,6 +10,7 @@ the number of weights plus the cost of attention, so that a budget is 6 N D. Run
 a folder each; the same command resumes. The keys that a depth sets: depth_keys().
 """
 
+import contextlib
 import functools
 import math
 import shlex
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from train.base.cli import command, format_table
-from train.base.errors import UserError, echo, require
+from train.base.errors import ConfigError, UserError, echo, require
 from train.base.fields import key
 from train.config import load_argv, load_config
 from train.distributed import Ranks
@@ -191,7 +192,8 @@ def scaling(options, arguments):
     fingerprint = data.train.fingerprint()
     plan = make_planner(arguments, config, options.width, data)
     runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
-    train_runs(runs, fingerprint, options)
+    if len(runs) >= MIN_RUNS:
+        train_runs(runs, fingerprint, options)
     points = np.array([(r.n, r.d, r.loss) for r in runs if r.loss]).T  # (3, P)
     if points.size < 3 * MIN_RUNS:
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: give more --budgets or "
@@ -206,8 +208,11 @@ def scaling(options, arguments):
         n, d = law.best(budget)
         echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
              f"{law.loss(n, d):.4f}")
-    larger = min((plan(larger_budget, depth) for depth in range(2, MAX_DEPTH + 1)),
-                 key=lambda r: law.loss(r.n, r.d))
+    candidates = []
+    for depth in range(2, MAX_DEPTH + 1):
+        with contextlib.suppress(ConfigError):  # e.g. n_kv_head does not divide depth + 1 heads
+            candidates.append(plan(larger_budget, depth))
+    larger = min(candidates, key=lambda r: law.loss(r.n, r.d))
     expected = law.loss(larger.n, larger.d)
     low, high = prediction_interval(law, *points, (larger.n, larger.d))
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
