@@ -17,7 +17,7 @@ from runs import assert_same, configure, go, metrics, run_program, tensors
 
 from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
-from train.base.errors import CheckpointError, ConfigError, Stopped
+from train.base.errors import BadNumbers, CheckpointError, ConfigError, SetupError, Stopped
 from train.base.fields import parse_value
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import FIELDS
@@ -541,3 +541,33 @@ def test_a_part_of_a_run_that_is_none_is_refused(out, data_dir):
     save_checkpoint(str(out / "ckpt.pt"), state | dict(plateau={"waiting": {}}))
     with pytest.raises(CheckpointError, match="its plateau has an unknown format: KeyError"):
         go(data_dir, out)
+
+
+class Bigram(torch.nn.Module):
+    """A model with a layer that is not used, and a buffer made by `buffer`."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.logits = torch.nn.Embedding(256, 256)
+        self.later = torch.nn.Linear(3, 3)
+        self.register_buffer("extra", buffer)
+
+    def forward(self, x, y):
+        return torch.nn.functional.cross_entropy(self.logits(x).flatten(0, 1), y.flatten()), {}
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(4, dtype=torch.int16), torch.ones(1).expand(50)])
+def test_unused_layers_and_unusual_buffers_are_resumed(tmp_path, data_dir, buffer):
+    for steps in (4, 8):
+        model = Bigram(buffer)
+        train(configure(data_dir, tmp_path, max_iters=steps), model=model)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    assert state["iter_num"] == 8 and torch.equal(state["model"]["extra"], buffer)
+    assert state["optimizer"]["state"]["later.bias"] == {}
+
+
+def test_a_buffer_that_no_checkpoint_can_have_is_refused_before_the_first_step(tmp_path, data_dir):
+    with pytest.raises(SetupError, match="extra is complex64.*persistent=False"):
+        train(configure(data_dir, tmp_path), model=Bigram(torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(BadNumbers, match="model.extra is not finite.*persistent=False"):
+        train(configure(data_dir, tmp_path), model=Bigram(torch.tensor([-torch.inf])))

@@ -857,5 +857,7 @@ def test_one_gpu_for_several_ranks_is_refused(monkeypatch):
 
 def test_convert_ddp_state():
     from train.distributed import convert_ddp_state
-    given = {"module._orig_mod.h.0.w": 1, "h._orig_mod.1.w": 2, "submodule.w": 3}
-    assert convert_ddp_state(given) == {"h.0.w": 1, "h.1.w": 2, "submodule.w": 3}
+    given = {"module._orig_mod.h.0.w": 1, "_orig_mod.module.h.module.w": 2, "module.submodule.w": 3}
+    assert convert_ddp_state(given) == {"h.0.w": 1, "h.module.w": 2, "submodule.w": 3}
+    own = {"head.module.w": 1, "module.w": 2, "h._orig_mod.w": 3}  # attributes of a model
+    assert convert_ddp_state(own) == {"head.module.w": 1, "module.w": 2, "h.w": 3}

@@ -163,6 +163,7 @@ def test_the_peak_is_that_of_the_gpu(name, tflops):
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA T400 4GB", "NVIDIA A10M", "GB10",
+                                  "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H800 PCIe",
                                   "NVIDIA GeForce GTX 1080"])
 def test_a_gpu_that_is_not_in_the_table_has_no_peak(name):
     assert devices.peak_flops(name) == 0

@@ -45,6 +45,27 @@ def test_a_lost_folder_continues_from_the_mirror(data_dir, tmp_path):
     assert not [name for name in os.listdir(b) if ".tmp" in name]
 
 
+def test_a_store_may_have_brackets_in_its_name(data_dir, tmp_path):
+    store = tmp_path / "st[1]"
+    go(data_dir, tmp_path / "a", mirror=str(store))
+    assert len(copies(store.parent / "st[[]1]")) == 0 and len(list(store.iterdir())) >= 2
+    shutil.rmtree(tmp_path / "a")
+    go(data_dir, tmp_path / "a", mirror=str(store), max_iters=21)
+    assert "Copying ckpt.pt from" in (tmp_path / "a" / "train.log").read_text()
+
+
+def test_a_restart_of_another_job_does_not_override_never(data_dir, tmp_path, monkeypatch):
+    """torchrun's second attempt, after the first was refused -> refused again"""
+    store = tmp_path / "store"
+    go(data_dir, tmp_path / "a", mirror=str(store), max_iters=5)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    before = {path: path.read_bytes() for path in store.iterdir()}
+    with pytest.raises(CheckpointError):
+        go(data_dir, tmp_path / "b", mirror=str(store), resume="never")
+    assert {path: path.read_bytes() for path in store.iterdir()} == before
+
+
 def test_a_damaged_copy_is_not_used(data_dir, tmp_path, capsys):
     out, store = tmp_path / "out", tmp_path / "store"
     go(data_dir, out, mirror=str(store), max_iters=10)

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -113,3 +114,25 @@ def test_a_slow_rank_is_named(data_dir, tmp_path, method):
         assert record["time_ms"] > 60  # of all, since they wait for each other
     log = (tmp_path / "train.log").read_text()
     assert log.count("rank 1 is slow since iter ") == 1 and "rank 0 is slow" not in log
+
+
+@pytest.mark.parametrize("interval", [10, 51, 250])
+def test_a_rank_that_becomes_slow_is_named_once_at_any_interval(monkeypatch, interval):
+    work, said = [[10.0], [10.5]], []
+    monkeypatch.setattr(comparison, "all_gather_vectors", lambda v, ranks: torch.tensor(work))
+    layer = torch.nn.Linear(2, 2)
+    clock = comparison.RankClock(layer, torch.optim.SGD(layer.parameters()), Ranks(0, 2))
+    clock.start(0)
+    for it in range(2000):
+        work[1] = [100.0 if it >= 500 else 10.5]
+        if it % interval == 0:
+            clock.lap(it, types.SimpleNamespace(seconds=0.0), said.append)
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow since iter ")
+
+
+def test_the_lock_file_of_an_editor_is_no_code(monkeypatch, tmp_path):
+    monkeypatch.setattr(comparison, "REPOSITORY", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    before = comparison.describe_rank(TrainConfig(), Ranks())["code"]
+    (tmp_path / "model" / ".#gpt.py").symlink_to("user@host.1:9")
+    assert comparison.describe_rank(TrainConfig(), Ranks())["code"] == before

@@ -234,6 +234,11 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     assert_equal(load_checkpoint(tmp_path / "old_1/ckpt.pt"), states[1])
     assert_equal(load_checkpoint(tmp_path / "ckpt_prev.pt"), states[0])
     (tmp_path / "shards/notes_of_mine").mkdir()
+    shutil.copytree(tmp_path / "old_1/shards", tmp_path / "copied/shards")
+    RunFolder(str(tmp_path / "copied")).open()  # a checkpoint without its ckpt.pt is one, too
+    copied, = tmp_path.glob("copied/shards/*")
+    assert_equal(load_checkpoint(copied), states[1])
+    shutil.rmtree(copied.parent)
     save(tmp_path, 3, make_state(3, 3))
     save(tmp_path, 3, make_state(4, 4))
     names = sorted(p.name[:7] for p in tmp_path.glob("shards/*"))

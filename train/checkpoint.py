@@ -11,7 +11,6 @@ train/base/run_folder.py.
 
 import math
 import os
-import pathlib
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 
 import torch
@@ -21,12 +20,23 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
-from train.base.errors import BadNumbers, CheckpointError
+from train.base.errors import BadNumbers, CheckpointError, SetupError
 from train.base.fields import fields_by_name
 from train.base.files import write_text
-from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files
+from train.base.run_folder import (
+    RUN_FILES,
+    find_newest_checkpoint,
+    move_files,
+    restarted_job,
+)
 from train.base.sharded_file import Shards, new_folder
-from train.base.tensors import find_non_finite, map_tensors, named_tensors, walk
+from train.base.tensors import (
+    SAFETENSORS_DTYPES,
+    find_non_finite,
+    map_tensors,
+    named_tensors,
+    walk,
+)
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
     Ranks,
@@ -146,13 +156,7 @@ def find_checkpoint(config, log, damaged=()):
     moves the files of an earlier run. damaged: {path: problem} of checkpoints not to use. Rank 0
     only. Raises CheckpointError."""
     folder = config.out_dir
-    # torchrun restarts a failed job with the same command line: it continues what it has begun. The
-    # mark shows that an earlier attempt of this job has been here.
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
-    mark = pathlib.Path(folder, ".job")
-    restarted = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
-                 and mark.read_text() == job)
+    job, restarted = restarted_job(folder)
     state = None
     path = None
     shards = None
@@ -176,7 +180,7 @@ def find_checkpoint(config, log, damaged=()):
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)
     if job:
-        write_text(mark, job)
+        write_text(os.path.join(folder, ".job"), job)
     return state, path, shards
 
 
@@ -322,11 +326,11 @@ def named_params(optimizer):
 def optimizer_state(optimizer):
     """Return the optimizer's state by parameter name: {"state": {name: {key: value}},
     "param_groups": [options]}. The options are plain types, with names instead of parameters;
-    tensors are not copied."""
+    tensors are not copied. A parameter that has had no gradient yet has the state {}."""
     groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
               | {"params": list(group["names"])} for group in optimizer.param_groups]
-    return {"state": {name: dict(optimizer.state[p]) for name, p in named_params(optimizer).items()
-                      if p in optimizer.state},
+    return {"state": {name: dict(optimizer.state.get(p, {}))
+                      for name, p in named_params(optimizer).items()},
             "param_groups": groups}
 
 
@@ -386,8 +390,23 @@ def check_finite(model, optimizer, iter_num, path, ranks):
     bad = find_non_finite(state)
     index = max_over_ranks(names.index(bad) if bad else -1, ranks)
     if index >= 0:
-        raise BadNumbers(f"iter {iter_num}: {names[index]} is not finite; not saved over {path}, "
-                         "the last good checkpoint")
+        name = names[index]
+        hint = ("; if it is a constant, register_buffer(..., persistent=False)"
+                if name.removeprefix("model.") in dict(model.named_buffers()) else "")
+        raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved over {path}, the last "
+                         f"good checkpoint{hint}")
+
+
+def check_tensors(model):
+    """Raise SetupError for the first tensor in the state of `model` whose dtype a checkpoint cannot
+    have. Expanded buffers, which could not be restored, become contiguous."""
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype not in SAFETENSORS_DTYPES.values():
+            raise SetupError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, which a "
+                             "checkpoint cannot have: store it with a different dtype, or, if it "
+                             "is a constant, register_buffer(..., persistent=False)")
+    for buffer in model.buffers():
+        buffer.data = buffer.contiguous()
 
 
 def check_plain(value, name):
@@ -433,7 +452,8 @@ def select_optimizer_state(optimizer, entries, config, warn):
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
               for name, entry in entries.items()
               if isinstance(entry, dict) and entry.keys() - {"ema"} == keys.get(name)}
-    unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys())
+    new = {name for name, entry in entries.items() if entry == {}}  # had no gradient yet
+    unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys() - new)
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
     if unusable and not config.allow_change:
         raise CheckpointError(f"the checkpoint in {config.out_dir} lacks the optimizer state of "
@@ -450,15 +470,15 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})
-        if name in state:
+        if state.get(name):
             own[name] = optimizer.state[p] = entry
             if "ema" in state[name]:
                 entry["ema"] = torch.zeros_like(p)
     file_format.check_match(dict(named_tensors({"optimizer": state})),
                             dict(named_tensors({"optimizer": own})), path)
     fill(own, state, ranks, shards, "optimizer.state.")
-    for name, entry in state.items():  # numbers
-        own[name].update({k: v for k, v in entry.items() if not any(named_tensors(v))})
+    for name, entry in own.items():  # numbers
+        entry.update({k: v for k, v in state[name].items() if not any(named_tensors(v))})
 
 
 def fill(own, state, ranks, shards=None, prefix=""):

@@ -115,8 +115,10 @@ PEAK_TFLOPS = {
 
 def peak_flops(name):
     """Return the peak FLOP/s of the GPU called `name` (by the driver) for 16-bit floats, or 0 if
-    unknown. Names are compared by whole words: an RTX A4000 is not an A40."""
-    matches = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
+    unknown. Names are compared by whole words: an RTX A4000 is not an A40. Variants, e.g. RTX 4090
+    Laptop, and parts of a GPU (MIG) are unknown unless they are listed."""
+    matches = [key for key in PEAK_TFLOPS
+               if re.search(rf"\b{key}\b(?! (Laptop|Ti|SUPER|D|PCIe)\b|.* MIG )", name)]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else 0
 
 

@@ -274,24 +274,18 @@ def wrap_ddp(model, ranks):
 def build_mesh(ranks, replica_size):
     """Return the DeviceMesh of a sharded model: (ranks,), or with more than one replica (replicas,
     ranks of a replica). replica_size: ranks that hold one copy. They have consecutive numbers:
-    torchrun numbers the ranks node by node. SetupError if the mesh is a different one."""
+    torchrun numbers the ranks node by node."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)
     names = ("replicate", "shard")[-len(shape):]
-    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
-    if mesh.mesh.tolist() != torch.arange(W).view(shape).tolist():
-        raise SetupError(f"the mesh is {mesh.mesh.tolist()}, expected consecutive ranks {shape}")
-    return mesh
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
 
 
 def describe_mesh(model, ranks):
     """Return a text about how the ranks hold a model, e.g. "2 nodes x 8 GPUs: replicate 2 x shard
-    8". SetupError if its parameters are held in different ways."""
-    meshes = {getattr(p, "device_mesh", None) for p in model.parameters()}
-    if len(meshes) > 1:
-        raise SetupError(f"the parameters are on {len(meshes)} device meshes; expected one")
-    mesh = meshes.pop()
+    8"."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh
                  else [("replicate", ranks.world_size)])
     n = ranks.ranks_per_node
@@ -391,8 +385,8 @@ def assign(target, source):
 
 
 def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without the prefixes of DDP (`module`) and torch.compile (`_orig_mod`) in
-    the names."""
-    prefixes = ("module", "_orig_mod")
-    return {".".join(part for part in name.split(".") if part not in prefixes): tensor
-            for name, tensor in state.items()}
+    """Return a state dict without the name parts of torch.compile (`_orig_mod`), and without the
+    prefix of DDP (`module.`) if all names have it: otherwise it is an attribute of the model."""
+    plain = {re.sub(r"(?<![^.])_orig_mod\.", "", name): t for name, t in state.items()}
+    wrapped = all(name.startswith("module.") for name in plain)
+    return {name.removeprefix("module.") if wrapped else name: t for name, t in plain.items()}

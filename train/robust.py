@@ -191,6 +191,8 @@ def run_reporting_errors(config, job):
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
         return exit_process(interrupt_code(stop))
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and config.dry_run:  # e.g. --dry_run | head
+            os._exit(0)
         if isinstance(error, UserError) or missing_part(error):
             return exit_process(report_error(error))
         return report_crash(error, config, rank)
@@ -227,7 +229,8 @@ def suggest_fix(error, config):
                 "(CUDA_VISIBLE_DEVICES, nvidia-smi) and that all nodes reach the rendezvous.")
     if "connection closed by peer" in text or "connection reset" in text or "timed out" in text:
         return ("Another rank died or hung: look for the first error above. torchrun "
-                "--max-restarts=3 restarts from the last checkpoint by itself.")
+                "--max-restarts=3 restarts from the last checkpoint by itself. If it was only slow "
+                "(e.g. a save, or a copy from the mirror): a longer --dist_timeout.")
     return "Compiling failed: --no-compile trains without it." if is_compile_error(error) else ""
 
 

@@ -64,6 +64,8 @@ def add_link(source, target):
             shutil.copyfileobj(original, copy)
     else:
         os.replace(temporary, target)
+        with suppress(FileNotFoundError):  # if both were the same file, replace() has no effect
+            os.unlink(temporary)
 
 
 # -----------------------------------------------------------------------------

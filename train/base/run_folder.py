@@ -50,6 +50,7 @@ class RunFolder:
         self.lock = None
         self.thread = None
         self.failed = False  # a save in the background failed
+        self.kept = []  # complete folders of shards that no checkpoint names, e.g. copied ones
         self.mirror = None  # of train/options/mirror.py
 
     def file(self, name):
@@ -64,7 +65,9 @@ class RunFolder:
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+(\.pt)?$", name):  # of a killed process
                     os.unlink(self.file(name))
-            sharded_file.remove_unnamed_shards(self.path)
+            self.kept = [path for path in sharded_file.unnamed_shards(self.path)
+                         if path.joinpath(sharded_file.MANIFEST).exists()]
+            sharded_file.remove_unnamed_shards(self.path, self.kept)
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
@@ -135,7 +138,7 @@ class RunFolder:
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
-            sharded_file.remove_unnamed_shards(self.path)
+            sharded_file.remove_unnamed_shards(self.path, self.kept)
             if last:
                 raise CollectiveExit(
                     f"the last checkpoint could not be saved: {error}\nFree some disk space "
@@ -144,16 +147,17 @@ class RunFolder:
             return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
         if self.mirror:
             self.mirror.update(logger)
+        failed = "older checkpoints are not deleted"
         try:  # the checkpoint is safe from here on
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
                 with contextlib.suppress(OSError):
                     path.unlink()
-            sharded_file.remove_unnamed_shards(self.path)
+            sharded_file.remove_unnamed_shards(self.path, self.kept)
+            failed = "model.safetensors (save_precision) is not up to date"
             if self.save_precision:
                 self.export(state)
         except Exception as error:
-            logger.warn(f"{self.file('ckpt.pt')} is saved, but model.safetensors (save_precision) "
-                        f"is not up to date: {error}")
+            logger.warn(f"{self.file('ckpt.pt')} is saved, but {failed}: {error}")
 
     def export(self, state):
         """Write model.safetensors from `state`, the dict of a checkpoint: the weights, converted to
@@ -274,6 +278,16 @@ def find_newest_checkpoint(folder, log, damaged=()):
         "renamed, not deleted) or another --out_dir")
 
 
+def restarted_job(folder):
+    """Return (name of torchrun's job, "" without torchrun, whether torchrun has restarted it after
+    an attempt that used `folder`). Then the same command line continues what it has begun."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
+    mark = pathlib.Path(folder, ".job")  # written by find_checkpoint() of each attempt
+    return job, (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
+                 and mark.read_text() == job)
+
+
 def numbered_checkpoints(folder):
     """Return the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt, sorted by the time of
     writing (after --resume FILE the oldest does not have the lowest number)."""
@@ -287,7 +301,9 @@ def move_files(folder, names):
     free of old_1/, old_2/, ... in it; return the path of that folder."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
+    kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints
     for name in names:
         sharded_file.link_shards(os.path.join(folder, name), target)
         os.replace(os.path.join(folder, name), os.path.join(target, name))
+    sharded_file.remove_unnamed_shards(folder, kept)  # the links are in target
     return target

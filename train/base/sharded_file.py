@@ -22,6 +22,7 @@ import pathlib
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -262,18 +263,27 @@ def open_shards(path):
 
 def link_shards(path, target):
     """Link the files of shards that the manifest `path` names into the folder `target` too (copied
-    without hard links). Without effect if `path` is no manifest."""
-    if folder := folder_named_in(path):
-        source = os.path.join(os.path.dirname(path), folder)
+    without hard links). Without effect if `path` is no manifest, or the files are missing."""
+    folder = folder_named_in(path) or ""
+    source = os.path.join(os.path.dirname(path), folder)
+    if folder and os.path.isdir(source):
         shutil.copytree(source, os.path.join(target, folder), copy_function=add_link,
                         dirs_exist_ok=True)
 
 
-def remove_unnamed_shards(root):
-    """Remove the folders of shards that no checkpoint ckpt*.pt in `root`, a run's folder, names: of
-    failed saves, and of checkpoints that were replaced."""
+def unnamed_shards(root):
+    """Return the folders of shards (pathlib.Path) that no checkpoint ckpt*.pt in `root`, a run's
+    folder, names: of failed saves, of checkpoints that were replaced, and copied ones."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
-    for path in pathlib.Path(root).glob("shards/*_*"):
-        folder = f"shards/{path.name}"
-        if HEAD.match(b'{"folder": "%s"' % folder.encode()) and folder not in named:
+    folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
+    return [path for folder, path in folders.items()
+            if HEAD.match(b'{"folder": "%s"' % folder.encode()) and folder not in named]
+
+
+def remove_unnamed_shards(root, kept=()):
+    """Remove the folders unnamed_shards(root), except those in `kept`."""
+    for path in unnamed_shards(root):
+        if path not in kept:
+            with suppress(OSError):  # first: without it, the rest is known as incomplete
+                os.unlink(path / MANIFEST)
             shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,8 @@ BLOCK_BYTES = 1 << 22  # read at once
 MAX_DEPTH = 100  # of a nested state
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool}
 
 
 # -----------------------------------------------------------------------------

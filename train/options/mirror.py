@@ -8,6 +8,7 @@ Of a sharded checkpoint the store has the files of shards/ too, copied before th
 """
 
 import contextlib
+import glob
 import os
 import re
 import threading
@@ -16,6 +17,7 @@ from train.base import sharded_file
 from train.base.checkpoint_file import verify_digest
 from train.base.errors import CheckpointError, SetupError, require
 from train.base.files import add_link
+from train.base.run_folder import restarted_job
 
 
 class Mirror:
@@ -28,6 +30,7 @@ class Mirror:
             self.fs, self.root = fsspec.url_to_fs(config.mirror, use_listings_cache=False)
         except (ImportError, ValueError) as error:  # e.g. "Install s3fs to access S3"
             raise SetupError(f"mirror: {config.mirror}: {error}") from error
+        self.pattern = glob.escape(self.root)
         self.fs.auto_mkdir = True  # of a folder, which is then created
         self.disk = fsspec.filesystem("file")
         self.config = config
@@ -38,7 +41,7 @@ class Mirror:
 
     def copies(self):
         """Return the paths of the copies of ckpt.pt in the store, oldest first, complete or not."""
-        return sorted(self.fs.glob(f"{self.root}/copy_*.pt"))
+        return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
 
     def fetch(self, log):
         """Unless the run folder has a checkpoint or config.resume_file is set, copy the newest
@@ -46,8 +49,7 @@ class Mirror:
         with a line per file. CheckpointError: unusable store, only incomplete copies, or copies
         although resume is "never"."""
         c = self.config
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        never = c.resume == "never" and not restarted
+        never = c.resume == "never" and not restarted_job(self.folder)[1]
         exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
         if not never and (exists or c.resume_file):
             return
@@ -156,8 +158,8 @@ class Mirror:
 
     def remove_unnamed_shards(self):
         """Remove the folders of shards in the store that no checkpoint there names."""
-        heads = [self.fs.head(path) for path in self.fs.glob(f"{self.root}/*.pt")]
-        for folder in self.fs.glob(f"{self.root}/shards/*"):
+        heads = [self.fs.head(path) for path in self.fs.glob(f"{self.pattern}/*.pt")]
+        for folder in self.fs.glob(f"{self.pattern}/shards/*"):
             name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()
             if not any(head.startswith(name) for head in heads):
                 self.fs.rm(folder, recursive=True)

@@ -71,7 +71,8 @@ def describe_rank(config, ranks):
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
-            code.update(path.read_bytes())
+            if path.is_file() and path.name[0] != ".":  # an editor's lock file is a dangling link
+                code.update(path.read_bytes())
     on_gpu = ranks.device.type == "cuda"
     values = asdict(config)
     keys = {f.name: values[f.name] for f in fields(config) if not f.metadata.get("path")}
@@ -123,7 +124,7 @@ def step_collectives(model, config, world_size, dtype):
     """Return the list of Collectives of a step of the bare `model` (on any device, not sharded)
     with AdamW and config.distributed. dtype: of matrix products."""
     n = config.accumulation(world_size)
-    shard_size = config.replica_size(world_size)
+    shard_size = min(config.replica_size(world_size), world_size)
     world = range(world_size)
     shard = range(shard_size)
     found = [Collective("all_reduce", world, n, 8 * (n + 1)),  # requests to stop or save
@@ -217,7 +218,8 @@ class RankClock(Clock):
         self.spans = []     # (begin, end) of the work in each step
         self.begin = None   # end of the previous step, when all ranks have the same numbers
         self.end = None
-        self.slow = (-1, 0)  # rank, and the step from which on it was the slowest in every lap
+        # Slow rank (-1: none), the step since which it is slow in every lap, whether it was named.
+        self.slow = (-1, 0, False)
         optimizer.register_step_pre_hook(self.end_step)
         first = next(p for p in model.parameters() if p.requires_grad)  # has the last gradient
         self.sharded = is_sharded(first)
@@ -258,10 +260,12 @@ class RankClock(Clock):
         slowest = max(all_work)
         rank = all_work.index(slowest)
         self.numbers = dict(work_ms=median, slowest_ms=slowest, slowest_rank=rank)
-        since = self.slow[1]
-        if slowest < SLOW_FACTOR * median + SLOW_MS or rank != self.slow[0]:
-            self.slow = (rank, start)
-        elif it - since >= SLOW_STEPS > start - 1 - since:
+        is_slow = slowest >= SLOW_FACTOR * median + SLOW_MS
+        if not is_slow or rank != self.slow[0]:
+            self.slow = (rank if is_slow else -1, start, False)
+        _, since, named = self.slow
+        if is_slow and not named and it + 1 - since >= SLOW_STEPS:
+            self.slow = (rank, since, True)
             warn(f"rank {rank} is slow since iter {since}, and all others wait for it: it works "
                  f"{slowest:.1f} ms per step, the median rank {median:.1f} ms")
         return per_step

@@ -9,13 +9,12 @@ With world_size, the run is planned on that many GPUs instead (train/tools/plan.
 import numpy as np
 import torch
 
-from train import device as device_module
 from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
 from train.base.memory import memory_available, memory_resident
 from train.checkpoint import inherited_shape
-from train.device import ON_OFF, compile_model, should_compile, timed
+from train.device import ON_OFF, choose_dtype, compile_model, describe_device, should_compile, timed
 from train.logger import log_plan, peak_memory
 from train.optimizer import build_optimizer
 from train.options.ranks import check_ranks, log_network
@@ -44,13 +43,13 @@ def estimate(config):
         with torch.device("meta"):  # allocates nothing: the model may not fit
             empty_model, probe = (load_model_type(config.model).build_model(config, data)
                                   for _ in range(2))
-        dtype, reason = device_module.choose_dtype(config.dtype, ranks.device)
+        dtype, reason = choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
         if config.world_size:
             return log_table(log, config, data, empty_model, probe, flops)
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
-        device = device_module.describe_device(ranks.device)
+        device = describe_device(ranks.device)
         log_plan(log, config, ranks, data, empty_model, device, precision, flops)
         log_network(config, empty_model, ranks, log)
         on_gpu = ranks.device.type == "cuda"
