@@ -121,14 +121,17 @@ def json_values(stream, name, columns):
     """Yield (location, value) of a JSON file, the binary `stream`: a list of records, one record,
     or one per line. name: of the file. Raises ValueError, but for one line of many the value is a
     ValueError."""
-    first = stream.readline(MAX_JSON_BYTES)
+    lines = [stream.readline(MAX_JSON_BYTES)]
+    while lines[-1].isspace():
+        lines.append(stream.readline(MAX_JSON_BYTES))
     is_lines = False  # one record per line, at any size
     with contextlib.suppress(ValueError):
-        is_lines = isinstance(parse_json(first), dict)
+        is_lines = isinstance(parse_json(lines[-1]), dict)
     if is_lines:
-        yield from json_lines(itertools.chain([first], stream), name)
+        yield from json_lines(itertools.chain(lines, stream), name)
         return
-    content = first + stream.read(MAX_JSON_BYTES - len(first))
+    content = b"".join(lines)
+    content += stream.read(MAX_JSON_BYTES - len(content))
     if len(content) >= MAX_JSON_BYTES:
         raise ValueError("expected less than 1 GB; `jq -c '.[]' FILE > FILE.jsonl` makes lines of "
                          "a list")
@@ -150,12 +153,21 @@ def csv_rows(stream, name, columns):
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
-    rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",")
+    # Not strict, a quote that is not closed would silently swallow the rows after it.
+    rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
     check_columns(rows.fieldnames, columns)
-    for row in rows:
-        if None in row:  # the values could be in the wrong columns
-            row = ValueError(f"more values than the {len(rows.fieldnames)} columns; quote texts")
-        yield f"{name}:{rows.line_num}", row
+    while True:
+        first = rows.reader.line_num + 1
+        try:
+            if None in (row := next(rows)):  # the values could be in the wrong columns
+                n = len(rows.fieldnames)
+                row = ValueError(f"more values than the {n} columns; quote texts")
+        except StopIteration:
+            return
+        except csv.Error:
+            row = ValueError(f"the quotes of a value in lines {first} to {rows.reader.line_num} do "
+                             "not end with it; quote whole values, and double the quotes in them")
+        yield f"{name}:{rows.reader.line_num}", row
 
 
 def parquet_rows(stream, name, columns):
@@ -175,7 +187,9 @@ def dataset_rows(source):
     """Yield (location, row as a dict) of a data set of the package datasets: from the hub, streamed
     (hf:NAME, hf:NAME:CONFIG:SPLIT), or from a folder; default split: train. Raises ValueError, or
     SetupError without the package."""
-    datasets = require("datasets", "reading it")
+    is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
+    hint = "" if is_known else " (there is no file or folder of this name)"
+    datasets = require("datasets", f"reading {source}{hint}")
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
@@ -187,7 +201,7 @@ def dataset_rows(source):
         for number, record in enumerate(dataset):
             yield f"{source}: record {number}", record
     except Exception as error:  # of the network, the hub, or any format
-        raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}") from None
+        raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}{hint}") from None
 
 
 # Files with any other extension have one JSON record per line.

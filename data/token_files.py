@@ -7,6 +7,7 @@ Formats: nanoGPT's raw .bin (uint16, or the dtype of meta.json), llm.c and modde
 import glob
 import mmap
 import os
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +61,10 @@ def find_files(data_dir, split):
         if prepared_model(data_dir) not in (None, "gpt"):
             shards = []
         paths = glob.glob(f"{start}{split}.bin") or [
-            path for pattern in shards for path in glob.glob(start + pattern)]
-        expected = f"{split}.bin, or shards *{split}*.bin or *{split}*.npy"
+            path for pattern in shards for path in glob.glob(start + pattern)
+            if re.search(rf"(?<![A-Za-z]){split}", os.path.basename(path))]  # not medieval.bin
+        expected = (f"{split}.bin, or shards *{split}*.bin or *{split}*.npy with no letter before "
+                    f"{split}")
         existing = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
     elif split != "train" and "{split}" not in data_dir:
         # The same tokens would be training and validation data.

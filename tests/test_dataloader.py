@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import threading
 import time
 
@@ -13,7 +14,7 @@ import torch
 from processes import python
 
 from data import token_files
-from data.token_files import TokenStream, open_shard
+from data.token_files import TokenStream, find_files, open_shard
 from train import dataloader
 from train.base.errors import DataError
 from train.config import TrainConfig
@@ -226,6 +227,16 @@ def test_folder_file_glob_and_split(folder, tmp_path):
     odd.mkdir()
     write(odd / "train.bin", tokens)
     assert np.array_equal(read_all(odd, 5000), tokens)
+
+
+def test_a_split_inside_a_word_names_no_shard(folder, tmp_path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("medieval_train_000", "medieval_val_000", "x-val", "constraint"):
+        shutil.copy(folder / "val.bin", shards / f"{name}.bin")
+    assert [os.path.basename(path) for path in find_files(str(shards), "val")] == [
+        "medieval_val_000.bin", "x-val.bin"]
+    assert len(find_files(str(shards), "train")) == 1
 
 
 def test_vocabulary_comes_from_the_data(folder):

@@ -5,6 +5,7 @@ import collections
 import io
 import json
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -601,3 +602,20 @@ def test_two_ranks_equal_one(made, tmp_path, how, rank):
     for name in a:
         if name.startswith("model."):
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_conversations_are_held_out_as_for_chats(made, tmp_path):
+    """with several exchanges too: the hash is that of the prompt before the first answer"""
+    def turns(i):
+        for k in range(2):
+            yield {"role": "user", "content": f"{i}?" if k == 0 else "x"}
+            yield {"role": "assistant", "content": "a"}
+    chats = write_jsonl(tmp_path / "c.jsonl", [{"messages": list(turns(i))} for i in range(60)])
+    ckpt = ["--tokenizer", str(made / "chat/ckpt.pt"), "--val_fraction", "0.3"]
+    assert data_prompts.main([chats, "--out", str(tmp_path / "p"), *ckpt]) == 0
+    assert data_chat.main([chats, "--out", str(tmp_path / "c"), *ckpt]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "p/val_rows.jsonl").open()]
+    tokenizer = load_tokenizer(ckpt[1])
+    held_out = tokenizer.decode(np.load(tmp_path / "c/val_tokens.npy").flatten().tolist())
+    asked = {row["row"]["messages"][0]["content"] for row in rows}
+    assert len(asked) > 5 and asked == set(re.findall(r"\d+\?", held_out))

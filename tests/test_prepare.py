@@ -684,6 +684,34 @@ def test_corpora_of_tokens(tmp_path, hub, gpt2, corpus, capsys):
     assert main([*args, "--field", "x"]) == 2 and "leave out --field" in capsys.readouterr().err
 
 
+def test_a_corpus_replaces_the_shards_and_rows_of_earlier_preparations(tmp_path, hub, gpt2):
+    shards(tmp_path / "repo", "fineweb10B", 3)
+    hub.repos[f"datasets/{CORPORA['fineweb10B'][0]}"] = tmp_path / "repo"
+    args = ["--dataset", "fineweb10B", "--out", str(tmp_path / "o"), "--shards"]
+    assert main([*args, "2"]) == 0
+    for name in ("finewebedu_train_000001.bin", "train_tokens.npy", "val.bin"):
+        (tmp_path / "o" / name).write_bytes(b"other")
+    assert main([*args, "1"]) == 0
+    assert [Path(path).name for split in ("train", "val")
+            for path in find_files(str(tmp_path / "o"), split)] == [
+        "fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    assert not (tmp_path / "o/train_tokens.npy").exists()
+
+
+def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.txt").write_text("some text\n" * 50)
+    (tmp_path / "in/big.csv").write_text("text\n" + "good\n" * 9 + "one,two\n")
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "o")]) == 2
+    assert "big.csv:11: more values than the 1 columns" in capsys.readouterr().err
+
+
+def test_a_text_of_one_long_character_is_too_little_to_split(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("\N{GRINNING FACE}", encoding="utf-8")
+    assert main([str(tmp_path / "x.txt"), "--out", str(tmp_path / "o")]) == 2
+    assert "too little to split" in capsys.readouterr().err
+
+
 def test_shakespeare_is_downloaded_once_and_checked(tmp_path, hub, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = "To be, or not to be\n" * 500

@@ -171,3 +171,32 @@ def test_lines_in_a_json_file_are_read_one_by_one(tmp_path, monkeypatch):
     path.write_text(json.dumps([dict(text="x" * 2000)]))
     with pytest.raises(DataError, match="expected less than 1 GB"):
         list(parse_records([str(path)], lambda record: record))
+
+
+@pytest.mark.parametrize("name, content, lines", [
+    ("a.csv", 'text\none\n"two\nthree\nfour\n', "3 to 5"),
+    ("a.tsv", 'text\tlabel\n"Great movie\tpos\nbad\tneg\n', "2 to 3")])
+def test_a_quote_that_is_not_closed_swallows_no_rows(tmp_path, name, content, lines):
+    (tmp_path / name).write_text(content)
+    *_, (_, last) = records(str(tmp_path / name))
+    assert isinstance(last, ValueError) and f"lines {lines} do not end with it" in str(last)
+
+
+def test_quoted_line_breaks_and_quotes_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"one\n ""two"", three"\nfour\n')
+    assert [row["text"] for _, row in records(str(tmp_path / "a.csv"))] == [
+        'one\n "two", three', "four"]
+
+
+def test_blank_lines_may_precede_the_records(tmp_path):
+    (tmp_path / "a.json").write_text('\n \n{"text": "a"}\n{"text": "b"}\n')
+    assert [row["text"] for _, row in records(str(tmp_path / "a.json"))] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_system_field_is_the_first_message(name):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = {name: turns, "system": "Be brief."}
+    assert chat.to_messages(record)[0] == ("system", "Be brief.")
+    record = {name: [{"role": "system", "content": "own"}, *turns], "system": "Be brief."}
+    assert [text for _, text in chat.to_messages(record)] == ["own", "a", "b"]

@@ -91,6 +91,9 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         tokenizer = tokenizer or make_tokenizer(o, documents)
         fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
         in_val, cut = encode.choose_split(documents, fraction)
+        if not cut:  # its first character has almost all bytes
+            raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little "
+                            "to split")
         splits = encode.write_splits(folder, documents, tokenizer, in_val, cut)
         val = {"fraction": fraction, "by": "document" if cut == documents.size else "tail"}
         meta = Meta("gpt", id_dtype(tokenizer.n_vocab).name, **write_tokenizer(folder, tokenizer),

@@ -59,15 +59,17 @@ def to_messages(record, fields=(), prompt_only=False):
     fields = fields or next((names for names in formats
                              if all(record.get(name) is not None for name in names)), None)
     if not fields:
-        raise ValueError(f"its fields ({', '.join(sorted(record))}) are none of the known formats; "
-                         "name them: --field QUESTION --field ANSWER")
+        names = [name if record[name] is not None else f"{name}: null" for name in sorted(record)]
+        raise ValueError(f"its fields ({', '.join(names)}) are none of the known formats; give the "
+                         "values, or name other fields: --field QUESTION --field ANSWER")
     *questions, answer = fields
-    if prompt_only and not questions and isinstance(record[answer], str):
-        return [("user", record[answer])]
-    if not questions or isinstance(record[answer], list):  # the question is messages as well
-        return [message for name in fields for message in parse_messages(record[name], name)]
-    question = [parse_content(record[name]).strip() for name in questions if record[name]]
     system = [("system", parse_content(record["system"]))] if record.get("system") else []
+    if prompt_only and not questions and isinstance(record[answer], str):
+        return [*system, ("user", record[answer])]
+    if not questions or isinstance(record[answer], list):  # the question is messages as well
+        messages = [message for name in fields for message in parse_messages(record[name], name)]
+        return messages if messages[:1] and messages[0][0] == "system" else system + messages
+    question = [parse_content(record[name]).strip() for name in questions if record[name]]
     return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]
 
 

@@ -1,13 +1,13 @@
 """Known data sets by name: python -m data.prepare --dataset NAME."""
 
-import contextlib
 import os
+import re
 
 from tiktoken.load import read_file_cached
 
 from data.hub import HUB, download
 from data.meta import Meta, write_meta
-from data.prepare.folders import check_replaceable
+from data.prepare.folders import PREPARED, check_replaceable
 from data.token_files import open_shard
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.errors import DataError
@@ -55,11 +55,12 @@ def prepare_tokens(o):
     meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")), sources=sources,
                 incomplete=True)
     write_meta(o.out, meta)  # an interrupted download can be resumed
-    for file in ("train.bin", "val.bin"):  # of other sources, which would hide the shards
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(o.out, file))
     files = [f"{start}_val_000000.bin",
              *(f"{start}_train_{i:06d}.bin" for i in range(1, (o.shards or n_files) + 1))]
+    for name in set(os.listdir(o.out)).difference(files, ["tokenizer.tiktoken"]):
+        # Of an earlier preparation: training would read them instead of these shards, or as well.
+        if re.fullmatch(rf"{PREPARED}|fineweb(edu)?_(train|val)_\d+\.bin", name):
+            os.unlink(os.path.join(o.out, name))
     paths = [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=repo, filename=file,
                       repo_type="dataset", local_dir=os.path.abspath(o.out)) for file in files]
     n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)

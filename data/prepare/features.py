@@ -185,8 +185,8 @@ def open_arrays(args):
 def run(args):
     """Write the folder of prepared arrays; print a summary. args: FeatureOptions. UserError if
     invalid."""
-    if bool(args.arrays) == args.synthetic:
-        raise UserError("give one or more FILE.npy, or --synthetic")
+    if bool(args.arrays) == args.synthetic or args.synthetic and (args.target or args.runs):
+        raise UserError("give one or more FILE.npy, or --synthetic without --target and --runs")
     arrays, target, runs = synthetic() if args.synthetic else open_arrays(args)
     sources = ["--synthetic"] if args.synthetic else [*args.arrays, args.target]
     out = args.out or os.path.join("data", "bin", source_name(sources[0]).strip("-"))

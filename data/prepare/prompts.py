@@ -53,32 +53,35 @@ class PromptWriter(SampleWriter):
     suffix = "-prompts"
 
     def encode(self, record):
-        """Return [(ids, mask), line of SPLIT_rows.jsonl as a dict] of a record, a dict, or `None`,
-        counted in self.notes, if the prompt is too long. The ids are the prompt and one token for
-        the answer, which the mask marks, as split_by_prompt expects. Raises ValueError."""
+        """Return [(ids, mask), list of ids of the prompt, line of SPLIT_rows.jsonl as a dict] of a
+        record, a dict, or `None`, counted in self.notes, if the prompt is too long. (ids, mask) are
+        for split_by_prompt: the conversation before the first answer, as in data.prepare.chat, and
+        one token for the answer, which the mask marks. Raises ValueError."""
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)
         if len(ids) > max_tokens:
             self.notes[f"left out: longer than {max_tokens:,} tokens"] += 1
             return None
-        mask = np.arange(len(ids) + 1) == len(ids)
+        n = next((i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages))
+        start = self.template.prompt_ids(messages[:n], self.tokenizer)
+        mask = np.arange(len(start) + 1) == len(start)
         line = dict(question=messages[-1][1].strip(), answer=answer, row=record)
-        return [(np.array([*ids, self.tokenizer.eot_token], np.uint32), mask), line]
+        return [(np.array([*start, self.tokenizer.eot_token], np.uint32), mask), ids, line]
 
     def write(self, folder, splits):
         """Write {"train": prompts, "val": prompts} of `encode` in rows of the longest one to
         `folder`. Return {split: numbers for meta.json}."""
-        self.block_size = max(len(ids) - 1 for rows in splits.values() for (ids, _), _ in rows)
+        self.block_size = max(len(ids) for rows in splits.values() for _, ids, _ in rows)
         return super().write(folder, splits)
 
     def write_split(self, folder, split, rows):
-        ids = [ids[:-1] for (ids, _), _ in rows]
+        ids = [ids for _, ids, _ in rows]
         save_arrays(folder, split, length=np.array([*map(len, ids)], np.uint32),
                     tokens=pad_rows(ids, self.block_size, self.tokenizer.eot_token, self.id_dtype))
         with open(os.path.join(folder, f"{split}_rows.jsonl"), "w", encoding="utf-8") as f:
             # Values that JSON cannot represent, e.g. dates of a table, become text.
-            f.writelines(json.dumps(line, default=str) + "\n" for _, line in rows)
+            f.writelines(json.dumps(line, default=str) + "\n" for *_, line in rows)
         return dict(questions=len(rows))
 
 

@@ -50,9 +50,9 @@ def source_name(source):
 
 def has_records(path):
     """Return whether a source (file, folder, hf:NAME or - for the standard input) has records, e.g.
-    JSONL or CSV, by its name or, of standard input, the first byte; otherwise it is text."""
+    JSONL or CSV, by its name or, of standard input, a first { or [{; otherwise it is text."""
     if path == "-":
-        return sys.stdin.buffer.peek(READ_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"{"
+        return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
     return (os.path.isdir(path) or records.is_hub_name(path)
             or path.lower().removesuffix(".gz").endswith(RECORD_EXTENSIONS))
 
@@ -70,7 +70,7 @@ def read_text(path, separator):
             while separator is None and (block := text.read(READ_BYTES)):
                 yield block, False
             for line in text:
-                if line.strip() != separator:
+                if line.strip() != separator.strip():
                     lines.append(line)
                 else:
                     yield "".join(lines).strip("\r\n"), True
@@ -158,7 +158,10 @@ def read_sources(o, path):
             real_paths.add(os.path.realpath(file))
             file_problems = documents.add_file(file, o)
             is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
-            if file == source or is_data:
+            # A table without the column is no text, but its bad rows would be missing unnoticed.
+            has_bad_rows = (re.search(r"\.[ct]sv(\.gz)?$", file.lower())
+                            and any(where != file for where, _ in file_problems))
+            if file == source or is_data or has_bad_rows:
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)

@@ -26,13 +26,14 @@ from model.convert.families import FAMILIES, find_family, write_config, write_fi
 from model.convert.foreign import check_complete, read_model
 from model.convert.gguf import export_gguf
 from model.convert.tensors import write_weights
-from model.core.adapters import merge
+from model.core.adapters import is_adapter, merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import command
 from train.base.errors import CheckpointError
 from train.base.fields import key
+from train.base.files import write_text
 from train.base.sharded_file import is_sharded
 from train.base.tensors import find_non_finite, write_safetensors
 from train.config import FIELDS
@@ -79,10 +80,13 @@ def convert_weights(weights, precision):
     return weights
 
 
+# Files of another model in the folder that programs would read together with the new ones.
+REPLACED = (r"(tokenizer(_config)?|special_tokens_map|added_tokens|model\.safetensors\.index)\.json"
+            r"|chat_template\.jinja|model-\d+-of-\d+\.safetensors")
+
+
 def write_json(folder, name, content):
-    with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-        json.dump(content, f, indent=2, ensure_ascii=False)
-        f.write("\n")
+    write_text(os.path.join(folder, name), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def export_folder(source, to, precision):
@@ -96,6 +100,9 @@ def export_folder(source, to, precision):
     os.makedirs(to, exist_ok=True)
     weights = convert_weights(write_weights(source.weights, shape, kind), precision)
     write_safetensors(os.path.join(to, "model.safetensors"), weights)
+    for name in os.listdir(to):
+        if re.fullmatch(REPLACED, name):
+            os.unlink(os.path.join(to, name))
     if tokenizer:
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     model_max_length=shape.full_context)
@@ -161,7 +168,6 @@ def export_merged(state, path, to, precision, backbone):
 # -----------------------------------------------------------------------------
 # the command
 
-MERGED = ("lora", "memory")  # model types of which FILE.pt is a checkpoint of this program
 FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": export_gguf}
 
 
@@ -186,7 +192,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         return
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
-    if ending == ".pt" and saved_model_type(state) in MERGED:
+    is_merged = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
+    if ending == ".pt" and is_merged:  # nanoGPT's format has neither
         description = export_merged(state, ckpt, to, save_precision, backbone)
     else:
         source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")

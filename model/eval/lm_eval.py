@@ -3,7 +3,8 @@
 
     python -m model.eval.lm_eval --ckpt out/ckpt.pt --tasks lambada_openai,hellaswag --limit 100
 
-The results equal the harness's `hf` model on the exported folder (model/convert/).
+The results equal the harness's `hf` model on the exported folder (model/convert/), except for tasks
+whose max_gen_toks is more than half of the context: here a prompt keeps half of the context.
 """
 
 import itertools
@@ -91,7 +92,8 @@ class CheckpointLM:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = options.get("max_gen_toks", MAX_NEW_TOKENS)
-        n_context = max(1, self.model.config.block_size - n)
+        size = self.model.config.block_size
+        n_context = max(size - n, size // 2)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
         detokenizer = Detokenizer(self.tok, until)
 
@@ -153,6 +155,8 @@ def evaluate(options):
 def report(options):
     """Evaluate the model options.ckpt, print a table, and write all results to the file
     options.out, if specified. options: HarnessOptions. Raises UserError."""
+    if options.out:  # not after hours of evaluation
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

@@ -121,10 +121,12 @@ def sample(options):
         on_token = TextStreamer(tokenizer, [stop])
     out = generate(model, idx, options.max_new_tokens, **options.sampling(), stop_token=stop,
                    on_token=on_token, n_vocab=tokenizer.n_vocab)
-    for ids in out[:, len(prompt):].tolist() if n > 1 else []:
-        text = tokenizer.decode(ids[:ids.index(stop)] if stop in ids else ids)
-        echo(f"{options.prompt}{text}\n{SEPARATOR}")
-    n_tokens = n * (out.size(1) - len(prompt))
+    n_tokens = 0
+    for ids in out[:, len(prompt):].tolist():
+        end = ids.index(stop) if stop in ids else len(ids)
+        n_tokens += min(end + 1, len(ids))  # with the stop token, without the padding after it
+        if n > 1:
+            echo(f"{options.prompt}{tokenizer.decode(ids[:end])}\n{SEPARATOR}")
     rate = n_tokens / (time.perf_counter() - started)
     print(f"\n[{n_tokens} tokens, {rate:.1f} tokens/s]", file=sys.stderr)
 
