@@ -59,6 +59,11 @@ class Keys:
                             "the prediction; the network learns the rest")
     modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
 
+    def problems(self):
+        valid = all(isinstance(w, (int, float)) and w >= 0 for w in self.modality_weights.values())
+        return [] if valid else [f"modality_weights: expected numbers of at least 0, got "
+                                 f"{self.modality_weights}"]
+
 
 # -----------------------------------------------------------------------------
 # data
@@ -183,7 +188,7 @@ def open_data(config, ranks):
     if unknown := weighted - meta["modalities"].keys():
         raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
-    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict, name)]:
+    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
                         "PyTorch modules; rename the files and prepare them again")
     spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}

@@ -333,7 +333,10 @@ class RoutedGPT(GPT):
         count."""
         router = next(m for m in self.modules() if isinstance(m, Router))
         grouped = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
-        return super().flops_per_unit() - 6 * (grouped - grouped * router.k // router.out_features)
+        # As in GPT: 2 per weight forward, and 4 backward unless the model is frozen.
+        flops = 6 if any(p.requires_grad for p in self.parameters()) else 2
+        unused = grouped - grouped * router.k // router.out_features
+        return super().flops_per_unit() - flops * unused
 
 
 class MoE(RoutedGPT):

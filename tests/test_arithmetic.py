@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from model.core import ops
 from model.core.generate import sample_tokens
 from model.core.ops import rope_table
 from model.gpt import Norm
@@ -519,3 +520,14 @@ def test_what_is_drawn_is_the_tail_cut_and_renormalised(options, kept):
     got = shares(np.log(P).tolist(), **options)
     np.testing.assert_allclose(got, expected / expected.sum(), atol=0.03)
     assert set(np.flatnonzero(got)) <= set(kept)
+
+
+def test_an_evaluation_computes_no_gradient_of_the_output_layer(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops._ChunkedLinearCrossEntropy, "apply",
+                        lambda h, weight, *rest: seen.append(weight.requires_grad))
+    x, weight = torch.randn(1, 3, 4), nn.Parameter(torch.randn(8, 4))
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode:
+            ops.LinearCrossEntropy()(x, weight, torch.zeros(1, 3, dtype=torch.long), 8)
+    assert seen == [False, True]

@@ -523,3 +523,14 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
     assert baselines.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err
+
+
+def test_old_validation_batches_are_spread_over_all_of_the_old_text():
+    """2 batches of new text, 10 of old text: numbers 0 and 1 of 2, not of 10."""
+    def loader(n):
+        return types.SimpleNamespace(
+            samples=n, unit="tok", units_per_sample=1, calls_per_chunk=1, locate=None,
+            n_fixed=lambda count: min(n, count),
+            fixed_batch=lambda index, count, device: ((n, index, count),))
+    pair = memory.PairedLoader(loader(2), loader(10))
+    assert [pair.fixed_batch(i, 10)[1] for i in range(2)] == [(10, 0, 2), (10, 1, 2)]

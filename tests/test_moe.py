@@ -361,3 +361,10 @@ def test_shape_start_and_work_of_experts():
     dropping = build_model(tiny(dropout=0.5, n_embd=128), SPEC).h[0].mlp
     assert not torch.equal(dropping(x)[0], dropping(x)[0])
     assert torch.equal(dropping.eval()(x)[0], dropping(x)[0])
+
+
+def test_a_frozen_model_counts_a_third_of_the_flops():
+    """2 per weight forward; 4 more backward"""
+    model = build_model(tiny(n_experts=16), SPEC)
+    trained = model.flops_per_unit()
+    assert 0 < model.requires_grad_(False).flops_per_unit() == trained / 3

@@ -190,6 +190,8 @@ def test_spliced_losses(trained, data_dir):
     backbone = model.backbone()
     plain = float(backbone.gpt(idx, targets)[0])
     assert float(backbone.loss(idx, targets, lambda x: x)) == pytest.approx(plain)
+    backbone.gpt.compute_loss = None  # types with losses of their own are scored as GPTs too
+    assert float(backbone.loss(idx, targets, lambda x: x)) == pytest.approx(plain)
     assert float(backbone.loss(idx, targets, torch.zeros_like)) > plain + 0.01
     assert not backbone.gpt.h[0]._forward_hooks
     with torch.no_grad():
@@ -817,3 +819,16 @@ def test_bad_input_of_new_keys(tmp_path, data_dir, backbone, changes, words):
     from train.base.errors import UserError
     with pytest.raises(UserError, match=re.escape(words)):
         go(data_dir, tmp_path / "out", **SAE | dict(backbone=str(backbone)) | changes)
+
+
+def test_dead_features_of_an_evaluation_are_those_that_never_fired():
+    """also with activations from files; in training those that were silent for long"""
+    model, x = untrained(sae="topk", k=1)
+    model.sae.silent.fill_(7)
+    _, sums = model(x)
+    sums["count"] = torch.tensor(x.size(0) * x.size(1))
+    never = int((sums["fired"] == 0).sum())
+    assert model.train().numbers(sums)["dead"] == int((model.sae.silent >= 7).sum())
+    model.sae.silent.zero_()
+    assert model.train().numbers(sums)["dead"] == 0
+    assert model.eval().numbers(sums)["dead"] == never > 0

@@ -41,6 +41,8 @@ class LinearCrossEntropy(nn.Module):
         targets = targets.flatten()
         if h.is_cuda and torch.compiler.is_compiling():
             return whole_cross_entropy(h, weight.to(h.dtype), targets, vocab_size)
+        if not torch.is_grad_enabled():  # a parameter would still count as needing a gradient
+            weight = weight.detach()
         if torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))
         return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)

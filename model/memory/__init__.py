@@ -241,7 +241,8 @@ class PairedLoader:
         return self.new.get_batch(device, step) + self.old.get_batch(device, step)
 
     def fixed_batch(self, index, count, device="cpu"):
-        old = self.old.fixed_batch(index % self.old.n_fixed(count), count, device)
+        n = self.n_fixed(count)  # the old batches are spread over all of the old text
+        old = self.old.fixed_batch(index % self.old.n_fixed(n), n, device)
         return self.new.fixed_batch(index, count, device) + old
 
     def fingerprint(self):

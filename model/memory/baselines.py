@@ -89,7 +89,10 @@ def train_lora(args, values, backbone, n_trained):
         own = {name: values[name] for name in fields_by_name(TrainConfig) if name in values}
         own |= dict(model="lora", backbone=values["backbone"], lora_rank=rank,
                     lora_alpha=2.0 * rank, optimizer="adamw", resume="never", out_dir=folder,
-                    learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch")
+                    learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch",
+                    max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
+                    mirror=None, tracker=[], early_stopping_metric="val_loss",
+                    early_stopping_mode="min")
         started = time.perf_counter()
         train(saved_config(own | changes))
         yield (name, os.path.join(folder, "ckpt.pt"), rank * size, time.perf_counter() - started)

@@ -341,9 +341,8 @@ class SAEModel(nn.Module):
         unexplained = sums["mse"] * self.spec["d_in"]
         means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
         means["l0"] = float(sums["fired"].sum() / sums["count"])
-        is_dead = self.sae.silent >= self.keys.dead_after
+        is_dead = self.sae.silent >= self.keys.dead_after if self.training else sums["fired"] == 0
         if "lm_loss" in sums:
-            is_dead = sums["fired"] == 0
             zeroed = float(sums["zeroed_loss"] / sums["count"])
             gap = zeroed - means["lm_loss"]
             means["loss_recovered"] = (zeroed - means["spliced_loss"]) / gap if gap else None

@@ -92,7 +92,8 @@ class Backbone:
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
         with self.edited.register_forward_hook(hook):
-            return self.gpt(idx, targets)[0]
+            # Not forward(): with targets, types such as distill compute other losses.
+            return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
         """Return measure_scale() of the activations of windows that are evenly spaced in the loader
