@@ -459,9 +459,9 @@ def test_silent_steps_are_counted_until_a_feature_fires():
         9.0), x=torch.tensor([2.0, 4.0]), l1=torch.tensor(6.0), auxk=torch.tensor(1.0))
     training = model.numbers(sums)
     assert training == dict(explained_variance=1 - 6 / 4, l0=9 / 4, l1=1.5, auxk=0.25, dead=2.0)
-    evaluation = model.numbers(sums | dict(lm_loss=torch.tensor(8.0),
-                                           spliced_loss=torch.tensor(10.0),
-                                           zeroed_loss=torch.tensor(16.0)))
+    evaluation = model.eval().numbers(sums | dict(lm_loss=torch.tensor(8.0),
+                                                  spliced_loss=torch.tensor(10.0),
+                                                  zeroed_loss=torch.tensor(16.0)))
     assert evaluation == training | dict(dead=1.0, lm_loss=2.0, spliced_loss=2.5,
                                          loss_recovered=0.75)
     same = model.numbers(sums | dict(lm_loss=torch.tensor(8.0), spliced_loss=torch.tensor(8.0),

@@ -257,9 +257,9 @@ def resolve(settings, known, problems):
             resolved[key] = value, where + (f" as {alias}" if alias else "")
     # A length in steps replaces one in epochs, or a ratio, that an earlier file sets.
     names = list(resolved)
-    lengths = [(epochs, steps) for epochs, (steps, _) in LENGTHS_IN_EPOCHS.items()]
-    lengths += [("warmup_ratio", "warmup_iters"), ("warmup_ratio", "warmup_epochs")]
-    for epochs, steps in lengths:
+    pairs = [(epochs, steps) for epochs, (steps, _) in LENGTHS_IN_EPOCHS.items()]
+    pairs += [("warmup_ratio", "warmup_iters"), ("warmup_ratio", "warmup_epochs")]
+    for epochs, steps in pairs:
         if {epochs, steps} <= resolved.keys() and names.index(epochs) < names.index(steps):
             sources = {resolved[key][1].partition(" as ")[0].rpartition(":")[0]
                        for key in (epochs, steps)}

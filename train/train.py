@@ -359,7 +359,8 @@ def check_metric_names(run):
             run.tasks or run.average or hook(run.data.val, "source_of")(0, c.eval_iters)):
         return
     # A metric may be None for one batch, but the name is always present.
-    names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
+    with run.clock.away():
+        names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
     if metric not in names:
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{metric!r}; choose one of {', '.join(names)}")
