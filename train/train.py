@@ -129,8 +129,8 @@ def train_step(run, lr=None):
     # has an effect) the first step is not compiled: the first log line comes soon.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            # Signals are read here too: on a CPU, a step may last minutes.
-            if micro and distributed.max_over_ranks(run.signals.stop, run.ranks):
+            stop = run.signals.stop  # read here too: on a CPU, a step may last minutes
+            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
@@ -353,17 +353,16 @@ def check_metric_names(run):
     numbers have the same name. If a problem is possible, one batch is evaluated to learn the names:
     all ranks must call."""
     c = run.config
-    metric = c.early_stopping_metric
     # val_loss exists in every evaluation; without options, no second name can be equal.
-    if run.data.val is None or not c.eval_interval or metric == "val_loss" and not (
+    if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
             run.tasks or run.average or hook(run.data.val, "source_of")(0, c.eval_iters)):
         return
     # A metric may be None for one batch, but the name is always present.
     with run.clock.away():
         names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
-    if metric not in names:
+    if c.early_stopping_metric not in names:
         raise SetupError("early_stopping_metric: evaluations of this model have no "
-                         f"{metric!r}; choose one of {', '.join(names)}")
+                         f"{c.early_stopping_metric!r}; choose one of {', '.join(names)}")
 
 
 # -----------------------------------------------------------------------------
