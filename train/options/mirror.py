@@ -123,6 +123,9 @@ class Mirror:
                 copies = self.copies()
                 if os.path.exists(os.path.join(self.folder, "ckpt_best.pt")):
                     self.put("ckpt_best.pt", f"{self.root}/ckpt_best.pt")
+                # The thread before has copied a newer save than its own.
+                if copies and self.is_copy(os.path.join(self.folder, "ckpt.pt"), copies[-1]):
+                    return
                 number = int(copies[-1][-9:-3]) + 1 if copies else 1
                 self.put("ckpt.pt", f"{self.root}/copy_{number:06d}.pt")
                 for path in copies[:-1]:
