@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -719,6 +720,22 @@ def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, bac
     assert len(mean) == 32 and len(scale) == 2
 
 
+def test_experts_have_no_transcoder_of_the_mlp(tmp_path, data_dir):
+    go(data_dir, tmp_path, model="moe", mlp="swiglu", max_iters=0)
+    with pytest.raises(ValueError, match="target: mlp: the blocks of .* have experts"):
+        Backbone(str(tmp_path / "ckpt.pt"), 0, torch.device("cpu"), "float32", "mlp")
+
+
+def test_batchtopk_uses_no_operation_that_raises_on_a_gpu_with_deterministic(monkeypatch):
+    model, x = untrained(sae="batchtopk", prefixes=[4])
+    monkeypatch.setattr(torch.Tensor, "kthvalue", None)
+    monkeypatch.setattr(torch, "kthvalue", None)
+    bincount = torch.bincount  # deterministic without weights
+    monkeypatch.setattr(torch, "bincount", lambda x, *, minlength: bincount(x, minlength=minlength))
+    model(x)[0].backward()
+    assert model.sae.b_enc.grad.any()
+
+
 RUNS = [dict(sae="batchtopk", prefixes=[6, 20]), dict(sae="jumprelu", target="mlp"),
         dict(sae="batchtopk", target="1")]
 
@@ -764,7 +781,18 @@ def test_activations_of_a_folder(tmp_path, activations, capsys):
     rows = np.load(activations / "train_activations.npy").reshape(-1, 16)
     np.testing.assert_allclose(model.sae.mean, rows[:3200].mean(0), atol=0.2)
     assert main(["--ckpt", ckpt, "--to", str(tmp_path / "lens")]) == 0
-    assert main(["--ckpt", ckpt]) == 2 and "activations" in capsys.readouterr().err
+    for more in ([], ["--backbone", ckpt]):
+        assert main(["--ckpt", ckpt, *more]) == 2 and "activations" in capsys.readouterr().err
+
+
+def test_activations_without_evaluations_need_no_validation_data(tmp_path, activations, capsys):
+    """The command that is printed at the end works."""
+    (tmp_path / "data").mkdir()
+    shutil.copy(activations / "train_activations.npy", tmp_path / "data")
+    options = SAE | dict(backbone=None, eval_interval=0, max_iters=1)
+    go(tmp_path / "data", tmp_path / "out", **options)
+    command, = re.findall("Next: python -m model.sae (.*)", capsys.readouterr().out)
+    assert main(command.split()) == 0 and (tmp_path / "out/sae_lens/cfg.json").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -799,6 +827,8 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     page = (tmp_path / "page.html").read_text()
     plain = re.sub("<mark>(.*?)</mark>", r"[\1]", page)
     assert all(line in plain for line in text.splitlines()) and "<script" not in page
+    assert main([*command, "--backbone", "gone.pt"]) == 2
+    assert "gone.pt: no such file" in capsys.readouterr().err
     from model.sae import format_context
     row = torch.tensor(list(b"a<b&c"))
     tokenizer = type("Bytes", (), dict(decode=lambda self, ids: bytes(ids).decode()))()

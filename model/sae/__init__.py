@@ -37,7 +37,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import fill, stable_hash
-from model.core.load import load_model
+from model.core.load import BACKBONE, load_model
 from model.core.ops import IGNORE
 from model.core.weights import check_tokenizer
 from model.sae.activations import (
@@ -222,7 +222,8 @@ class SparseAutoencoder(nn.Module):
         for values in pre.flatten().split(group * pre.size(1)):
             large = values[values > self.threshold / 2]  # selecting from few values is faster
             values = large if len(large) >= n else values
-            smallest.append(values.kthvalue(len(values) - n + 1).values)
+            # Not kthvalue, which raises on a GPU with `deterministic`.
+            smallest.append(values.topk(n).values[-1])
         return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
 
     def bias(self):
@@ -303,7 +304,7 @@ class SAEModel(nn.Module):
     def backbone(self):
         """Return the Backbone. CheckpointError if it is not the one of the training run."""
         c = self.keys
-        if c.backbone is None:
+        if self.spec["backbone"] is None:
             raise CheckpointError("backbone: null: it was trained on activations; see --to")
         backbone = load_backbone(c.backbone, c.layer, self.sae.mean.device, c.dtype, c.target)
         if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
@@ -488,6 +489,7 @@ def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]"
 class FeatureOptions:
     """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
     ckpt: str = key("out/sae/ckpt.pt", "checkpoint")
+    backbone: str | None = key(None, BACKBONE, metavar="FILE")
     to: str | None = key(None, "export to this folder, which sae-lens loads", metavar="FOLDER")
     html: str | None = key(None, "write the features to this page", metavar="FILE")
     baseline: bool = key(False, "compare the reconstruction with that of random directions")
@@ -500,7 +502,7 @@ class FeatureOptions:
 def show_features(options):
     """Print the contexts of the features that fire most strongly, or write them to a page; print
     the numbers beside the baseline's; or export the autoencoder."""
-    model, _ = load_model(options.ckpt, expect="sae")
+    model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
     if options.to:
         export_sae_lens(model, options.to)
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")

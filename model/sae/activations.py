@@ -20,7 +20,7 @@ import torch.nn as nn
 from data.rows import open_rows
 from model.core.init import stable_hash
 from model.core.weights import load_frozen
-from model.gpt import GPT
+from model.gpt import GPT, MLP
 from train.base.errors import CheckpointError
 from train.dataloader import Data, RowLoader
 from train.device import choose_dtype
@@ -32,6 +32,7 @@ N_SKIPPED = 1
 # The same holds for a few later tokens, in many published models the first newline or comma:
 # activations that exceed the typical length by this factor are left out, too.
 OUTLIER_RATIO = 4
+USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_lens"
 
 
 # -----------------------------------------------------------------------------
@@ -60,6 +61,9 @@ class Backbone:
         self.source, self.edited = self.gpt.h[layer], self.gpt.h[last]
         if target == "mlp":
             self.source = self.edited = self.source.mlp
+            if not isinstance(self.source, MLP):
+                raise CheckpointError(f"target: mlp: the blocks of {path} have experts instead of "
+                                      "an MLP; expected input or the number of a block")
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
         self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:last + 1],
@@ -211,12 +215,16 @@ class ActivationLoader:
 def open_activations(config, ranks):
     """Return the Data of a folder with activations: {train,val}_activations.npy, float32 (windows,
     T, C). The T activations of a window should be a random sample. Raises DataError."""
-    train, val = (RowLoader(open_rows(config.data_dir, split, activations=((None, None), None,
-                                                                           None)), config, ranks)
-                  for split in ("train", "val"))
+    def load(split):
+        loader = RowLoader(open_rows(config.data_dir, split, activations=((None, None), None,
+                                                                          None)), config, ranks)
+        loader.units_per_sample = loader.arrays[0].shape[1]
+        return loader
+    train = load("train")
     some, = train.rows(np.linspace(0, train.samples - 1, 64).astype(np.int64))  # (64, T, C)
-    _, val.units_per_sample, d_in = some.shape
-    train.units_per_sample = val.units_per_sample
+    _, block_size, d_in = some.shape
     mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
-    spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=some.shape[1])
-    return Data(train, val, spec)
+    spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)
+    data = Data(train, load("val") if config.eval_interval else None, spec)
+    data.use = USE_WITHOUT_TEXTS
+    return data

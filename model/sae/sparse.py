@@ -30,5 +30,6 @@ class ActiveFeatures(torch.autograd.Function):
         x, row, column = ctx.saved_tensors
         columns, order = column.sort(stable=True)
         d_W = sum_rows(x, row[order], columns, ctx.n_features, grad[order]).T  # (C, F)
-        d_bias = torch.bincount(column, grad, minlength=ctx.n_features)
+        # Not bincount, which raises on a GPU with `deterministic`.
+        d_bias = grad.new_zeros(ctx.n_features).index_add_(0, column, grad)
         return None, d_W, d_bias, None, None, None
