@@ -247,6 +247,9 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
         assert sample.main([*how, "--chat", "--prompt", "say 77", "--max_new_tokens", "9"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != "\n"
+    assert baselines.main([*how, "--baseline"]) == 0  # the backbone is no chat model, and moved
+    table = capsys.readouterr().out
+    assert f"{losses[0]:.4f}" in table and f"{losses[-1]:.4f}" in table and "LoRA, rank" in table
     whole, beside = load_model(merged)[0], load_model(out / "ckpt.pt", backbone=str(base))[0]
     ids = torch.arange(40)[None]
     torch.testing.assert_close(whole(ids), beside(ids))
@@ -400,6 +403,7 @@ def divergence(p_logits, q_logits):
 def test_loss_of_old_text_by_hand(data_dir, old_dir, backbone, train_base):
     model, data = opened(data_dir, backbone, old_data_dir=str(old_dir), old_weight=0.7,
                          load_balance_coef=0.0, z_loss_coef=0.0, train_base=train_base)
+    assert data.train.n_tokens == 20_000  # in the log
     open_gates(model)
     if train_base:
         with torch.no_grad():
@@ -533,4 +537,5 @@ def test_old_validation_batches_are_spread_over_all_of_the_old_text():
             n_fixed=lambda count: min(n, count),
             fixed_batch=lambda index, count, device: ((n, index, count),))
     pair = memory.PairedLoader(loader(2), loader(10))
+    assert not hasattr(pair, "n_tokens")  # of conversations
     assert [pair.fixed_batch(i, 10)[1] for i in range(2)] == [(10, 0, 2), (10, 1, 2)]

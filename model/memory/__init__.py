@@ -236,6 +236,8 @@ class PairedLoader:
         self.samples, self.unit = new.samples, new.unit
         self.units_per_sample, self.calls_per_chunk = new.units_per_sample, new.calls_per_chunk
         self.n_fixed, self.locate = new.n_fixed, new.locate
+        if hasattr(new, "n_tokens"):
+            self.n_tokens = new.n_tokens
 
     def get_batch(self, device="cpu", step=None):
         return self.new.get_batch(device, step) + self.old.get_batch(device, step)
@@ -322,11 +324,12 @@ def build_model(config, data):
     return model
 
 
-def freeze(weights, config, data):
-    """Return the backbone without a memory, a GPT in eval mode without gradients. Its tensors are
-    `weights` {name: tensor}, or with config.train_base copies, because the model's are trained."""
+def freeze(weights, config, data, base=gpt):
+    """Return the backbone without a memory, a GPT in eval mode without gradients, which the module
+    `base` (model.gpt or model.chat) builds. Its tensors are `weights` {name: tensor}, or with
+    config.train_base copies, because the model's are trained."""
     with torch.device("meta"):
-        backbone = gpt.build_model(config, data)
+        backbone = base.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights
     backbone.load_state_dict(weights, assign=True)
     return backbone.requires_grad_(False).eval()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from model import lora
 from model.core.adapters import find_layers
-from model.core.load import load_model, saved_config
-from model.core.weights import load_frozen
-from model.memory import first_batch, open_data
+from model.core.load import BACKBONE, load_model, saved_config
+from model.memory import first_batch, freeze, open_data
 from model.memory.knn_lm import N_STORED, knn_losses, read_states
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
@@ -29,6 +29,7 @@ from train.train import train
 class EvaluationOptions:
     """Evaluate a memory on the new and the old text of its run, beside baselines."""
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint", metavar="FILE", path=True)
+    backbone: str | None = key(None, BACKBONE, metavar="FILE", path=True)
     baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
                          "old text: also on both, in equal parts), and evaluate kNN-LM")
     lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
@@ -39,9 +40,10 @@ def print_comparison(args):
     args.baseline, of the baselines, on new and old text. Raises CheckpointError if it has no
     backbone, DataError without validation data."""
     values = load_checkpoint(args.ckpt)["config"]
-    config = saved_config(values)
-    if not config.backbone:
+    if not values.get("backbone"):
         raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
+    values = values | dict(backbone=args.backbone or values["backbone"])
+    config = saved_config(values)
     data = open_data(config, Ranks())
     if data.val is None:
         raise DataError(f"{config.data_dir}: no validation data to compare on")
@@ -51,7 +53,9 @@ def print_comparison(args):
     def add_row(name, losses, n_trained=0, seconds=0.0):
         numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
         table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
-    model, backbone = load_model(args.ckpt)[0], load_frozen(config.backbone)[0]
+    model, _ = load_model(args.ckpt, backbone=config.backbone)
+    shape, weights = lora.load_backbone(config, data)
+    backbone = freeze(weights, shape, data, lora.base_type(data))
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     add_row("backbone", evaluate_on(backbone, loaders, config))
     add_row("memory", evaluate_on(model, loaders, config), n_trained)
