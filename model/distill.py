@@ -110,11 +110,10 @@ class Student(HasTeachers, GPT):
         kl, teacher_loss = self.compare(x, states, targets, targets != IGNORE, T)
         sums["kl"] = kl.detach()
         if not self.training:
-            sums["teacher_loss"] = teacher_loss.detach()
-        if self.training:  # the gradient of the divergence is proportional to 1 / T^2
-            weight = self.keys.distill_weight
-            loss = (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1))
-        return loss, sums
+            return loss, sums | dict(teacher_loss=teacher_loss.detach())
+        # The gradient of the divergence is proportional to 1 / T^2.
+        weight = self.keys.distill_weight
+        return (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1)), sums
 
     def flops_per_unit(self):
         """Return the training FLOPs per token, including the teachers' forward passes."""
@@ -173,7 +172,7 @@ def open_data(config, ranks):
     else:
         data = open_token_data(config, ranks)
     digests = []
-    for path in config.teacher.split(","):
+    for path in map(str.strip, config.teacher.split(",")):
         teacher = weights.describe_backbone(path, "teacher", ranks)
         weights.check_tokenizer(teacher["tokenizer"], path, data.spec, config)
         digests.append(teacher["digest"])
@@ -188,9 +187,9 @@ def build_model(config, data):
         return student
     student.keys = config
     if config.on_policy:
-        student.reward_function = data.reward_function
+        student.reward_function = grpo.reward_of(data)
     student.frozen = tuple(load_teacher(path, config, data.spec["vocab_size"])
-                           for path in config.teacher.split(","))
+                           for path in map(str.strip, config.teacher.split(",")))
     return student
 
 

@@ -24,7 +24,6 @@ import json
 import os
 import runpy
 import traceback
-import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -320,7 +319,10 @@ def load_reward(path):
     """Execute the Python file at `path` and return its function `reward`. Raises UserError for all
     errors in it, and if there is no such function."""
     with user_code(path):
-        return types.SimpleNamespace(**runpy.run_path(path)).reward
+        names = runpy.run_path(path)
+    if "reward" not in names:
+        raise UserError(f"reward: {path}: expected a function reward(prompt, answer, row) in it")
+    return names["reward"]
 
 
 # -----------------------------------------------------------------------------
@@ -386,6 +388,14 @@ def open_prompts(config, ranks, needs_answers):
     return data
 
 
+def reward_of(data):
+    """Return data.reward_function. Raises DataError for a mixture of folders, which has none."""
+    if not hasattr(data, "reward_function"):
+        raise DataError("data_dir: prompts cannot be mixed; expected one folder of "
+                        "data.prepare.prompts")
+    return data.reward_function
+
+
 def open_data(config, ranks):
     """Return the Data of open_prompts(), with reward_function as in config.reward: "exact", or the
     path of a Python file, which is executed. Raises DataError or UserError."""
@@ -404,7 +414,7 @@ def build_model(config, data):
     model = chat.build_model(config, data, PolicyGPT)
     model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
-        model.reward_function = data.reward_function
+        model.reward_function = reward_of(data)
         model.ranks = data.ranks
     return add_adapters(model, config.lora_rank, config.seed)
 

@@ -127,6 +127,11 @@ def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, mes
                           | changes(teacher) | more))
 
 
+def test_a_space_after_the_comma_is_not_part_of_a_path(data_dir, tmp_path, teacher):
+    go(data_dir, tmp_path, **changes(f"{teacher}, {teacher}", max_iters=1))
+    assert len(set(load_checkpoint(tmp_path / "ckpt.pt")["spec"]["teacher"].split(","))) == 1
+
+
 def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
     go(data_dir, tmp_path / "out", **changes(teacher, max_iters=4))
     go(data_dir, tmp_path / "other", max_iters=2, seed=5, block_size=16)

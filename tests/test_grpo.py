@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -402,7 +403,7 @@ def test_without_prompts_it_is_a_gpt():
 # rewards of a person's own
 
 @pytest.mark.parametrize("source, message", [
-    ("x = 1", "no attribute 'reward'"),
+    ("x = 1", r"reward.py: expected a function reward\(prompt, answer, row\) in it"),
     ("def reward(prompt, answer:", "reward.py:1: SyntaxError"),
     ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
     ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
@@ -499,6 +500,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
     (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
+    (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "prompts cannot be mixed; expected one folder"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
     if "{unheld}" in changes.values():
@@ -510,7 +512,9 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
         for path in (made / "prompts").iterdir():
             (tmp_path / "damaged" / path.name).write_bytes(path.read_bytes())
         (tmp_path / "damaged/val_rows.jsonl").write_text("{}\n")
-    places = dict(chats=made / "chats", unheld=tmp_path / "unheld", damaged=tmp_path / "damaged")
+    shutil.copytree(made / "prompts", tmp_path / "copy")
+    places = dict(chats=made / "chats", unheld=tmp_path / "unheld", damaged=tmp_path / "damaged",
+                  prompts=made / "prompts", copy=tmp_path / "copy")
     changes = {k: v.format(**places) if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(ValueError, match=message):
         try:
