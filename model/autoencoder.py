@@ -192,9 +192,10 @@ def open_data(config, ranks):
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
                         "PyTorch modules; rename the files and prepare them again")
     spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
-    train, val = (RowLoader(open_features(config.data_dir, split, delays=config.delays), config,
-                            ranks) for split in ("train", "val"))
-    data = Data(train, val if config.eval_interval else None, spec)
+
+    def load(split):
+        return RowLoader(open_features(config.data_dir, split, delays=config.delays), config, ranks)
+    data = Data(load("train"), load("val") if config.eval_interval else None, spec)
     if config.linear_path and meta["target"]:
         data.linear_path = broadcast_from_rank0(
             lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
@@ -446,6 +447,9 @@ def evaluate_checkpoint(args):
     model, _ = load_model(args.ckpt, expect="autoencoder")
     arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
                            model.keys.delays)
+    if not len(arrays[0]):
+        raise DataError(f"{args.data_dir or model.keys.data_dir}: {args.split} has no rows; choose "
+                        "another --split")
     metrics, r, outputs = evaluate_rows(model, arrays)
     tables = dict(targets=r)
     if args.baseline:

@@ -659,6 +659,26 @@ def test_bad_configuration(tmp_path, folder, changes, words):
     assert code == 2 and words in text and "Traceback" not in text
 
 
+def test_validation_rows_are_needed_by_evaluations_only(tmp_path, capsys):
+    folder = tmp_path / "data"
+    features.prepare_features(dict(a=np.eye(40)), None, str(folder), 0.2, np.arange(40) // 5)
+    np.save(folder / "val_a.npy", np.zeros((0, 40), np.float32))
+    go(folder, tmp_path / "out", **SYSTEM | dict(max_iters=1, eval_interval=0))
+    args = ["--ckpt", str(tmp_path / "out/ckpt.pt")]
+    assert main(args) == 2 and "val has no rows; choose another --split" in capsys.readouterr().err
+    assert main([*args, "--split", "train"]) == 0
+    config = configure(folder, "unused", **SYSTEM)
+    with pytest.raises(ValueError, match="lengths"):
+        open_data(config, Ranks())
+
+
+def test_names_of_attributes_of_modules_are_refused(tmp_path):
+    features.prepare_features(dict(training=np.eye(40)), None, str(tmp_path), 0.2,
+                              np.arange(40) // 5)
+    with pytest.raises(ValueError, match="training: not possible as names"):
+        open_data(configure(tmp_path, "unused", **SYSTEM), Ranks())
+
+
 def test_other_data_are_refused(tmp_path, trained, capsys):
     features.prepare_features({"a": np.zeros((40, 3))}, None, str(tmp_path / "d"), 0.2,
                               np.arange(40) // 5)

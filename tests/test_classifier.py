@@ -619,6 +619,12 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
                                "evidence"} == set(json.loads(said[0]))
 
 
+def test_two_folders_are_refused(trained, labels, capsys):
+    args = ["--ckpt", str(trained / "ckpt.pt"), "--data", str(labels), str(labels)]
+    assert evaluate_main(args) == 2
+    assert "expected files, or one folder" in capsys.readouterr().err
+
+
 def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys, monkeypatch):
     """On the same rows, of a file of which some have no label; few rows are said."""
     from sklearn.feature_extraction.text import TfidfVectorizer

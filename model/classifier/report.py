@@ -99,6 +99,8 @@ def load_rows(args, model, tokenizer):
     "true_evidence"} of each row]), None where unknown. Raises DataError."""
     path = args.data[0]
     names = model.spec["classes"]
+    if len(args.data) > 1 and any(map(os.path.isdir, args.data)):
+        raise DataError(f"--data: {', '.join(args.data)}: expected files, or one folder")
     if os.path.isdir(path):
         same_classes = labels.read_labels_meta(path).extra["classes"] == names
         if not same_classes or open_tokenizer(path).spec() != tokenizer.spec():

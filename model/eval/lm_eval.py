@@ -17,7 +17,7 @@ import torch
 from data.chat_template import encode_marked, parse_messages
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
-from model.core.load import load_model
+from model.core.load import BACKBONE, load_model
 from model.eval.tasks import score_sequences
 from train.base.cli import command
 from train.base.errors import DataError, require
@@ -117,6 +117,7 @@ class HarnessOptions:
     """Evaluate a checkpoint with the lm-evaluation-harness (pip install lm-eval)."""
     tasks: list[str] = key([], "names of tasks, separated by commas", required=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint or Hugging Face folder")
+    backbone: str | None = key(None, BACKBONE, metavar="FILE")
     num_fewshot: int | None = key(None, "examples before each question (default: the task's)", ge=0)
     limit: int | None = key(None, "evaluate at most N examples per task", ge=1)
     batch_size: int = key(8, "rows per batch", ge=1)
@@ -136,7 +137,7 @@ def evaluate(options):
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
     o = options
-    model, tokenizer = load_model(o.ckpt, get_device(o.device))
+    model, tokenizer = load_model(o.ckpt, get_device(o.device), backbone=o.backbone)
     if tokenizer is None or tokenizer.eot_token is None:
         raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end-of-text token")
     if o.apply_chat_template and not model.template:
