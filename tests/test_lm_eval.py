@@ -169,9 +169,9 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
     assert "ckpt.pt is not a chat model" in capsys.readouterr().err
     assert lm_eval.main([*args, "local_choice", "--log_samples"]) == 2
     assert "--log_samples: needs --out" in capsys.readouterr().err
-    monkeypatch.setattr(lm_eval, "load_model", lambda *_, backbone: (backbone, None))
-    assert lm_eval.main([*args, "local_choice", "--backbone", "moved.pt"]) == 2
-    assert "needs a tokenizer" in capsys.readouterr().err
+    monkeypatch.setattr(lm_eval, "load_model", lambda *_, backbone: pytest.fail(backbone))
+    with pytest.raises(pytest.fail.Exception, match="moved.pt"):
+        lm_eval.main([*args, "local_choice", "--backbone", "moved.pt"])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert lm_eval.main([*args, "x"]) == 2
     assert capsys.readouterr().err.strip().endswith("pip install lm_eval")
