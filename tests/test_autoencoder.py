@@ -155,6 +155,12 @@ def test_labels_of_runs(tmp_path):
     assert len(np.unique(labels[val])) == 1
 
 
+@pytest.mark.parametrize("option", ["target", "runs"])
+def test_synthetic_data_have_their_own_target_and_runs(capsys, option):
+    assert features.main(["--synthetic", f"--{option}", "x.npy"]) == 2
+    assert "without --target and --runs" in capsys.readouterr().err
+
+
 def test_synthetic_needs_every_modality():
     """The target is linear in hidden signals, of which each modality knows a part."""
     arrays, target, runs = features.synthetic()

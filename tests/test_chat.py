@@ -242,6 +242,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("lines, argv, message", [
     ('{"a": 1}\n', [], "a.jsonl:1: its fields (a) are none of"),
     ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got 3"),
+    ('{"prompt": "a", "response": null}\n', [], "its fields (prompt, response: null) are none of"),
     ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),

@@ -245,6 +245,19 @@ def test_what_has_no_home_is_refused(tmp_path, capsys, shape, named):
     assert named in capsys.readouterr().err and not (tmp_path / "hf").exists()
 
 
+def test_an_export_removes_the_files_of_the_model_before_it(tmp_path):
+    make(tmp_path / "chat.pt", template=ChatTemplate().spec)
+    folder = tmp_path / "hf"
+    export(tmp_path / "chat.pt", folder)
+    for name in ("chat_template.jinja", "model.safetensors.index.json", "special_tokens_map.json",
+                 "model-00001-of-00002.safetensors", "notes.json"):
+        (folder / name).write_text("{}")
+    make(tmp_path / "plain.pt", tokenizer=None)
+    export(tmp_path / "plain.pt", folder)
+    assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json",
+                                          "model.safetensors", "notes.json"]
+
+
 # -----------------------------------------------------------------------------
 # tokenizers
 

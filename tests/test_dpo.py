@@ -343,10 +343,12 @@ def test_adapters_alone(made, tmp_path):
     assert base.keys() == before["model"].keys()
     assert all(torch.equal(t, before["model"][n]) for n, t in base.items())
     assert all(".lora_" in name for name in state["optimizer"]["state"])
-    assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "hf")]) == 0
-    (ours, _), (theirs, _) = load_model(tmp_path / "out/ckpt.pt"), load_model(tmp_path / "hf")
     idx = torch.arange(40)[None]
-    torch.testing.assert_close(ours(idx), theirs(idx))
+    for name in ("hf", "merged.pt"):
+        assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / name)]) == 0
+        (ours, _), (theirs, _) = load_model(tmp_path / "out/ckpt.pt"), load_model(tmp_path / name)
+        torch.testing.assert_close(ours(idx), theirs(idx))
+    assert theirs.template and theirs.state_dict().keys() == before["model"].keys()
 
 
 def test_pairs_of_other_formulas_are_named(made, tmp_path, capsys):

@@ -27,6 +27,7 @@ import torch
 from conftest import TINY, tiny_args
 from processes import Fork
 
+from data import render
 from data.chat_template import DEFAULT_SPEC, ChatTemplate
 from data.prepare import chat
 from data.records import walk
@@ -487,6 +488,14 @@ def test_a_template_is_limited_in_time_and_memory(tmp_path):
     for line in lines:
         assert re.match("its chat template fails: (it does not come|Memory|Overflow)", line), line
     assert int(peak) / 1024 < 300
+
+
+def test_the_time_of_a_template_does_not_include_the_import_of_jinja2(monkeypatch):
+    monkeypatch.setattr(resource, "setrlimit", lambda *args: None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=[]))
+    render.compile_template.cache_clear()
+    render.main()
+    assert render.compile_template.cache_info().currsize == 1
 
 
 def test_a_folder_is_read_as_far_as_it_goes(tmp_path):

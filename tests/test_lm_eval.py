@@ -152,6 +152,24 @@ def test_a_task_that_samples_draws_at_its_temperature_or_1(folder):
     assert answer(do_sample=True, temperature=1e-4) == answer(temperature=1.0) == answer()
 
 
+@pytest.mark.parametrize("n, kept", [(6, 26), (20, 16), (999, 16)])
+def test_a_prompt_keeps_half_of_the_context_however_long_the_answer_may_be(folder, monkeypatch, n,
+                                                                           kept):
+    scorer, asked = lm_eval.CheckpointLM(*load_model(folder / "ckpt.pt"), 1), []
+    monkeypatch.setattr(lm_eval, "generate", lambda model, idx, *args, **options: (
+        asked.append(idx.size(1)), idx)[1])
+    scorer.generate_text("a" * 100, dict(max_gen_toks=n))
+    assert asked == [kept]
+
+
+def test_the_folder_of_the_results_is_created_before_the_evaluation(tmp_path, monkeypatch):
+    def evaluate(options):
+        raise ValueError("hours later")
+    monkeypatch.setattr(lm_eval, "evaluate", evaluate)
+    assert lm_eval.main(["--tasks", "x", "--out", str(tmp_path / "none" / "r.json")]) == 2
+    assert (tmp_path / "none").is_dir()
+
+
 def flat(values):
     """Numbers as they are, texts as their characters' codes."""
     out = []

@@ -403,7 +403,9 @@ def test_packed_text_is_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("content, expected", [("plain { text", "plain { text|"),
-                                               (LINES, "one|two, three|four\nfive|")])
+                                               (LINES, "one|two, three|four\nfive|"),
+                                               (json.dumps(RECORDS), "one|two, three|four\nfive|"),
+                                               ("[plain]{", "[plain]{|")])
 def test_standard_input(tmp_path, content, expected):
     process = start("-", cwd=tmp_path, stdin=True)
     _, err = process.communicate(content, timeout=60)
@@ -619,8 +621,9 @@ def test_separator(tmp_path):
     (tmp_path / "a.txt").write_text("Once.\n<|endoftext|>\nTwice,\n\nno.\n<|endoftext|>\n\nx\n")
     (tmp_path / "b.jsonl").write_text(LINES)
     args = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "o")]
-    assert main([*args, "--separator", "<|endoftext|>"]) == 0
-    assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
+    for separator in ("<|endoftext|>", " <|endoftext|> "):
+        assert main([*args, "--separator", separator]) == 0
+        assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
 
 
 def test_blank_lines_part_documents(tmp_path):

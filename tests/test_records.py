@@ -77,6 +77,15 @@ def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
     assert not any(map(is_hub_name, others))
 
 
+def test_a_mistyped_path_is_no_file_or_folder(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: 1 / 0)
+    with pytest.raises(ValueError, match=r"there is no file or folder of this name\)$"):
+        list(records("notes/poem.rst"))
+    with pytest.raises(ValueError, match="division by zero$"):
+        list(records("hf:notes/poem.rst"))
+
+
 DEEP = "[" * 200_000
 
 

@@ -360,6 +360,15 @@ def test_command_line_streams_the_prompt_and_a_continuation(checkpoint):
     assert "tokens/s" in done.stderr
 
 
+def test_the_padding_of_finished_texts_is_not_counted(checkpoint, monkeypatch, capsys):
+    end = load_tokenizer("byte").eot_token
+    new = torch.tensor([[*b"h", end, end, end], [*b"hijk"], [*b"hij", end]])
+    monkeypatch.setattr("model.sample.generate", lambda model, idx, *args, **more: torch.cat(
+        (idx, new), 1))
+    assert main(["--ckpt", str(checkpoint), "--prompt", "a", "--num_samples", "3"]) == 0
+    assert "[10 tokens, " in capsys.readouterr().err  # with the end of each text
+
+
 def test_several_samples_at_once(checkpoint):
     done = sample("--ckpt", checkpoint, "--prompt", "the", "--num_samples", 3, "--top-k", 5,
                   "--seed", 3, "--max-new-tokens", 20)
