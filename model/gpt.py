@@ -347,7 +347,7 @@ class GPT(nn.Module):
 
     def numbers(self, sums):
         """Return {name: mean} of sums with "loss", "count"; of an evaluation also "ppl", "bpb"."""
-        numbers = ModelHooks.numbers(self, sums)
+        numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
             del numbers["bytes"]

@@ -397,9 +397,9 @@ def check_finite(model, optimizer, iter_num, path, ranks):
                          f"good checkpoint{hint}")
 
 
-def check_tensors(model):
-    """Raise SetupError for the first tensor in the state of `model` whose dtype a checkpoint cannot
-    have. Expanded buffers, which could not be restored, become contiguous."""
+def make_savable(model):
+    """Make expanded buffers of `model` contiguous, because a checkpoint cannot have them. Raise
+    SetupError for the first tensor in its state with a dtype that a checkpoint cannot have."""
     for name, tensor in model.state_dict().items():
         if tensor.dtype not in SAFETENSORS_DTYPES.values():
             raise SetupError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, which a "

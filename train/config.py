@@ -379,7 +379,7 @@ def find_conflicts(c):
                      f"{c.gradient_accumulation_steps} = {samples} samples per step) is not "
                      f"divisible by {world_size} ranks; valid numbers of ranks: {', '.join(valid)}")
     if c.distributed == "hsdp" and world_size.isdigit() and int(world_size):
-        size = c.replica_size(int(world_size))
+        size = c.shard_size or c.replica_size(int(world_size))
         if int(world_size) % size:
             valid = [str(n) for n in range(1, int(world_size) + 1) if int(world_size) % n == 0]
             found.append(f"shard_size ({size}) does not divide {world_size} ranks; valid: "

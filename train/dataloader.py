@@ -52,12 +52,14 @@ class Data:
 
     train, val: loaders, or torch Datasets for train(data=...); val `None`: no evaluation. spec:
     what the model must know about the data (vocabulary, tokenizer, classes, sizes), plain Python
-    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run.
+    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run. use: in
+    place of the model type's USE, the command that uses the result.
     """
     train: object
     val: object = None
     spec: dict = field(default_factory=dict)
     test: object = None
+    use: str = ""
 
 
 # -----------------------------------------------------------------------------

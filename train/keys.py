@@ -331,9 +331,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
 
     def replica_size(self, world_size):
         """Return the number of ranks that hold one copy of the model together: 1 (ddp), all (fsdp),
-        or shard_size, by default the ranks of a node (hsdp)."""
+        or shard_size, by default the ranks of a node (hsdp); at most `world_size`."""
         if self.distributed == "hsdp":
-            return self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+            size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+            return min(size, world_size)
         return world_size if self.distributed == "fsdp" else 1
 
     def shards_model(self, world_size):

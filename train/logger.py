@@ -100,7 +100,6 @@ class Logger:
     def step(self, record):
         """Log a step, `record` {name: number}; those in NOT_STORED are for the console only."""
         if self.is_main:
-            # The unit of `tokens` is stored if it is not tokens.
             self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
             line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
             live = self.console.live
@@ -203,8 +202,8 @@ class Logger:
 def to_json(value, indent=None):
     """Return strict JSON of `value`: arrays as lists, NaN and infinities as strings."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
-    return json.dumps(json.loads(text, parse_constant=lambda name: str(float(name))), indent=indent,
-                      ensure_ascii=False)  # YAML reads escapes above U+FFFF as two characters
+    plain = json.loads(text, parse_constant=lambda name: str(float(name)))
+    return json.dumps(plain, indent=indent, ensure_ascii=False)  # YAML misreads escaped emoji
 
 
 def drop_lines_from(path, iter, evaluated=False):

@@ -134,7 +134,7 @@ class Run:
         self.sharded = c.shards_model(ranks.world_size)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         self.raw_model = self.build_model(model)
-        checkpoint.check_tensors(self.raw_model)
+        checkpoint.make_savable(self.raw_model)
         self.model = self.raw_model
         # Over all ranks; 0: unknown.
         self.flops_per_step = flops_per_step(self.raw_model, c, self.data.train)

@@ -33,8 +33,8 @@ class ModelType:
     # optional method `problems()` returns a list of messages about contradictory keys.
     Keys = None
 
-    # Command that uses a finished run, printed at the end; "{out}" is replaced by out_dir. The
-    # attribute `use` of the run's Data, if any, replaces it.
+    # Command that uses a finished run, printed at the end; "{out}" is replaced by out_dir.
+    # Data.use replaces it.
     USE = ""
 
     # Names in Data.spec or in the configuration that must have equal values in the checkpoint when

@@ -423,7 +423,7 @@ def finish(run):
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
                  f"evaluations and checkpoints{skipped}")
-    if use := getattr(run.data, "use", run.model_type.USE):  # the command that uses the result
+    if use := run.data.use or run.model_type.USE:  # the command that uses the result
         best = "ckpt_best.pt" if os.path.exists(run.folder.file("ckpt_best.pt")) else "ckpt.pt"
         if "model.sample" in use and not run.data.spec.get("tokenizer"):
             use += " --tokenizer NAME"

@@ -38,14 +38,12 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, x, weight, targets, vocab_size):
         h = x.flatten(0, -2)  # (N, C)
-        targets = targets.flatten()
+        weight = weight if torch.is_grad_enabled() else weight.detach()  # else it gets a gradient
         if h.is_cuda and torch.compiler.is_compiling():
-            return whole_cross_entropy(h, weight.to(h.dtype), targets, vocab_size)
-        if not torch.is_grad_enabled():  # a parameter would still count as needing a gradient
-            weight = weight.detach()
+            return whole_cross_entropy(h, weight.to(h.dtype), targets.flatten(), vocab_size)
         if torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))
-        return _ChunkedLinearCrossEntropy.apply(h, weight.to(h.dtype), targets, vocab_size)
+        return _ChunkedCrossEntropy.apply(h, weight.to(h.dtype), targets.flatten(), vocab_size)
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
@@ -85,7 +83,7 @@ def chunk_rows(n_columns, device_type):
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
-class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch.autograd.Function):
     """LinearCrossEntropy in chunks of rows: apply(h (N, C), weight (V, C), targets (N,),
     vocab_size) returns the mean loss. The forward pass also computes d loss / d h, and d loss / d
     logits (N, V), which is kept, in the dtype of h, if `weight` needs a gradient. The backward pass

@@ -223,7 +223,7 @@ class SparseAutoencoder(nn.Module):
             large = values[values > self.threshold / 2]  # selecting from few values is faster
             values = large if len(large) >= n else values
             # Not kthvalue, which raises on a GPU with `deterministic`.
-            smallest.append(values.topk(n).values[-1])
+            smallest.append(values.topk(n, sorted=False).values.min())
         return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
 
     def bias(self):

@@ -225,6 +225,5 @@ def open_activations(config, ranks):
     _, block_size, d_in = some.shape
     mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
     spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)
-    data = Data(train, load("val") if config.eval_interval else None, spec)
-    data.use = USE_WITHOUT_TEXTS
-    return data
+    val = load("val") if config.eval_interval else None
+    return Data(train, val, spec, use=USE_WITHOUT_TEXTS)

@@ -147,17 +147,17 @@ class RunFolder:
             return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
         if self.mirror:
             self.mirror.update(logger)
-        failed = "older checkpoints are not deleted"
+        problem = "older checkpoints are not deleted"
         try:  # the checkpoint is safe from here on
             for path in numbered_checkpoints(self.path)[:-self.keep_last] if self.keep_last else ():
                 with contextlib.suppress(OSError):
                     path.unlink()
             sharded_file.remove_unnamed_shards(self.path, self.kept)
-            failed = "model.safetensors (save_precision) is not up to date"
+            problem = "model.safetensors (save_precision) is not up to date"
             if self.save_precision:
                 self.export(state)
         except Exception as error:
-            logger.warn(f"{self.file('ckpt.pt')} is saved, but {failed}: {error}")
+            logger.warn(f"{self.file('ckpt.pt')} is saved, but {problem}: {error}")
 
     def export(self, state):
         """Write model.safetensors from `state`, the dict of a checkpoint: the weights, converted to

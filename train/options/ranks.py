@@ -124,7 +124,7 @@ def step_collectives(model, config, world_size, dtype):
     """Return the list of Collectives of a step of the bare `model` (on any device, not sharded)
     with AdamW and config.distributed. dtype: of matrix products."""
     n = config.accumulation(world_size)
-    shard_size = min(config.replica_size(world_size), world_size)
+    shard_size = config.replica_size(world_size)
     world = range(world_size)
     shard = range(shard_size)
     found = [Collective("all_reduce", world, n, 8 * (n + 1)),  # requests to stop or save

@@ -78,7 +78,7 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
     """Return {name: number} of a rank and of a step with config.distributed: memory in bytes,
     seconds, efficiency, sensible, ... gpu: a Gpu. activations: bytes per sample. flops: per step.
     """
-    shards = min(config.replica_size(world_size), world_size)
+    shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
     peak = PEAK_TFLOPS[gpu.name] * 1e12 / (2 if dtype == torch.float32 else 1)
@@ -104,7 +104,7 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 def state_memory(config, model, world_size):
     """Return {"weights", "gradients", "optimizer": bytes per rank} between two steps with AdamW.
     model: on any device, not sharded."""
-    shards = min(config.replica_size(world_size), world_size)
+    shards = config.replica_size(world_size)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     grad_copies = 2 if shards == 1 < world_size else 1  # the second one is in DDP's buckets
     return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
