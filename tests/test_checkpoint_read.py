@@ -446,12 +446,26 @@ def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatc
     goes on with the run it restarts"""
     before = (out / "ckpt.pt").read_bytes()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
-    assert isinstance(go(data_dir, out, "before_step@7=sigterm", resume="never"), Stopped)
+    stopped = go(data_dir, out, "before_step@7=sigterm", resume="never")
+    assert isinstance(stopped, Stopped) and str(stopped) == "stopped by SIGTERM"
     assert (out / "old_1" / "ckpt.pt").read_bytes() == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # typed again, with the same --rdzv_id
+    assert isinstance(go(data_dir, out, "before_step@7=sigterm", resume="never"), Stopped)
+    assert (out / "old_2" / "ckpt.pt").exists()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     go(data_dir, out, resume="never")
     assert "Resuming from" in capsys.readouterr().out
     assert_same(stopped_run / "whole", out)
+
+
+@pytest.mark.parametrize("dtype, advised", [(torch.float32, True), (torch.float64, False)])
+def test_a_change_is_not_advised_where_the_tensors_would_not_fit(out, data_dir, dtype, advised):
+    state = load_checkpoint(out / "ckpt.pt")
+    state["model"] = {name: t.to(dtype) for name, t in state["model"].items()}
+    save_checkpoint(out / "ckpt.pt", state)
+    with pytest.raises(CheckpointError, match="weight_decay: checkpoint has") as refused:
+        go(data_dir, out, weight_decay=0.5)
+    assert ("--allow_change weight_decay" in str(refused.value)) == advised
 
 
 def other_value(key, now):

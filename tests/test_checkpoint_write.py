@@ -157,6 +157,19 @@ def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, mon
     assert given == [True]
 
 
+def test_a_folder_is_locked_until_the_save_has_ended(tmp_path):
+    """an error in the loop during a save -> the next process cannot start before it is written"""
+    seen, log = [], types.SimpleNamespace(info=print)
+
+    def write(state):
+        time.sleep(0.2)
+        seen.append(folder.lock.closed)
+    with RunFolder(str(tmp_path)) as folder:
+        folder.open()
+        folder.start(write, {}, log)
+    assert seen == [False] and folder.lock.closed
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads")
 def test_a_save_in_the_background_leaves_the_cores_to_training(tmp_path):
     def nice(state=None):

@@ -238,6 +238,14 @@ def test_a_disk_that_fails_is_told_a_file_system_without_sync_is_not(tmp_path, m
         sync_folder(tmp_path)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_a_synchronised_folder_is_closed(tmp_path):
+    n_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        sync_folder(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == n_files
+
+
 def test_files_are_durable_before_their_names(tmp_path, monkeypatch):
     seen, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(os.fstat(fd).st_ino), fsync(fd)))

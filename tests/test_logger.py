@@ -1,10 +1,12 @@
 """What a run tells: lines, files, the live line, and that no failure of these stops training."""
 
+import importlib.metadata
 import io
 import json
 import math
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 import yaml
 
 from train.base.console import Console, compact, duration
+from train.base.environment import environment
 from train.logger import (
     EVALUATION_FIELDS,
     STEP_FIELDS,
@@ -425,6 +428,11 @@ def test_git_commit_and_dirty_flag(tmp_path):
     (tmp_path / "train/base/environment.py").open("a").write("# changed\n")
     assert state(tmp_path) == str((git("rev-parse", "HEAD"), True))
     assert state(tmp_path, PATH="") == "(None, None)"
+
+
+def test_versions_are_those_of_each_package():
+    assert environment()["versions"] == {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in ("torch", "numpy", "tiktoken", "pyyaml")}
 
 
 def test_none_of_it_imports_torch():

@@ -67,7 +67,7 @@ def replace_checkpoint(path, write, links=()):
 
 def prev_path(path):
     """Return the path of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
-    return path.removesuffix(".pt") + "_prev.pt"
+    return os.fspath(path).removesuffix(".pt") + "_prev.pt"
 
 
 # -----------------------------------------------------------------------------
