@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.abc
+import pickle
 import runpy
 import subprocess
 import sys
@@ -51,6 +52,11 @@ def test_forms_of_an_override():
     assert (c.max_iters, c.batch_size, c.n_layer, c.n_head) == (7, 3, 5, 2)
     assert (c.bias, c.tie_weights, c.qk_norm) == (True, False, False)
     assert (c.learning_rate, c.min_lr) == (1e-4, 0.0)
+
+
+def test_errors_are_sent_between_ranks():
+    error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
+    assert error.problems == ["one", "two"] and str(error) == str(ConfigError(["one", "two"]))
 
 
 def test_lists_mappings_and_nothing():

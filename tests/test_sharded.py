@@ -5,6 +5,7 @@ same to PyTorch's own storages, and kill -9 of each rank at each point of a save
 """
 
 import collections
+import hashlib
 import json
 import os
 import random
@@ -220,6 +221,18 @@ def test_a_manifest_cannot_claim_more_than_its_files_have(tmp_path):
     shards.tensors["model.wte.weight"]["chunks"].pop()
     with pytest.raises(ValueError, match="model.wte.weight: no file has row 7"):
         shards.check()
+
+
+def test_a_manifest_of_a_newer_program_is_refused(tmp_path):
+    save(tmp_path, 2, make_state(1, 1))
+    data = (tmp_path / "ckpt.pt").read_bytes()
+    text, number = re.subn(rb'("version": )\d+', rb"\g<1>99",
+                           data[:-len(sharded_file.TAIL % bytes(64))])
+    digest = hashlib.sha256(text).hexdigest().encode()
+    (tmp_path / "ckpt.pt").write_bytes(text + sharded_file.TAIL % digest)
+    with pytest.raises(ValueError, match="manifest 99 is newer than this program's"):
+        sharded_file.open_shards(tmp_path / "ckpt.pt")
+    assert number == 1
 
 
 def test_moved_checkpoints_take_their_shards_along(tmp_path):
