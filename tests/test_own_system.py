@@ -221,8 +221,10 @@ def test_nothing_to_evaluate_on_is_said(rows, tmp_path, monkeypatch, toy):
     real = toy.open_data
     monkeypatch.setattr(toy, "open_data", lambda config, ranks: replace(
         real(config, ranks), val=None))
-    with pytest.raises(SetupError, match="eval_only: the data has no validation split"):
-        go(rows, tmp_path, max_iters=1, eval_only=True)
+    for key, value in dict(eval_only=True, early_stopping_patience=2, lr_schedule="plateau").items():
+        with pytest.raises(SetupError, match=f"^{key}: {value} needs evaluations, and the data has "
+                                             "no validation split"):
+            go(rows, tmp_path, max_iters=1, **{key: value})
 
 
 def test_a_name_that_log_lines_have_already_is_refused(rows, tmp_path, monkeypatch, toy):

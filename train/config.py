@@ -387,12 +387,18 @@ def find_conflicts(c):
     if c.save_precision and c.checkpoint_format == "sharded":
         found.append("save_precision needs whole weights: checkpoint_format: file, or convert the "
                      "checkpoint afterwards (python -m model.convert)")
-    for name, needed in (("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
-                         ("early_stopping_patience", c.early_stopping_patience),
-                         ("eval_tasks", c.eval_tasks)):
-        if needed and not c.eval_interval and not c.eval_epochs:
-            found.append(f"{name}: {getattr(c, name)} needs evaluations: eval_interval above 0")
+    if not c.eval_interval and not c.eval_epochs:
+        found += [f"{setting} needs evaluations: eval_interval above 0"
+                  for setting in needing_evaluations(c)]
     return found + getattr(c, "problems", list)()
+
+
+def needing_evaluations(c):
+    """Return the list of settings of a TrainConfig, "key: value", that need evaluations."""
+    return [f"{name}: {getattr(c, name)}" for name, needed in (
+        ("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
+        ("early_stopping_patience", c.early_stopping_patience),
+        ("eval_tasks", c.eval_tasks)) if needed]
 
 
 # -----------------------------------------------------------------------------

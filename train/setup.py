@@ -17,7 +17,7 @@ from train.base.adamw import AdamW
 from train.base.errors import SetupError, UserError, echo, printable
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
-from train.config import load_config, to_yaml
+from train.config import load_config, needing_evaluations, to_yaml
 from train.dataloader import Prefetcher, as_loader
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
@@ -106,8 +106,9 @@ class Run:
         SetupError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
-        if self.config.eval_only and self.data.val is None:
-            raise SetupError("eval_only: the data has no validation split")
+        if self.data.val is None and (settings := needing_evaluations(self.config)):
+            raise SetupError(f"{settings[0]} needs evaluations, and the data has no validation "
+                             "split")
         if self.start.kind != "resume":
             check_epochs(self.config, self.data.train.samples)
         self.data.train.fingerprint()  # before a thread reads the data too
