@@ -153,6 +153,15 @@ def test_adapters_are_not_rounded_off_by_bfloat16_weights():
     torch.testing.assert_close(y.float(), 0.5 * layer.lora_B.T, rtol=1e-2, atol=0)
 
 
+def test_a_bias_in_bfloat16_is_added():
+    """Of a published model with biases, computed in float32."""
+    linear = torch.nn.Linear(4, 3).bfloat16()
+    layer = LoRALinear(linear, 1, 2.0).requires_grad_(False)
+    torch.nn.init.zeros_(layer.lora_A), torch.nn.init.zeros_(layer.lora_B)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(layer(x), x @ linear.weight.float().T + linear.bias.float())
+
+
 def test_adapters_are_the_difference(data_dir, base, tmp_path):
     """Names, A, B, r and alpha give the merged weights."""
     go(data_dir, base, tmp_path / "out", lora_targets=["q", "h.1.mlp.up"])

@@ -66,6 +66,21 @@ def test_cached_sampling_equals_the_full_forward(model):
     assert torch.equal(cached, greedy_without_cache(model, idx, 11))
 
 
+@pytest.mark.parametrize("limit", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)])
+def test_every_limit_of_the_candidates_is_used(model, limit):
+    """So narrow that only the most probable token is left, at any temperature."""
+    idx = torch.randint(0, 100, (3, 5), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(generate(model, idx, 8, temperature=9.0, seed=3, **limit),
+                       greedy_without_cache(model, idx, 8))
+
+
+def test_the_cache_has_the_dtype_that_the_model_computes_in(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert create_cache(model, 1).kv.dtype == torch.bfloat16
+    assert create_cache(model, 1).kv.dtype == torch.float32
+    assert create_cache(small().bfloat16(), 1).kv.dtype == torch.bfloat16
+
+
 def test_prompt_and_text_longer_than_the_context(model):
     idx = torch.randint(0, 100, (1, 40), generator=torch.Generator().manual_seed(1))
     out = generate(model, idx, 50, temperature=0)
