@@ -371,6 +371,21 @@ def test_snapshot_is_apart_from_training(tmp_path):
     assert copy["a"][0].data_ptr() != state["a"][0].data_ptr()
 
 
+@pytest.mark.parametrize("function, problem", [
+    ("train.base.sharded_file.remove_unnamed_shards", "older checkpoints are not deleted"),
+    ("train.base.run_folder.RunFolder.export",
+     "model.safetensors (save_precision) is not up to date")])
+def test_what_fails_after_a_save_is_named(tmp_path, monkeypatch, function, problem):
+    def fail(*args):
+        raise OSError(errno.EIO, "a bad disk")
+    monkeypatch.setattr(function, fail)
+    folder, log = RunFolder(str(tmp_path), save_precision="float32"), Warnings()
+    folder.save({"model": {"w": torch.ones(9)}, "optimizer": {}, "iter_num": 3}, False, False, log)
+    folder.wait()
+    assert log == [f"{tmp_path}/ckpt.pt is saved, but {problem}: [Errno 5] a bad disk"]
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 3 and not folder.failed
+
+
 @pytest.mark.matrix(117)
 @pytest.mark.parametrize("why", ["little is free", "the copy fails"])
 def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch, why):

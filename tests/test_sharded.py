@@ -18,7 +18,7 @@ import torch
 from conftest import REPO
 from faulty import faults
 from processes import python
-from runs import assert_same_file
+from runs import assert_same_file, go
 from test_distributed import (
     assert_losses_agree,
     in_ranks,
@@ -256,6 +256,15 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     save(tmp_path, 3, make_state(4, 4))
     names = sorted(p.name[:7] for p in tmp_path.glob("shards/*"))
     assert names == ["0000003", "0000004", "notes_o"]
+
+
+def test_never_resumed_a_checkpoint_may_lack_its_shards(tmp_path, data_dir):
+    changes = dict(checkpoint_format="sharded", max_iters=5)
+    go(data_dir, tmp_path, **changes)
+    shutil.rmtree(tmp_path / "shards")
+    assert go(data_dir, tmp_path, resume="never", **changes)["iter_num"] == 5
+    assert sharded_file.is_sharded(tmp_path / "old_1/ckpt.pt")
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5
 
 
 # -----------------------------------------------------------------------------
