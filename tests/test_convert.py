@@ -29,7 +29,7 @@ from data.tokenizer import (
 )
 from data.tokenizer_types import CharTokenizer, JsonTokenizer
 from model import convert
-from model.convert import foreign, tensors
+from model.convert import families, foreign, tensors
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -216,6 +216,17 @@ def test_weights_alone(tmp_path):
     library = pytest.importorskip("safetensors.torch").load_file(file)
     assert all(torch.equal(t, library[n]) for n, t in ours.state_dict().items())
     assert torch.equal(logits_of(load_model(file)[0], ids()), logits_of(ours, ids()))
+
+
+def test_a_checkpoint_with_the_text_of_a_config_json_has_the_same_logits(tmp_path):
+    """As earlier versions described imported models, in `family`."""
+    ours = make(tmp_path / "ckpt.pt", n_kv_head=2, rope_theta=777.0, norm_eps=1e-3)
+    export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    family = (tmp_path / "hf/config.json").read_text()
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    args = {name: state["model_args"][name] for name in families.SIZES}
+    save_checkpoint(tmp_path / "old.pt", state | dict(model_args=args | dict(family=family)))
+    assert torch.equal(logits_of(load_model(tmp_path / "old.pt")[0], ids()), logits_of(ours, ids()))
 
 
 @pytest.mark.parametrize("blanks", range(4))

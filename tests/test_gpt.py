@@ -622,6 +622,18 @@ def test_chunked_cross_entropy_is_exact(rows, monkeypatch):
         assert abs(linear_cross_entropy(h, w, targets, vocab) - theirs) < 1e-5
 
 
+@pytest.mark.parametrize("n_counted", [0, 1, 2])
+def test_a_loss_of_few_tokens_is_their_mean(n_counted):
+    h, w, targets, vocab = problem()
+    targets[:] = -1
+    targets[5:5 + n_counted] = torch.arange(n_counted)
+    ours = linear_cross_entropy(h, w, targets, vocab)
+    logits = (h @ w.t())[:, :vocab].log_softmax(-1)
+    theirs = -sum(logits[5 + i, i] for i in range(n_counted)) / max(1, n_counted) + 0 * h.sum()
+    assert abs(ours - theirs) < 1e-5
+    close(torch.autograd.grad(ours, h)[0], torch.autograd.grad(theirs, h)[0], 1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_token_logprobs_are_those_of_a_whole_softmax(rows, monkeypatch):
     """Values and gradients, a chunk at a time; 0 where a target does not count."""
