@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.rows import split_by_prompt
 from train import dataloader
 from train.base.errors import DataError
 from train.config import TrainConfig
@@ -103,3 +104,21 @@ def test_what_tells_rows_from_others(arrays, monkeypatch):
 def test_nothing_or_unequal_lengths_are_refused(lengths):
     with pytest.raises(DataError, match="the same length, above 0"):
         loader([np.zeros(n) for n in lengths])
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.1, 0.5])
+def test_a_prompt_is_in_one_split_whatever_else_is_prepared(fraction):
+    def sample(i):  # two answers to each prompt
+        ids = np.array([i // 2 % 256, i // 512, 7, i % 2], np.uint16)
+        return (ids, np.array([0, 0, 1, 1])), i
+
+    def prompts(samples):
+        return {(ids[0], ids[1]) for (ids, _), _ in samples}
+    splits = split_by_prompt([sample(i) for i in range(2000)], fraction)
+    train, val = (prompts(splits[name]) for name in ("train", "val"))
+    assert len(train) + len(val) == len(train | val) == 1000
+    assert len(val) == 1 if fraction < 0.01 else abs(len(val) / 1000 - fraction) < 0.05
+    assert [i for _, i in splits["val"]] == sorted(i for _, i in splits["val"])
+    more = split_by_prompt([sample(i) for i in range(3000)], fraction)
+    assert fraction < 0.01 or prompts(more["val"]) > val
+    assert split_by_prompt([], fraction) == dict(train=[], val=[])
