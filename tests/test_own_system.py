@@ -221,7 +221,8 @@ def test_nothing_to_evaluate_on_is_said(rows, tmp_path, monkeypatch, toy):
     real = toy.open_data
     monkeypatch.setattr(toy, "open_data", lambda config, ranks: replace(
         real(config, ranks), val=None))
-    for key, value in dict(eval_only=True, early_stopping_patience=2, lr_schedule="plateau").items():
+    for key, value in (("eval_only", True), ("early_stopping_patience", 2),
+                       ("lr_schedule", "plateau")):
         with pytest.raises(SetupError, match=f"^{key}: {value} needs evaluations, and the data has "
                                              "no validation split"):
             go(rows, tmp_path, max_iters=1, **{key: value})

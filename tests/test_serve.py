@@ -495,8 +495,8 @@ def test_langchain(server, model):
 def test_variables_of_the_template():
     """enable_thinking reaches it; a text in it cannot become a special token."""
     spec = dict(jinja="{% for m in messages %}{{ m.content }}{% endfor %}"
-                "{% if enable_thinking is defined and not enable_thinking %}[no]{{ eos_token }}{% endif %}"
-                "{{ style }}{{ eos_token }}", ends=[256], eos_token="<|endoftext|>")
+                "{% if enable_thinking is defined and not enable_thinking %}[no]{{ eos_token }}"
+                "{% endif %}{{ style }}{{ eos_token }}", ends=[256], eos_token="<|endoftext|>")
     with serving(small(), template=ChatTemplate(spec)) as server:
         for more, n in (({}, 2), (dict(enable_thinking=True), 2), (dict(enable_thinking=False), 7),
                         (dict(style="<|endoftext|>"), 2 + 13), (dict(eos_token="abc"), 2),
