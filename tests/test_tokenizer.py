@@ -23,7 +23,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_from_spec,
 )
-from data.tokenizer_hf import tokenizer_json
+from data.tokenizer_hf import end_of_text, tokenizer_json
 from data.tokenizer_types import EOT, CharTokenizer, RankTokenizer
 from train.base.errors import DataError
 
@@ -334,3 +334,14 @@ def test_imports_stay_light():
     code = "import sys, data.prepare; print({'torch', 'requests'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("tokenizer_config, config, end", [
+    (dict(eos_token="</s>"), dict(eos_token_id=[7, 9]), 2),
+    (dict(eos_token=dict(content="</s>")), {}, 2), (dict(eos_token="<none>"), {}, None),
+    ({}, dict(eos_token_id=[7, 9]), 7), ({}, dict(eos_token_id=7), 7), ({}, {}, None)])
+def test_the_end_of_text_of_a_published_tokenizer(tmp_path, tokenizer_config, config, end):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    content = dict(added_tokens=[dict(id=1, content="<s>"), dict(id=2, content="</s>")])
+    assert end_of_text(str(tmp_path), content) == end
