@@ -149,6 +149,18 @@ def run(*args, ranks=0, env=None, timeout=120):
     return done.returncode, done.stdout
 
 
+@contextlib.contextmanager
+def full_disk(n_bytes):
+    """No file of this process can become longer than `n_bytes`."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.fixture
 def browser(tmp_path):
     from browser import CHROMIUM, Browser

@@ -7,7 +7,6 @@ test says "fault -> expected outcome", for tests/MATRIX.md.
 import errno
 import os
 import random
-import resource
 import shutil
 import stat
 import sys
@@ -18,12 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import full_disk
 from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
 
 from train import checkpoint
 from train import train as training
 from train.base import run_folder
-from train.base.errors import BadNumbers, CheckpointError, UserError
+from train.base.errors import BadNumbers, CheckpointError, CollectiveExit, UserError
 from train.base.files import lock_folder
 from train.base.run_folder import RunFolder, numbered_checkpoints, snapshot
 from train.checkpoint import load_checkpoint, save_checkpoint
@@ -116,19 +116,24 @@ def test_a_disk_full_or_broken_once_is_a_warning(tmp_path, data_dir, undisturbed
     assert not temporary_files(tmp_path)
 
 
+def test_without_a_checkpoint_none_is_promised(tmp_path, data_dir, capsys):
+    """ENOSPC in the first save, and in the last -> neither names an earlier checkpoint"""
+    with pytest.raises(CollectiveExit) as stop:
+        go(data_dir, tmp_path, "save_mid@5=enospc,save_mid@7=enospc", max_iters=7)
+    assert "No space left on device; training continues\n" in capsys.readouterr().out
+    assert str(stop.value).endswith("Free some disk space and start again")
+
+
 @pytest.mark.matrix(7)
 def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
     """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file
     and the folder are as before"""
     path, state = str(tmp_path / "ckpt.pt"), {"model": {"w": torch.zeros(1000)}}
     save_checkpoint(path, state)
-    before, limit = (tmp_path / "ckpt.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
-    try:
-        with pytest.raises(CheckpointError, match="could not be written.*File too large"):
-            save_checkpoint(path, {"model": {"w": torch.zeros(100_000)}})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    with full_disk(8192), pytest.raises(CheckpointError,
+                                        match="could not be written.*File too large"):
+        save_checkpoint(path, {"model": {"w": torch.zeros(100_000)}})
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, SHARED, TINY, run, tiny_args
+from conftest import REPO, SHARED, TINY, full_disk, run, tiny_args
 from processes import python
 from runs import metrics
 
@@ -208,6 +208,18 @@ def test_save_precision(hf, tmp_path, precision):
     for p in ours.parameters():
         p.data = p.data.to(theirs.dtype).float()
     assert_close(logits_of(theirs.float(), ids()), logits_of(ours, ids()))
+
+
+@pytest.mark.parametrize("to", ["hf", "a.gguf", "a.safetensors"])
+def test_an_export_to_a_full_disk_is_one_line(tmp_path, capsys, to):
+    if to == "a.gguf":
+        pytest.importorskip("gguf")
+    make(tmp_path / "ckpt.pt", n_kv_head=2)
+    with full_disk(4_000):
+        assert convert.main(["--ckpt", f"{tmp_path}/ckpt.pt", "--to", f"{tmp_path}/{to}"]) == 2
+    told = capsys.readouterr().err
+    assert f"model.convert: {tmp_path}/{to} could not be written: " in told
+    assert told.count("\n") == 1 and not [*tmp_path.rglob("*.tmp*")]
 
 
 def test_weights_alone(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO
+from conftest import REPO, full_disk
 from runs import go
 
 from data import prepare
@@ -284,6 +284,19 @@ def test_a_command_that_fails_half_way_leaves_the_old_folder(tmp_path, monkeypat
     monkeypatch.undo()
     assert module.main([str(source), "--out", str(out)]) == 0
     assert {p.name: p.read_bytes() for p in out.iterdir()} != before
+
+
+@pytest.mark.parametrize("command", [prepare, chat])
+def test_a_full_disk_is_told_with_the_folder_that_is_written(tmp_path, capsys, command):
+    """Not with that of the source, which was being read."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(dict(prompt=f"p{i}", response="a text " * 9, text="b" * 99))
+                            + "\n" for i in range(900)))
+    with full_disk(20_000):
+        assert command.main([str(rows), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/out could not be written: " in told and "free some disk space" in told
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_one_at_a_time_is_alone_in_a_folder(tmp_path):

@@ -15,7 +15,7 @@ import yaml
 from data.meta import Meta, read_meta
 from train.base.errors import DataError, echo
 from train.base.fields import PlainLoader, key
-from train.base.files import lock_folder, sync_folder, write_text
+from train.base.files import lock_folder, reporting_full_disk, sync_folder, write_text
 from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
@@ -68,8 +68,9 @@ def new_folder(out, model, sources, force=False):
     try:
         for leftover in set(os.listdir(folder)) - {LOCK}:  # of a killed process
             os.unlink(os.path.join(folder, leftover))
-        yield folder
-        move_files(folder, out)
+        with reporting_full_disk(out):
+            yield folder
+            move_files(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.close()

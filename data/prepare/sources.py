@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data import records
 from data.tokenizer_types import clean
+from train.base.files import FULL_DISK
 
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
@@ -128,6 +129,8 @@ class Documents:
                     if len(self.ends) + len(ends) - 1 == o.num_samples:
                         break
         except records.READ_ERRORS as error:
+            if getattr(error, "errno", None) in FULL_DISK:  # that of self.file
+                raise
             problems.append((path, getattr(error, "strerror", None) or str(error)))
         if not problems:
             self.ends += ends[1:]

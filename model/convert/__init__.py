@@ -33,7 +33,7 @@ from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_che
 from train.base.cli import command
 from train.base.errors import CheckpointError
 from train.base.fields import key
-from train.base.files import write_text
+from train.base.files import reporting_full_disk, write_text
 from train.base.sharded_file import is_sharded
 from train.base.tensors import find_non_finite, write_safetensors
 from train.config import FIELDS
@@ -193,11 +193,13 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
     is_merged = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
-    if ending == ".pt" and is_merged:  # nanoGPT's format has neither
-        description = export_merged(state, ckpt, to, save_precision, backbone)
-    else:
-        source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
-        description = FORMATS.get(ending, export_folder)(source, to, quantize or save_precision)
+    with reporting_full_disk(to):
+        if ending == ".pt" and is_merged:  # nanoGPT's format has neither
+            description = export_merged(state, ckpt, to, save_precision, backbone)
+        else:
+            source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
+            description = FORMATS.get(ending, export_folder)(source, to,
+                                                             quantize or save_precision)
     print(f"Wrote {to}: {description}")
 
 

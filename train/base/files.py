@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from train.base.errors import UserError
 
+FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # also a quota, and a limit of ulimit -f
+
 # -----------------------------------------------------------------------------
 # files
 
@@ -43,6 +45,18 @@ def atomic_write(path, before_rename=lambda temporary: None):
     finally:
         with suppress(OSError):  # exists only after an error
             os.unlink(temporary)
+
+
+@contextmanager
+def reporting_full_disk(path):
+    """Context in which a full disk is a UserError with the name `path` of what is written."""
+    try:
+        yield
+    except OSError as error:
+        # numpy's error has no number: "4096 requested and 3568 written".
+        if error.errno not in FULL_DISK and "requested and" not in str(error):
+            raise
+        raise UserError(f"{path} could not be written: {error}; free some disk space") from error
 
 
 def write_text(path, text):

@@ -139,12 +139,14 @@ class RunFolder:
             save(self.file("ckpt.pt"))
         except Exception as error:
             sharded_file.remove_unnamed_shards(self.path, self.kept)
+            exists = os.path.exists(self.file("ckpt.pt"))
             if last:
-                raise CollectiveExit(
-                    f"the last checkpoint could not be saved: {error}\nFree some disk space "
-                    "and start again: the run resumes from the one before it") from error
+                resume = ": the run resumes from the one before it" if exists else ""
+                raise CollectiveExit(f"the last checkpoint could not be saved: {error}\nFree some "
+                                     f"disk space and start again{resume}") from error
             self.failed = True
-            return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
+            previous = "the previous checkpoint is intact, " if exists else ""
+            return logger.warn(f"{error}; {previous}training continues")
         if self.mirror:
             self.mirror.update(logger)
         problem = "older checkpoints are not deleted"
