@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from runs import go
 
 from data import prepare
 from data.meta import Meta, read_meta, write_meta
-from data.prepare import chat, features, labels, samples
+from data.prepare import chat, features, labels, samples, sources
 from data.prepare.folders import check_replaceable, new_folder
 from train.base.errors import DataError, UserError
 from train.base.files import (
@@ -297,6 +298,17 @@ def test_a_full_disk_is_told_with_the_folder_that_is_written(tmp_path, capsys, c
     told = capsys.readouterr().err
     assert f"{tmp_path}/out could not be written: " in told and "free some disk space" in told
     assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_full_disk_is_no_problem_of_the_source(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    documents = sources.Documents(tmp_path / "all")
+
+    def fail(content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    documents.file = types.SimpleNamespace(write=fail, seek=print)
+    with pytest.raises(OSError, match="No space left on device"):
+        documents.add_file(str(tmp_path / "a.txt"), types.SimpleNamespace(separator=None))
 
 
 def test_one_at_a_time_is_alone_in_a_folder(tmp_path):
