@@ -2,7 +2,8 @@
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
-model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused.
+model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused,
+the data and other models that are read (a teacher, a backbone, a checkpoint to start from).
 With world_size, the run is planned on that many GPUs instead (train/tools/plan.py).
 """
 
@@ -12,7 +13,7 @@ import torch
 from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit
-from train.base.memory import memory_available, memory_resident
+from train.base.memory import memory_available, memory_resident, return_freed_memory
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, choose_dtype, compile_model, describe_device, should_compile, timed
 from train.logger import log_plan, peak_memory
@@ -34,31 +35,38 @@ def estimate(config):
     print a plan for that many GPUs instead. Raises CollectiveExit if it does not fit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
+        on_gpu = ranks.device.type == "cuda"
+        available = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
+        # Before the data and other models are read, which are a part of what a run needs.
+        peak = peak_memory(ranks.device) or 0  # None: unknown, on Windows
+        initial_memory = 0 if on_gpu else memory_resident() or peak * MIB
         check_ranks(config, ranks, log)
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
         check_epochs(config, data.train.samples)
         config = config.in_steps(data.train.samples)
-        with torch.device("meta"):  # allocates nothing: the model may not fit
-            empty_model, probe = (load_model_type(config.model).build_model(config, data)
-                                  for _ in range(2))
+
+        def build_empty():
+            with torch.device("meta"):  # allocates only frozen weights: the model may not fit
+                return load_model_type(config.model).build_model(config, data)
+        empty_model = build_empty()
         dtype, reason = choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
         if config.world_size:
-            return log_table(log, config, data, empty_model, probe, flops)
+            return log_table(log, config, data, empty_model, build_empty(), flops)
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = describe_device(ranks.device)
         log_plan(log, config, ranks, data, empty_model, device, precision, flops)
         log_network(config, empty_model, ranks, log)
-        on_gpu = ranks.device.type == "cuda"
-        available = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
+        build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
         memory = state_memory(config, empty_model, ranks.world_size)
+        del empty_model  # with its frozen weights, of which a run has one copy
         check_memory(memory, available, ranks)
         try:
             seconds, memory["activations"] = measure_step(
-                config, data, ranks, dtype, compiled and on_gpu, available)
+                config, data, ranks, dtype, compiled and on_gpu, available, initial_memory)
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
         listed = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in memory.items())
@@ -80,23 +88,23 @@ def check_memory(memory, available, ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
-def measure_step(config, data, ranks, dtype, compiled, available):
+def measure_step(config, data, ranks, dtype, compiled, available, initial_memory):
     """Return (seconds per optimizer step, bytes of memory besides the state of the run). dtype: of
-    autocast. compiled: compile the model. available: bytes of memory.
+    autocast. compiled: compile the model. available: bytes of memory. initial_memory: bytes that
+    were in use before the data were opened.
 
     On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
     micro-batch as large as time and memory allow; larger ones are extrapolated.
     """
     device = ranks.device
     on_gpu = device.type == "cuda"
-    peak = peak_memory(device) or 0  # None: unknown, on Windows
-    # Not the peak, of which a part is free again, e.g. after reading a checkpoint.
-    initial_memory = 0 if on_gpu else memory_resident() or peak * MIB
     model = load_model_type(config.model).build_model(config, data).to(device)
     optimizer = build_optimizer(model, config, log=lambda text: None)
     if compiled:
         compile_model(model, device)
-    batch = data.train.get_batch(device, 0)
+    # All micro-batches of a step: a loader may have buffers for each, e.g. of activations.
+    for micro in reversed(range(config.accumulation(ranks.world_size))):
+        batch = data.train.get_batch(device, micro)
 
     def compute(n):  # as in train_step
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -119,8 +127,10 @@ def measure_step(config, data, ranks, dtype, compiled, available):
     update()  # creates the state of the optimizer
     cost = measure(n)
     if n < size:
+        return_freed_memory()  # a run has no space that smaller micro-batches left
         limits = np.array([MAX_SECONDS / 3, available])
         larger_n = min(max(2, int(min(limits / np.maximum(cost, 1e-9)))), size)
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
-    return seconds, max(0, cost[1] - sum(state_memory(config, model, 1).values()))
+    measured = config.replace(ema=0.0)  # without averages, which train_step updates
+    return seconds, max(0, cost[1] - sum(state_memory(measured, model, 1).values()))
