@@ -3,7 +3,8 @@
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
 model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused,
-the data and other models that are read (a teacher, a backbone, a checkpoint to start from).
+the data and other models that are read (a teacher, a backbone, a checkpoint to start from). Not
+included: the copy of weights and optimizer state during a save, which is made if there is room.
 With world_size, the run is planned on that many GPUs instead (train/tools/plan.py).
 """
 
@@ -65,7 +66,7 @@ def estimate(config):
         del empty_model  # with its frozen weights, of which a run has one copy
         check_memory(memory, available, ranks)
         try:
-            seconds, memory["activations"] = measure_step(
+            seconds, memory["activations and data"] = measure_step(
                 config, data, ranks, dtype, compiled and on_gpu, available, initial_memory)
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
