@@ -199,6 +199,13 @@ def test_tensors_of_a_base_model(hf):
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 
+def test_learned_positions_are_read_whole_at_any_number(tmp_path):
+    """They are weights, unlike rotary ones, of which a model takes 4,096 at most."""
+    ours = make(tmp_path / "ckpt.pt", **GPT2 | dict(block_size=4100))
+    back, _ = load_model(export(tmp_path / "ckpt.pt", tmp_path / "hf"))
+    assert torch.equal(back.wpe.weight, ours.wpe.weight)
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_save_precision(hf, tmp_path, precision):
     ours = make(tmp_path / "ckpt.pt")

@@ -543,6 +543,13 @@ def test_a_mask_of_one_row_lets_every_query_see_later_keys(dtype, tolerance):
         close(y[1, :, :150], expected[1, :, :150], tolerance)  # others may see no key
 
 
+def test_a_window_hides_later_keys_however_many_keys_there_are():
+    """So that a row does not depend on the width of its batch."""
+    k = torch.zeros(1, 1, 6, 8)
+    _, _, mask = limit_to_window(6, k, k, torch.ones(1, 1, 1, 6, dtype=torch.bool), 6)
+    assert torch.equal(mask[0, 0], torch.ones(6, 6).tril().bool())
+
+
 @pytest.mark.parametrize("T, H, G, D", [(2, 4, 2, 16), (128, 4, 1, 16), (129, 6, 3, 16),
                                         (300, 2, 1, 32)])
 def test_shared_keys_have_the_gradients_of_copied_ones(T, H, G, D):

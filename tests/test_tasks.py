@@ -14,6 +14,7 @@ from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
 import run_train
 from data.tokenizer import load_tokenizer
+from data.tokenizer_types import RankTokenizer
 from model import chat
 from model.core.generate import generate
 from model.core.load import load_model
@@ -41,6 +42,17 @@ def test_log_probabilities_are_those_of_single_tokens(quiz):
         assert score == pytest.approx(sum(float(p[i - 1, ids[i]]) for i in range(first, len(ids))),
                                       rel=1e-6, abs=1e-6)
         assert greedy == all(int(p[i - 1].argmax()) == ids[i] for i in range(first, len(ids)))
+
+
+@pytest.mark.parametrize("question", ["Two and two? ", "One\n\n", "x = \n  "])
+def test_an_answer_is_scored_whole_after_a_blank_that_its_token_would_include(question):
+    """The tokens of GPT-2: " four" is one."""
+    ranks = {t: i for i, t in enumerate([*map(bytes, zip(range(256))), b" f", b" fo", b" fou",
+                                         b" four", b"\n\n"])}
+    tokenizer = RankTokenizer("ranks", ranks, r" ?\w+|\s+(?!\S)|[\s\S]", 261)
+    row = tasks.ExampleReader(tokenizer, None, 48).parse(dict(question=question, answer="four"), 0)
+    ids, n = row.sequences[0]
+    assert tokenizer.decode(ids) == f"{question}four\n" and tokenizer.decode(ids[-n:]) == "four\n"
 
 
 # -----------------------------------------------------------------------------

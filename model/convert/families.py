@@ -164,7 +164,8 @@ def read_fields(given, family):
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
-        out["block_size"] = min(out["max_positions"], MAX_CONTEXT)
+        limit = out["max_positions"] if out.get("pos") == "learned" else MAX_CONTEXT
+        out["block_size"] = min(out["max_positions"], limit)
         if out["block_size"] == out["max_positions"]:
             out["max_positions"] = None
     end = c.get("eos_token_id")

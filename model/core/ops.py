@@ -306,7 +306,7 @@ def limit_to_window(window, k, v, mask, T):
     only the last `window` keys, including the key at the same position. k, v (B, G, S, D), cut if
     possible; mask: true where a query sees a key, None: causal."""
     S = k.size(2)
-    if S <= window:
+    if S <= window and (mask is None or T in (1, mask.size(2))):
         return k, v, mask
     index = torch.arange(S, device=k.device)
     if T > 1:

@@ -151,8 +151,10 @@ class ExampleReader:
         between question and answer."""
         if not self.template:
             before = self.tokenizer.encode(question)
-            text = f"{question}{delimiter}{answer}\n"
-            return before, [self.tokenizer.encode(text)[len(before):]]
+            ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
+            if ids[:len(before)] != before:  # a token spans the boundary
+                ids = before + self.tokenizer.encode(f"{delimiter}{answer}\n")
+            return before, [ids[len(before):]]
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
         first, last = np.flatnonzero(mask)[[0, -1]]
