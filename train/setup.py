@@ -295,8 +295,8 @@ class Run:
         return last or (self.ends_interval() if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """If the last save in the background failed, restore the best metric from before it: later
-        evaluations are then compared with ckpt_best.pt. All ranks must call."""
+        """If a save of ckpt_best.pt in the background failed, restore the best metric from before
+        it: later evaluations are then compared with the file. All ranks must call."""
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
             self.progress.best_metric, self.progress.loss_of_best = self.best_before

@@ -49,7 +49,8 @@ class RunFolder:
         self.save_precision = save_precision
         self.lock = None
         self.thread = None
-        self.failed = False  # a save in the background failed
+        self.saves_best = False  # whether the save in progress also writes ckpt_best.pt
+        self.failed = False  # a save of ckpt_best.pt in the background failed
         self.kept = []  # complete folders of shards that no checkpoint names, e.g. copied ones
         self.mirror = None  # of train/options/mirror.py
 
@@ -91,6 +92,7 @@ class RunFolder:
         self.wait()
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
+        self.saves_best = is_best
         links = [self.file("ckpt_best.pt")] if is_best else []
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
@@ -143,7 +145,7 @@ class RunFolder:
                 raise CollectiveExit(
                     f"the last checkpoint could not be saved: {error}\nFree some disk space "
                     "and start again: the run resumes from the one before it") from error
-            self.failed = True
+            self.failed = self.failed or self.saves_best
             return logger.warn(f"{error}; the previous checkpoint is intact, training continues")
         if self.mirror:
             self.mirror.update(logger)
