@@ -265,6 +265,8 @@ class Run:
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
+        if c.lr_schedule != "plateau":  # the scale is of another schedule (--allow_change)
+            self.plateau.scale = 1.0
         if any(old.get(key, getattr(c, key)) != getattr(c, key)
                for key in ("early_stopping_metric", "early_stopping_mode")):
             p.best_metric = p.loss_of_best = math.inf
