@@ -241,6 +241,14 @@ def test_init_from_a_file_that_never_would_move_is_refused(out, data_dir):
     assert (out / "ckpt.pt").exists()
 
 
+def test_init_from_shards_that_never_would_move_is_refused(tmp_path, data_dir):
+    go(data_dir, tmp_path, checkpoint_format="sharded", max_iters=1)
+    for folder in (tmp_path, next(tmp_path.glob("shards/*"))):
+        with pytest.raises(CheckpointError, match="choose another --out_dir"):
+            go(data_dir, tmp_path, init_from=str(folder), resume="never")
+        assert (tmp_path / "ckpt.pt").exists() and folder.exists()
+
+
 @pytest.mark.matrix(32)
 def test_unknown_keys_in_a_checkpoint_are_ignored(out, data_dir, stopped_run):
     """unknown keys in a checkpoint -> ignored, the end exact"""

@@ -124,6 +124,17 @@ def test_without_a_checkpoint_none_is_promised(tmp_path, data_dir, capsys):
     assert str(stop.value).endswith("Free some disk space and start again")
 
 
+@pytest.mark.parametrize("fails_at, best", [(10, 8), (8, 12)])
+def test_a_failed_save_does_not_forget_the_best_checkpoint(tmp_path, data_dir, monkeypatch,
+                                                           fails_at, best):
+    """Evaluations at 0, 4, ...: the one at 8 is best. A failed save at 10 changes nothing; after
+    one at 8, the best that is left is written at 12"""
+    losses = iter([9.0, 3.0, 1.0, 2.0, 2.5, 2.5])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    go(data_dir, tmp_path, f"save_mid@{fails_at}=enospc", eval_interval=4, save_interval=5)
+    assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == best
+
+
 @pytest.mark.matrix(7)
 def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
     """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file

@@ -95,6 +95,8 @@ def test_get_lr_takes_a_plain_namespace(warmup, length):
         assert get_lr(it, args) == get_lr(it=it, args=config) == pytest.approx(
             document_lr(it, 6e-4, 6e-5, 200, 5000), rel=1e-12)
     assert get_lr(6000, args) == 6e-5
+    args.lr_schedule = "constant"
+    assert get_lr(4999, args) == 6e-4
     delattr(args, length)
     with pytest.raises(KeyError, match="max_iters"):
         get_lr(0, args)

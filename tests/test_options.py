@@ -133,6 +133,13 @@ def test_plateau_halves_the_rate_and_resumes_exactly(go, tmp_path, hopeless):
     assert_same_file(tmp_path / "a/ckpt.pt", tmp_path / "b/ckpt.pt")
 
 
+def test_another_schedule_does_not_keep_the_scale_of_plateau(go, tmp_path, hopeless):
+    go("o", data_dir=hopeless, max_iters=6, **PLATEAU)
+    assert rates(tmp_path / "o")[-1] == .005
+    go("o", data_dir=hopeless, **PLATEAU | dict(lr_schedule="constant", allow_change="lr_schedule"))
+    assert rates(tmp_path / "o")[-2:] == [.01] * 2
+
+
 # -----------------------------------------------------------------------------
 # early stopping
 
@@ -355,7 +362,7 @@ def test_out_of_memory_names_the_pair_that_keeps_the_global_batch(tmp_path, data
                  "--dry_run"):
         assert word in last
     _, _, err = command(data_dir=data_dir, out_dir=tmp_path, batch_size=3)
-    assert "a smaller --batch_size" in err
+    assert "--batch_size 2 --gradient_accumulation_steps 3 (the same global batch)" in err
 
 
 def test_bad_numbers_say_where_and_what_to_change(tmp_path, data_dir):
@@ -382,6 +389,18 @@ def test_advice_for_nccl_and_lost_ranks():
                          ("Connection reset by peer", "--max-restarts")):
         assert words in robust.suggest_fix(RuntimeError(error), TrainConfig())
     assert robust.suggest_fix(ValueError("x"), TrainConfig()) == ""
+
+
+@pytest.mark.parametrize("batch, accumulation, ranks, advice", [
+    (16, 4, "", "--batch_size 8 --gradient_accumulation_steps 8 (the same global batch), then"),
+    (16, 4, "8", "--batch_size 4 --gradient_accumulation_steps 16 "),  # 8 was the micro-batch
+    (3, 4, "", "--batch_size 2 --gradient_accumulation_steps 6 "),
+    (1, 4, "", "--gradient_checkpointing true, then ")])
+def test_advice_for_memory_makes_the_micro_batch_smaller(monkeypatch, batch, accumulation, ranks,
+                                                         advice):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    c = TrainConfig(batch_size=batch, gradient_accumulation_steps=accumulation)
+    assert robust.suggest_fix(MemoryError(), c).startswith(f"Out of memory. Try {advice}")
 
 
 # -----------------------------------------------------------------------------

@@ -165,8 +165,9 @@ def find_checkpoint(config, log, damaged=()):
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
     elif config.resume == "never" and not config.eval_only:
+        own = {os.path.abspath(folder), os.path.abspath(os.path.join(folder, "shards"))}
         inside = [f"--{name} {path}" for name, path in input_files(config).items()
-                  if os.path.dirname(os.path.abspath(path)) == os.path.abspath(folder)]
+                  if own & {os.path.abspath(path), os.path.dirname(os.path.abspath(path))}]
         if inside:
             raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")

@@ -14,7 +14,7 @@ def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
     (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters. args: a
     TrainConfig, or any object that read_schedule() accepts."""
-    c = args if hasattr(args, "lr_schedule") else read_schedule(args)
+    c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
         return c.learning_rate * (it + 1) / (warmup + 1)

@@ -218,10 +218,12 @@ def suggest_fix(error, config):
     connections, compiling), or "" if there is no advice. config: TrainConfig of the run."""
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
-        b, g = config.batch_size, config.gradient_accumulation_steps
-        pair = (f"--batch_size {b // 2} --gradient_accumulation_steps {g * 2} (the same global "
-                "batch)" if b % 2 == 0 else "a smaller --batch_size")
-        return (f"Out of memory. Try {pair}, then --gradient_checkpointing true, then smaller "
+        world_size = int(os.environ.get("WORLD_SIZE") or 1)
+        samples, b = config.samples_per_step, config.micro_batch(world_size)  # batch_size or less
+        half = next(n for n in range((b + 1) // 2, 0, -1) if samples // world_size % n == 0)
+        pair = (f"--batch_size {half} --gradient_accumulation_steps {samples // half} (the same "
+                "global batch), then " if b > 1 else "")
+        return (f"Out of memory. Try {pair}--gradient_checkpointing true, then smaller "
                 "samples or a smaller model. `--dry_run` shows the memory by purpose. The error: "
                 f"{error!r:.300}")
     if "nccl" in text:

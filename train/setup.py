@@ -265,6 +265,8 @@ class Run:
         checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
+        if c.lr_schedule != "plateau":  # the scale is of another schedule (--allow_change)
+            self.plateau.scale = 1.0
         if any(old.get(key, getattr(c, key)) != getattr(c, key)
                for key in ("early_stopping_metric", "early_stopping_mode")):
             p.best_metric = p.loss_of_best = math.inf
@@ -295,8 +297,8 @@ class Run:
         return last or (self.ends_interval() if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """If the last save in the background failed, restore the best metric from before it: later
-        evaluations are then compared with ckpt_best.pt. All ranks must call."""
+        """If a save of ckpt_best.pt in the background failed, restore the best metric from before
+        it: later evaluations are then compared with the file. All ranks must call."""
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
             self.progress.best_metric, self.progress.loss_of_best = self.best_before

@@ -49,7 +49,8 @@ class RunFolder:
         self.save_precision = save_precision
         self.lock = None
         self.thread = None
-        self.failed = False  # a save in the background failed
+        self.saves_best = False  # whether the save in progress also writes ckpt_best.pt
+        self.failed = False  # a save of ckpt_best.pt in the background failed
         self.kept = []  # complete folders of shards that no checkpoint names, e.g. copied ones
         self.mirror = None  # of train/options/mirror.py
 
@@ -91,6 +92,7 @@ class RunFolder:
         self.wait()
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
+        self.saves_best = is_best
         links = [self.file("ckpt_best.pt")] if is_best else []
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
@@ -144,7 +146,7 @@ class RunFolder:
                 resume = ": the run resumes from the one before it" if exists else ""
                 raise CollectiveExit(f"the last checkpoint could not be saved: {error}\nFree some "
                                      f"disk space and start again{resume}") from error
-            self.failed = True
+            self.failed = self.failed or self.saves_best
             previous = "the previous checkpoint is intact, " if exists else ""
             return logger.warn(f"{error}; {previous}training continues")
         if self.mirror:
