@@ -21,6 +21,7 @@ from collections import Counter
 import numpy as np
 
 from data.hub import local_folder
+from data.meta import read_meta
 from data.render import render
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
@@ -257,7 +258,8 @@ def open_chat_format(source):
     else:
         folder = local_folder(source, weights=False)
         tokenizer = open_tokenizer(folder)
-        spec = dict(template=read_template_spec(folder, tokenizer), block_size=None)
+        template = read_meta(folder).template or read_template_spec(folder, tokenizer)
+        spec = dict(template=template, block_size=None)
     template = spec["template"]
     return tokenizer, spec["block_size"], ChatTemplate(template) if template else None
 

@@ -86,7 +86,8 @@ def locate_evidence(text, record, fields):
     times, the first occurrence as whole words is used. Raises ValueError if it is not in the text.
     """
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
-    if all(n not in (None, "") for n in offsets):
+    known = [n not in (None, "") for n in offsets]
+    if all(known) or any(known) and words in (None, ""):
         try:
             start, end = map(int, offsets)
         except (TypeError, ValueError, OverflowError):
@@ -108,11 +109,19 @@ def locate_evidence(text, record, fields):
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
     """Return the list of LabelledTexts of `sources`: names of files or data sets, or iterables of
     (location, record). fields: names of the fields. skip_bad: leave out invalid records, with a
-    printed line. Otherwise DataError lists them. Raises DataError if there are no rows."""
-    rows = list(parse_records(sources, lambda record: parse_labelled_text(record, fields),
-                              skip_bad=skip_bad))
+    printed line. Otherwise DataError lists them. Raises DataError if there are no rows, or none has
+    a field that is named in `fields` and not by default."""
+    seen = set()
+
+    def parse(record):
+        seen.update(record)
+        return parse_labelled_text(record, fields)
+    rows = list(parse_records(sources, parse, skip_bad=skip_bad))
     if not rows:
         raise DataError(f"{', '.join(map(str, sources))}: no rows")
+    for name in ("label", "evidence", "start", "end"):
+        if (field := getattr(fields, name)) not in {*seen, getattr(Fields, name)}:
+            raise DataError(f"--{name} {field}: no row has this field")
     return rows
 
 

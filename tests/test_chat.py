@@ -220,6 +220,19 @@ def test_num_samples_and_no_question_on_both_sides(tmp_path):
     assert not asked[0] & asked[1] and len(asked[1]) > 1
 
 
+def test_the_template_of_a_prepared_folder_is_kept(tmp_path):
+    """So that folders which are prepared with the tokenizer of one of them can be mixed."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}?", "response": "b"}
+                                                for i in range(40)])
+    assert data_chat.main([source, "--out", str(tmp_path / "one")]) == 0
+    meta = json.loads((tmp_path / "one/meta.json").read_text())
+    meta["template"] |= {"user": "Q: {}\n"}
+    (tmp_path / "one/meta.json").write_text(json.dumps(meta))
+    assert data_chat.main([source, "--out", str(tmp_path / "two"), "--tokenizer",
+                           str(tmp_path / "one")]) == 0
+    assert json.loads((tmp_path / "two/meta.json").read_text())["template"] == meta["template"]
+
+
 def test_dataset_folder(tmp_path):
     datasets = pytest.importorskip("datasets")
     records = [{"prompt": str(i), "response": str(i)} for i in range(60)]

@@ -522,7 +522,8 @@ def test_the_example_takes_one_word_out_and_says_where():
     (dict(text="x", label=["a"]), "field 'label': expected a label"),
     (dict(text="some words", label="a", evidence="word of"), "'word of' does not occur"),
     (dict(text="x", label="a", start=0, end=9), "evidence 0 to 9 is not inside the text"),
-    (dict(text="x", label="a", start="?", end=9), "expected integers")])
+    (dict(text="x", label="a", start="?", end=9), "expected integers"),
+    (dict(text="x", label="a", start=0), "start and end [0, None]: expected integers")])
 def test_bad_rows_are_named(record, message, tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
     assert labels_main([path, "--out", str(tmp_path / "bin")]) == 2
@@ -537,6 +538,7 @@ def test_bad_files_and_settings_are_named(tmp_path, capsys):
             (b'{"text": \n', [], "rows.jsonl:1: not valid JSON"), (b"\xff\xfe", [], "utf-8"),
             (b"", [], "no rows"), (b'{"text": "x"}\n', [], "no row has a label or evidence"),
             (b'{"text": "x", "label": 1}\n', [], "two classes or more"),
+            (b'{"text": "x", "label": 1}\n', ["--evidence", "why"], "why: no row has this field"),
             (b"", ["--val_fraction", "0.5"], "must be below 0.5"),
             (b"", ["--tokenizer", "bite"], "expected byte, char")]:
         path.write_bytes(content)

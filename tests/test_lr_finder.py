@@ -154,6 +154,12 @@ def test_a_sweep_shows_that_it_moves(tmp_path, data_dir, capsys):
     assert capsys.readouterr().out.count(" of 20: lr ") == 2
 
 
+@pytest.mark.parametrize("needs", [dict(early_stopping_patience=2), dict(lr_schedule="plateau")])
+def test_keys_that_need_evaluations_are_no_obstacle(tmp_path, data_dir, needs):
+    config = load_config(None, arguments(data_dir, tmp_path, **needs))
+    assert len(lr_finder.find_lr(config, 1e-5, 1e-4, 10)["loss"]) == 10
+
+
 @pytest.mark.parametrize("args, message", [
     (["--from", "1", "--to", "0.1"], "expected --from below --to"),
     (["--steps", "3"], "--steps: must be at least 10"), (["--stesp=3"], "unknown key 'stesp'"),

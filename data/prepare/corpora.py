@@ -49,6 +49,8 @@ def prepare_tokens(o):
         raise DataError(f"dataset {o.dataset}: comes as GPT-2's tokens, already split: leave out "
                         f"--{unused[0]}")
     repo, start, n_files = CORPORA[o.dataset]
+    if (o.shards or 0) > n_files:  # before hours of downloads
+        raise DataError(f"dataset {o.dataset}: --shards {o.shards}: it has {n_files} files")
     sources = [f"{HUB}/datasets/{repo}/resolve/main/"]
     check_replaceable(o.out, "gpt", sources, o.force)
     os.makedirs(o.out, exist_ok=True)
