@@ -124,6 +124,9 @@ def open_features(folder, split, spec=None, delays=0):
     limits = {name: ((d,), None, None) for name, d in array_dims(meta).items()}
     files = dict(zip(limits, open_rows(folder, split, **limits)))
     n = len(next(iter(files.values())))
+    if not n:
+        raise DataError(f"{folder}: {split} has no rows; choose another --split, or prepare it "
+                        "with --val_fraction above 0")
     runs = open_runs(folder, split) if delays else None
     arrays = []
     for name, d in array_dims(spec).items():
@@ -245,6 +248,13 @@ class MultimodalAutoencoder(nn.Module):
             return self.linear_path[part == "bias"]
         is_zero = part == "bias" or layer == "head" and self.linear is not None
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
+
+    def adopt(self, weights):
+        """Return `weights` {name: tensor}, with which training starts, with the linear path of this
+        run's data."""
+        if self.linear_path is None:
+            return weights
+        return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
 
     def standardise(self, arrays):
         """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
@@ -447,9 +457,6 @@ def evaluate_checkpoint(args):
     model, _ = load_model(args.ckpt, expect="autoencoder")
     arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
                            model.keys.delays)
-    if not len(arrays[0]):
-        raise DataError(f"{args.data_dir or model.keys.data_dir}: {args.split} has no rows; choose "
-                        "another --split")
     metrics, r, outputs = evaluate_rows(model, arrays)
     tables = dict(targets=r)
     if args.baseline:

@@ -588,6 +588,18 @@ def test_ridge_without_delays_where_they_do_not_help(tmp_path):
     assert not weight[:, 8:].any(1).all() and weight[:, :8].any()
 
 
+def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
+    """of this run, not of the data that the weights were trained on"""
+    arrays, target, runs = features.synthetic(n_runs=11, run_length=40)
+    features.prepare_features(arrays, target[:, ::-1].copy(), str(tmp_path / "new"), 0.1, runs)
+    keys = SYSTEM | dict(linear_path=True, max_iters=1)
+    go(folder, tmp_path / "old", **keys)
+    init = dict(init_from=str(tmp_path / "old/ckpt.pt"))
+    first, again = (go(tmp_path / "new", tmp_path / name, **keys | changes)["history"][0]
+                    for name, changes in (("a", {}), ("b", init)))
+    assert again["val_ridge"] == first["val_ridge"]
+
+
 def test_kill_and_resume_with_a_linear_path(tmp_path, holes, linear):
     options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
     code, text = run_program(holes / "data", tmp_path, env={"FAULT": "before_opt@33=kill9"},
@@ -674,7 +686,7 @@ def test_validation_rows_are_needed_by_evaluations_only(tmp_path, capsys):
     assert main(args) == 2 and "val has no rows; choose another --split" in capsys.readouterr().err
     assert main([*args, "--split", "train"]) == 0
     config = configure(folder, "unused", **SYSTEM)
-    with pytest.raises(ValueError, match="lengths"):
+    with pytest.raises(ValueError, match="val has no rows; .* --val_fraction above 0"):
         open_data(config, Ranks())
 
 

@@ -462,7 +462,7 @@ def test_with_old_text_two_ranks_equal_one(tmp_path, data_dir, old_dir, backbone
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-4, val_old_loss=1e-4)
 
 
-def test_chats_with_old_text_are_merged(tmp_path, data_dir, old_dir, backbone):
+def test_chats_with_old_text_are_merged(tmp_path, data_dir, old_dir, backbone, capsys):
     go(data_dir, tmp_path / "base", **BYTES, block_size=60, max_iters=4)
     base = str(tmp_path / "base/ckpt.pt")
     history = go(chats(base, tmp_path), tmp_path / "out", **OWN, backbone=base, block_size=60,
@@ -472,6 +472,8 @@ def test_chats_with_old_text_are_merged(tmp_path, data_dir, old_dir, backbone):
     assert convert.main(["--ckpt", ckpt, "--to", merged]) == 0
     ids = torch.arange(20)[None]
     torch.testing.assert_close(load_model(merged)[0](ids), load_model(ckpt)[0](ids))
+    assert baselines.main(["--ckpt", ckpt, "--baseline"]) == 0  # chats and text are no mixture
+    assert "\nLoRA, rank" in capsys.readouterr().out
 
 
 def test_bad_old_text_is_named(tmp_path, data_dir, old_dir, backbone):
@@ -527,6 +529,14 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
     assert baselines.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err
+
+
+def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys):
+    """on the validation data, and with fewer stored tokens than neighbours"""
+    go(data_dir, tmp_path / "a", **OWN | dict(backbone=str(backbone), max_iters=1, eval_interval=0),
+       old_data_dir=str(old_dir))
+    assert baselines.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
+    assert "kNN-LM" in capsys.readouterr().out
 
 
 def test_old_validation_batches_are_spread_over_all_of_the_old_text():

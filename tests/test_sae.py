@@ -786,6 +786,14 @@ def test_activations_of_a_folder(tmp_path, activations, capsys):
         assert "it was trained on activations" in capsys.readouterr().err
 
 
+def test_validation_activations_have_the_channels_of_the_training_data(tmp_path, activations):
+    from train.base.errors import DataError
+    shutil.copytree(activations, tmp_path / "data")
+    np.save(tmp_path / "data/val_activations.npy", np.zeros((10, 50, 17), np.float32))
+    with pytest.raises(DataError, match="val_activations.npy: .* expected n x n x 16"):
+        go(tmp_path / "data", tmp_path / "out", **SAE | dict(backbone=None))
+
+
 def test_activations_without_evaluations_need_no_validation_data(tmp_path, activations, capsys):
     """The command that is printed at the end works."""
     (tmp_path / "data").mkdir()
@@ -845,6 +853,7 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     (dict(target="0", layer=1), "target: 0: expected input, mlp or a block from layer on"),
     (dict(target="2"), "expected a GPT with more than 2 blocks"),
     (dict(sae="batchtopk", k=49), "k: 49 exceeds d_sae"),
+    (dict(backbone=None, target="mlp"), "target: mlp: it needs a backbone"),
     (dict(backbone=None), "train_activations.npy")], ids=str)
 def test_bad_input_of_new_keys(tmp_path, data_dir, backbone, changes, words):
     from train.base.errors import UserError

@@ -17,7 +17,7 @@ from model.memory import first_batch, freeze, open_data
 from model.memory.knn_lm import N_STORED, knn_losses, read_states
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
-from train.base.errors import CheckpointError, DataError, echo
+from train.base.errors import CheckpointError, echo
 from train.base.fields import fields_by_name, key
 from train.distributed import Ranks
 from train.evaluate import evaluate
@@ -31,7 +31,8 @@ class EvaluationOptions:
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint", metavar="FILE", path=True)
     backbone: str | None = key(None, BACKBONE, metavar="FILE", path=True)
     baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
-                         "old text: also on both, in equal parts), and evaluate kNN-LM")
+                         "old text: also on both, in equal parts), and evaluate kNN-LM; of "
+                         "conversations only the first")
     lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
 
 
@@ -43,10 +44,8 @@ def print_comparison(args):
     if not values.get("backbone"):
         raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
     values = values | dict(backbone=args.backbone or values["backbone"])
-    config = saved_config(values)
+    config = saved_config(values | dict(eval_interval=1))  # 0 would leave out the validation data
     data = open_data(config, Ranks())
-    if data.val is None:
-        raise DataError(f"{config.data_dir}: no validation data to compare on")
     loaders = [data.val.new, data.val.old] if config.old_data_dir else [data.val]
     table = [["", "trained", "new text", "old text", "seconds"]]
 
@@ -78,14 +77,15 @@ def evaluate_on(model, loaders, config):
 
 def train_lora(args, values, backbone, n_trained):
     """Train adapters of about n_trained parameters with `values`, the dict "config" of the memory's
-    checkpoint: on new text, and if there is old text also on both. Yield per run (name, path of the
-    checkpoint, number of parameters, seconds). backbone: the GPT, for the sizes of its layers."""
+    checkpoint: on the new data, and if these are text and there is old text also on both. Yield per
+    run (name, path of the checkpoint, number of parameters, seconds).
+    backbone: the GPT, for the sizes of its layers."""
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))
     new, old, n = (values[name] for name in ("data_dir", "old_data_dir", "batch_size"))
     runs = {f"LoRA, rank {rank}": {}}
-    if old:
+    if old and not getattr(backbone, "template", None):  # no mixture of conversations and text
         runs[f"LoRA, rank {rank}, new and old text"] = dict(data_dir=f"{new}:0.5,{old}:0.5",
                                                             batch_size=2 * n)
     for i, (name, changes) in enumerate(runs.items()):

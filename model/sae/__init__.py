@@ -101,6 +101,9 @@ class Keys:
         is_block = self.target.isdecimal() and int(self.target) >= self.layer
         if self.target not in ("input", "mlp") and not is_block:
             found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
+        if self.backbone is None and self.target != "input":
+            found.append(f"target: {self.target}: it needs a backbone; activations in data_dir are "
+                         "their own target, input")
         return found
 
 

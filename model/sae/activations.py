@@ -215,8 +215,8 @@ class ActivationLoader:
 def open_activations(config, ranks):
     """Return the Data of a folder with activations: {train,val}_activations.npy, float32 (windows,
     T, C). The T activations of a window should be a random sample. Raises DataError."""
-    def load(split):
-        loader = RowLoader(open_rows(config.data_dir, split, activations=((None, None), None,
+    def load(split, d_in=None):
+        loader = RowLoader(open_rows(config.data_dir, split, activations=((None, d_in), None,
                                                                           None)), config, ranks)
         loader.units_per_sample = loader.arrays[0].shape[1]
         return loader
@@ -225,5 +225,5 @@ def open_activations(config, ranks):
     _, block_size, d_in = some.shape
     mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
     spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)
-    val = load("val") if config.eval_interval else None
+    val = load("val", d_in) if config.eval_interval else None
     return Data(train, val, spec, use=USE_WITHOUT_TEXTS)
