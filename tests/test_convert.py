@@ -199,6 +199,14 @@ def test_tensors_of_a_base_model(hf):
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 
+def test_an_export_does_not_replace_its_checkpoint(tmp_path, capsys):
+    path = tmp_path / "ckpt.pt"
+    make(path, **GPT2 | dict(mlp="gelu_exact", n_hidden=None))
+    before = path.read_bytes()
+    assert convert.main(["--ckpt", str(path), "--to", f"{tmp_path}/./ckpt.pt"]) == 2
+    assert "the same file as --ckpt" in capsys.readouterr().err and path.read_bytes() == before
+
+
 def test_learned_positions_are_read_whole_at_any_number(tmp_path):
     """They are weights, unlike rotary ones, of which a model takes 4,096 at most."""
     ours = make(tmp_path / "ckpt.pt", **GPT2 | dict(block_size=4100))

@@ -170,6 +170,13 @@ def test_the_folder_of_the_results_is_created_before_the_evaluation(tmp_path, mo
     assert (tmp_path / "none").is_dir()
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path, monkeypatch,
+                                                                        capsys):
+    monkeypatch.setattr(lm_eval, "evaluate", lambda options: pytest.fail("hours later"))
+    assert lm_eval.main(["--tasks", "x", "--out", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def flat(values):
     """Numbers as they are, texts as their characters' codes."""
     out = []
@@ -187,6 +194,10 @@ def test_what_is_missing_is_one_line(folder, capsys, monkeypatch):
     assert "ckpt.pt is not a chat model" in capsys.readouterr().err
     assert lm_eval.main([*args, "local_choice", "--log_samples"]) == 2
     assert "--log_samples: needs --out" in capsys.readouterr().err
+    tokenizer = load_model(folder / "ckpt.pt")[1]
+    monkeypatch.setattr(lm_eval, "load_model", lambda *_, backbone: (torch.nn.Module(), tokenizer))
+    assert lm_eval.main([*args, "local_choice"]) == 2
+    assert "needs a GPT and a tokenizer" in capsys.readouterr().err
     monkeypatch.setattr(lm_eval, "load_model", lambda *_, backbone: pytest.fail(backbone))
     with pytest.raises(pytest.fail.Exception, match="moved.pt"):
         lm_eval.main([*args, "local_choice", "--backbone", "moved.pt"])

@@ -444,7 +444,7 @@ def test_older_checkpoints_load_unless_they_use_what_is_gone(checkpoint, tmp_pat
     assert "softcap: 15.0" in capsys.readouterr().err
     path = altered(checkpoint, tmp_path, model_args=None)
     assert main(["--ckpt", path]) == 2
-    assert "no model_args of a GPT" in capsys.readouterr().err
+    assert "in it; of a Hugging Face model, name the folder" in capsys.readouterr().err
     path = altered(checkpoint, tmp_path, model_args=dict(n_embd=64))
     assert main(["--ckpt", path]) == 2
     assert "size mismatch" in capsys.readouterr().err

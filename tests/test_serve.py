@@ -631,10 +631,14 @@ def say(**body):
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
     (say(logprobs=True), 400, "logprobs: True is not supported"),
+    (ask(ignore_eos=True), 400, "ignore_eos: True is not supported"),
+    (ask(min_tokens=5), 400, "min_tokens: 5 is not supported"),
+    (say(messages=[]), 400, "messages: expected some; the last"),
     (ask(presence_penalty=2.5), 400, "presence_penalty: 2.5 is not supported"),
     (ask(response_format=dict(type="json_object")), 400, "response_format"),
     (ask(stream="perhaps"), 400, "stream: expected true or false"),
     (dict(path="/v1/chat/completions", body={}), 400, "messages: expected a list"),
+    (say(messages=5), 400, "messages: expected a list of messages, got '5'"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="cat", content="")])), 400,
      "role 'cat'"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
@@ -651,7 +655,7 @@ def say(**body):
 def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
     got, headers, body = send(server, **request_)
     error = json.loads(body)["error"]
-    assert got == status and message in error["message"]
+    assert got == status and message in error["message"] and error["message"].count("messages:") < 2
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
     assert set(error) == {"message", "type", "param", "code"}
 

@@ -155,7 +155,8 @@ def read_model_args(args, weights, config_class=None):
         raise ValueError(f"this model uses {', '.join(removed)}, which this version cannot "
                          "compute; use the version that trained it")
     if not {"n_layer", "vocab_size"} <= args.keys():
-        raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it")
+        raise ValueError("no model_args of a GPT (n_layer, vocab_size, ...) in it; of a Hugging "
+                         "Face model, name the folder")
     args = upgrade_args(args)
     shape = config_class(**{name: args[name] for name in known & args.keys()})
     check_shape(shape, weights)

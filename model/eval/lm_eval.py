@@ -19,6 +19,7 @@ from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.core.load import BACKBONE, load_model
 from model.eval.tasks import score_sequences
+from model.gpt import GPT
 from train.base.cli import command
 from train.base.errors import DataError, require
 from train.base.fields import key
@@ -138,8 +139,9 @@ def evaluate(options):
     from lm_eval.tasks import TaskManager
     o = options
     model, tokenizer = load_model(o.ckpt, get_device(o.device), backbone=o.backbone)
-    if tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end-of-text token")
+    if not isinstance(model, GPT) or tokenizer is None or tokenizer.eot_token is None:
+        raise DataError(f"{o.ckpt}: the harness needs a GPT and a tokenizer with an end-of-text "
+                        "token")
     if o.apply_chat_template and not model.template:
         raise DataError(f"--apply_chat_template: {o.ckpt} is not a chat model")
     if o.log_samples and not o.out:
@@ -158,6 +160,7 @@ def report(options):
     options.out, if specified. options: HarnessOptions. Raises UserError."""
     if options.out:  # not after hours of evaluation
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        open(options.out, "a").close()
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

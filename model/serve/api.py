@@ -15,7 +15,9 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tool
                            presence_penalty=0, frequency_penalty=0, repetition_penalty=1,
                            repeat_penalty=1, mirostat=0, logprobs=False, top_logprobs=0,
                            response_format={"type": "text"}, reasoning_effort=None, grammar="",
-                           json_schema=None, guided_json=None, structured_outputs=None)
+                           json_schema=None, guided_json=None, structured_outputs=None,
+                           min_tokens=0, ignore_eos=False, stop_token_ids=[], bad_words=[],
+                           guided_choice=None, guided_regex=None, guided_grammar=None)
 
 
 @dataclass
@@ -155,14 +157,15 @@ def encode_messages(body, engine, template, max_new_tokens):
     try:
         turns = parse_messages(messages, "messages")
         if not turns or turns[-1][0] == "assistant":
-            raise ValueError("the last message must not be the assistant's")
+            raise ValueError("expected some; the last message must not be the assistant's")
         size = engine.config.block_size
         if (max_new_tokens or -1) < 0:
             max_new_tokens = engine.max_tokens
         max_tokens = max(size - max_new_tokens, size // 2)
         return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
     except ValueError as error:
-        raise APIError(400, f"messages: {error}", "messages") from None
+        raise APIError(400, "messages: " + str(error).removeprefix("messages: "),
+                       "messages") from None
 
 
 # -----------------------------------------------------------------------------
