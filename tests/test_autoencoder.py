@@ -175,7 +175,7 @@ def test_synthetic_needs_every_modality():
 
 
 @pytest.mark.parametrize("case, words", [
-    ("lengths", "different lengths: {'a': 30, 'target': 29"),
+    ("lengths", "different lengths: {'a': 30, 'target': 29"), ("two runs", "'runs': 60"),
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
     ("cube", "expected numbers of shape (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("name", "expected files with different names"), ("one run", "nothing can be held out"),
@@ -189,8 +189,8 @@ def test_bad_arrays(tmp_path, capsys, case, words):
     np.save(tmp_path / "t.npy", target)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("all of it")
-    np.save(tmp_path / "runs.npy", np.zeros(30))
-    more = {"one run": ["--runs", tmp_path / "runs.npy"]}.get(case, [])
+    np.save(tmp_path / "runs.npy", np.zeros((30, 2 if case == "two runs" else 1)))
+    more = ["--runs", tmp_path / "runs.npy"] if case in ("one run", "two runs") else []
     source = tmp_path / f"{dict(missing='b', name='1').get(case, 'a')}.npy"
     out = tmp_path / ("full" if case == "other" else "out")
     code = features.main([str(a) for a in (source, "--target", tmp_path / "t.npy", *more, "--out",

@@ -89,6 +89,13 @@ def check(folder, model, *args, cwd=REPO):
     return code, statuses, output
 
 
+def test_methods_of_distribution_are_those_of_their_names():
+    """Whatever the configuration says."""
+    from train.tools.check import CHECKS
+    assert {name: CHECKS[name].keywords["distributed"] for name in ("ddp", "fsdp")} == dict(
+        ddp="ddp", fsdp="fsdp")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_unedited_repository_passes(model, folder):
     """All checks of a GPT, and the quick ones of the other model types (all with -m slow)."""

@@ -564,7 +564,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(400))
     code, said = command("data.prepare.labels", path, "--out", tmp_path / "bin", "--tokenizer",
                          gpt / "ckpt.pt")
-    assert code == 0, said
+    assert code == 0 and f" --init_from {gpt}/ckpt.pt --out_dir " in said, said
     code, said = run(*tiny_args(
         model="classifier", data_dir=tmp_path / "bin", out_dir=out, init_from=gpt / "ckpt.pt",
         max_iters=120, eval_interval=20, eval_iters=8, batch_size=16,

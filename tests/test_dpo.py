@@ -91,6 +91,15 @@ def test_forms_of_a_pair(record):
                                [("user", "Say moo"), ("assistant", "boo")]]
 
 
+def test_a_field_with_the_system_message_begins_both_sides():
+    for said in (dict(prompt="Say moo", chosen="moo", rejected="boo"),
+                 dict(chosen=[ASKED[1], MOO], rejected=[ASKED[1], BOO])):
+        assert [side[0] for side in to_pair(said | dict(system="Be a cow"))] == [
+            ("system", "Be a cow")] * 2
+    whole = dict(chosen=[*ASKED, MOO], rejected=[*ASKED, BOO], system="Be a cow")
+    assert to_pair(whole) == to_pair(whole | dict(system=None))  # it has one already
+
+
 def test_long_conversations_differ_in_their_last_answer():
     chosen, rejected = to_pair({
         "chosen": [*CONVERSATION, dict(role="assistant", content="Moo!\n\nYes.")],

@@ -320,6 +320,11 @@ def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search
     assert code == 0 and [t["trial"] for t in found] == [1, 2]
 
 
+def test_evaluations_may_be_counted_in_epochs(search):
+    code, found = search(SPACE, trials(1), eval_interval=0, eval_epochs=1)
+    assert code == 0 and [t["state"] for t in found] == ["complete"]
+
+
 def test_maximising_another_number(search, capsys):
     code, found = search(SPACE, trials(3), early_stopping_metric="val_ppl",
                          early_stopping_mode="max")

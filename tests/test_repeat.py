@@ -181,6 +181,11 @@ def test_two_at_once_are_refused(go, tmp_path, capsys):
     assert "repeat is in use by pid" in capsys.readouterr().err
 
 
+def test_evaluations_may_be_counted_in_epochs(go):
+    code, found = go("--seeds", "2", "--eval_interval=0", "--eval_epochs=1")
+    assert code == 0 and found[0]["runs"] == "2 of 2"
+
+
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "No closing quotation"),

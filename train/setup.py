@@ -107,8 +107,7 @@ class Run:
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         evaluates = self.config.eval_interval or self.config.eval_epochs  # not a probe()
-        if evaluates and self.data.val is None and (
-                settings := needing_evaluations(self.config)):
+        if self.data.val is None and evaluates and (settings := needing_evaluations(self.config)):
             raise SetupError(f"{settings[0]} needs evaluations, and the data has no validation "
                              "split")
         if self.start.kind != "resume":

@@ -177,7 +177,7 @@ def open_arrays(args):
                         "letters, digits and _, except `target` and `runs`; rename them")
     target = open_array(args.target) if args.target else None
     if args.runs:
-        return arrays, target, open_array(args.runs)[:, 0]
+        return arrays, target, open_array(args.runs).ravel()
     n = len(next(iter(arrays.values())))
     return arrays, target, np.arange(n) // max(1, n // 20)
 

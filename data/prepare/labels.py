@@ -16,6 +16,7 @@ import io
 import itertools
 import os
 import random
+import shlex
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
@@ -91,8 +92,9 @@ def prepare_labels(args):
     if n_lost := sum(row.start is not None for row in rows) - n_spans:
         echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
     warn_if_few({split: len(part) for split, part in splits.items() if part})
+    start = f" --init_from {shlex.quote(args.tokenizer)}" if args.tokenizer.endswith(".pt") else ""
     report(out, {split: dict(rows=len(part)) for split, part in splits.items()},
-           "configs/classifier")
+           "configs/classifier", start)
 
 
 def split_rows(rows, fraction):

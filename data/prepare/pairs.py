@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.chat_template import parse_messages
+from data.chat_template import parse_content, parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import pad_rows, save_arrays
 from train.base.cli import command
@@ -47,6 +47,8 @@ def to_pair(record):
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
     sides = [join_messages(prompt, record[name], name) for name in ("chosen", "rejected")]
+    if record.get("system") and sides[0][0][0] != "system":  # as in data.prepare.chat
+        sides = [[("system", parse_content(record["system"])), *side] for side in sides]
     (role, answer), (other_role, other_answer) = (side[-1] for side in sides)
     if sides[0][:-1] != sides[1][:-1] or {role, other_role} != {"assistant"}:
         raise ValueError("chosen and rejected: expected the same messages but for the last one, an "

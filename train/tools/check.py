@@ -404,7 +404,7 @@ CHECKS = dict(
     resume=check_resume,
     split=partial(compare_run, name="split", batch_size=2, gradient_accumulation_steps=4,
                   eval_iters=4),
-    ddp=partial(compare_run, name="ddp", ranks=2),
+    ddp=partial(compare_run, name="ddp", ranks=2, distributed="ddp"),
     fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
     batches=check_batches, gradients=check_gradients, loss=check_loss, evaluation=check_evaluation,
     decoding=check_decoding, initial=check_initial, flops=check_flops, export=check_export,
