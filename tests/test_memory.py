@@ -537,6 +537,9 @@ def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, ba
        old_data_dir=str(old_dir))
     assert baselines.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     assert "kNN-LM" in capsys.readouterr().out
+    go(f"{data_dir}:1,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
+       backbone=str(backbone))
+    assert baselines.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
 
 
 def test_old_validation_batches_are_spread_over_all_of_the_old_text():

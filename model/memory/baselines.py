@@ -13,7 +13,7 @@ import torch
 from model import lora
 from model.core.adapters import find_layers
 from model.core.load import BACKBONE, load_model, saved_config
-from model.memory import first_batch, freeze, open_data
+from model.memory import first_batch, freeze
 from model.memory.knn_lm import N_STORED, knn_losses, read_states
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
@@ -22,6 +22,7 @@ from train.base.fields import fields_by_name, key
 from train.distributed import Ranks
 from train.evaluate import evaluate
 from train.keys import TrainConfig
+from train.setup import open_data
 from train.train import train
 
 
