@@ -673,7 +673,7 @@ def test_other_bad_input(tmp_path, capsys):
                        (["--ckpt", tmp_path / "none.safetensors", "--to", tmp_path / "x"],
                         "none.safetensors: no such file; save_pretrained"),
                        (["--ckpt", tmp_path, "--to", tmp_path / "x"], "expected a checkpoint file"),
-                       (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "ckpt.pt"], "nanoGPT"),
+                       (["--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "other.pt"], "nanoGPT"),
                        (["--ckpt", tmp_path / "big.safetensors", "--to", tmp_path / "x"],
                         "no model_args")):
         assert convert.main([str(a) for a in args]) == 2
