@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.abc
+import os
 import pickle
 import runpy
 import subprocess
@@ -111,6 +112,15 @@ def test_wrong_types_are_refused(tmp_path, line, expected):
 @pytest.mark.matrix(94)
 def test_a_duplicate_key_is_refused(tmp_path):
     assert "set twice" in problems(write(tmp_path, "n_layer: 2\nn_layer: 3\n"))[0]
+
+
+def test_a_duplicate_key_comes_with_advice_that_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = os.path.basename(write(tmp_path, "n_layer: 2\nn_layer: 3\n", "config.yaml"))
+    assert problems(file)[0].endswith("config.yaml:1); keep one")
+    for name, value, how in (("tracker", "wandb", ", with commas between the values"),
+                             ("sample_prompts", "a", ", as [VALUE, VALUE]")):
+        assert problems(None, [f"{name}={value}"] * 2)[0].endswith(f"; keep one{how}")
 
 
 @pytest.mark.matrix(95)

@@ -403,7 +403,8 @@ def test_presets_for_reproducible_and_for_fast_runs(page):
 def test_a_name_with_two_meanings_and_one_that_is_not_set():
     assert load_config(None, ["hidden_dim=64"]).n_hidden == 64
     assert load_config(None, ["model=autoencoder", "hidden_dim=64"]).d_hidden == 64
-    assert load_config(None, ["save_every=5"]).save_interval == 5
+    for length in ([], ["max_epochs=null"], ["epochs=None"]):  # as in config.yaml of a run in steps
+        assert load_config(None, [*length, "save_every=5"]).save_interval == 5
     c = load_config(None, ["resume_from=null", "dataset_name=null", "epochs=null", "fp16=None",
                            "scheduler_type=none", "run_name=ignored"])
     assert (c.resume, c.max_epochs, c.lr_schedule, c.run_name) == ("auto", None, "none", "ignored")

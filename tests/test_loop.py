@@ -250,3 +250,19 @@ def test_early_stopping_does_not_count_untrained_weights(init, stopped_at, run, 
         changes["init_from"] = str(tmp_path / "given.pt")
     last, _ = run(resume="never", **changes)
     assert last["iter_num"] == stopped_at and "early stopping" in last["finished"]
+
+
+def test_the_training_loss_is_the_mean_over_steps_in_which_items_count(data_dir, tmp_path):
+    class Masked(torch.nn.Module):  # no item of the first four steps counts
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(1))
+            self.calls = 0
+
+        def forward(self, x, y):
+            self.calls += 1
+            count = torch.tensor(0 if self.calls <= 4 else x.numel())
+            return self.w.sum() * 6 * bool(count), {"count": count}
+    c = configure(data_dir, tmp_path, gradient_accumulation_steps=1, eval_on_start=False,
+                  eval_interval=8, max_iters=8, learning_rate=1e-9)
+    assert train(c, model=Masked())["history"][0]["train_loss"] == pytest.approx(6)

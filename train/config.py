@@ -233,7 +233,7 @@ def resolve(settings, known, problems):
     resolved = {}
     files = {where.rpartition(":")[0]: i for i, (_, _, where) in enumerate(settings)}
     lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
-    by_epochs = lengths & {name for name, _, _ in settings}
+    by_epochs = lengths & {n for n, raw, _ in settings if str(raw).lower() not in ("", *NULL)}
     for name, raw, where in sorted(settings, key=place):
         choices = known[name].metadata.get("choices") if name in known else ()
         translated = {name: raw}
@@ -251,7 +251,9 @@ def resolve(settings, known, problems):
                 alias = ", ".join(dict.fromkeys([*filter(None, earlier.split(", ")), name]))
             elif first and is_set_twice(key, first, where, known) and not (
                     {earlier, name}.intersection(ALIASES.switches)):
-                commas = ", with commas between the values" if first[:1] == "c" else ""
+                is_text = key in known and known[key].metadata.get("text")
+                how = "as [VALUE, VALUE]" if is_text else "with commas between the values"
+                commas = "" if where.rpartition(":")[0] else f", {how}"
                 problems.append(f"{where}{f' as {alias}' if alias else ''}: {key} is set twice "
                                 f"(first at {first}); keep one{commas}")
             resolved[key] = value, where + (f" as {alias}" if alias else "")

@@ -231,8 +231,8 @@ def log_step(run, lr, loss, norm, sums):
     it = p.iter_num
     if p.overflows_in_a_row:  # the step has no meaningful norm, and is not counted
         return
-    p.loss_sum += loss  # for the mean in the next evaluation line
-    p.loss_count += 1
+    p.loss_sum += loss * bool(sums["count"])  # for the mean in the next evaluation line
+    p.loss_count += bool(sums["count"])
     if it % c.log_interval and it + 1 != c.max_iters:
         return
     # Times are means over the steps since the last line, without evaluations and saves.
