@@ -18,9 +18,9 @@ HUB = "https://huggingface.co"
 # Anyone on the way can change plain http.
 TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                "chat_template.jinja"]
+                "chat_template.jinja", "model.safetensors.index.json"]
+WEIGHT_FILES = ["model*.safetensors"]
 MAX_JSON_BYTES = 1 << 27
-WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 MAX_FILE_BYTES = 100 << 30  # twice what the hub sends by HTTP
 MAX_SECONDS = 24 * 3600
 MAX_JSON_SECONDS = 600
@@ -43,20 +43,38 @@ def local_folder(name, weights=True):
         return os.path.expanduser(name)
     if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise DataError(f"{name}: expected hf:OWNER/NAME, as on {HUB}")
-    limits = (MAX_FILE_BYTES, MAX_SECONDS) if weights else (MAX_JSON_BYTES, MAX_JSON_SECONDS)
-    folder = download(name, "snapshot_download", *limits, repo_id=name[3:],
-                      allow_patterns=CONFIG_FILES + WEIGHT_FILES * weights)
-    for path in Path(folder).glob("*.json"):  # a mirror can answer with a page of HTML
-        with open(path, "rb") as f:
-            is_json = f.read(64).lstrip()[:1] == b"{"
-        if not is_json or path.stat().st_size > MAX_JSON_BYTES:
-            for file in {os.path.realpath(path), str(path)}:
-                os.remove(file)
-            raise DataError(f"{name}: {path.name} is not the JSON of a model; it is deleted. "
-                            "Check the network and the mirror, and repeat the command")
+    arguments = dict(function="snapshot_download", repo_id=name[3:])
+    folder = download(name, max_bytes=MAX_JSON_BYTES, max_seconds=MAX_JSON_SECONDS,
+                      allow_patterns=CONFIG_FILES, **arguments)
+    check_files(name, folder)
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
+    if weights:
+        folder = download(name, allow_patterns=WEIGHT_FILES, **arguments)
+        check_files(name, folder)
     return folder
+
+
+def check_files(name, folder):
+    """Raise DataError if a file in the cached `folder` of the model `name` is not in the cache, or
+    is of a different format, e.g. a page of HTML from a mirror; this file is deleted."""
+    for path in Path(folder).iterdir():
+        file = path.resolve()
+        # huggingface_hub 2.4 names a file in the cache as the server wants (ETag), also with ..
+        if Path(folder).resolve().parents[2] not in file.parents:
+            raise DataError(f"{name}: {path} leads to {file}, outside of the cache. Do not use "
+                            "this mirror, and delete the first of them")
+        start = {".json": 0, ".safetensors": 8}.get(path.suffix)
+        if start is None:
+            continue
+        with open(path, "rb") as f:
+            f.seek(start)
+            is_valid = f.read(64).lstrip()[:1] == b"{"
+        if not is_valid or not start and path.stat().st_size > MAX_JSON_BYTES:
+            for wrong in {file, path}:
+                wrong.unlink()
+            raise DataError(f"{name}: {path.name} is not the {path.suffix[1:]} file of a model; it "
+                            "is deleted. Check the network and the mirror, and repeat the command")
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
@@ -87,11 +105,14 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 def run_download(function, max_bytes, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
-    that it returns, or the error, and then exit with code 1. Files are limited to max_bytes."""
+    that it returns, or the error, and then exit with code 1. Files are limited to max_bytes, memory
+    to 16 times that."""
     import huggingface_hub
     with contextlib.suppress(ImportError):  # Windows
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+        # huggingface_hub reads the list of files as a whole
+        resource.setrlimit(resource.RLIMIT_DATA, (16 * max_bytes, 16 * max_bytes))
     try:
         print(getattr(huggingface_hub, function)(**arguments))
     except BaseException as error:  # many types, of the network and of the hub; Ctrl-C

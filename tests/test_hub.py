@@ -12,6 +12,8 @@ from data import hub as data_hub
 from data.hub import download, local_folder
 from train.base.errors import DataError, UserError
 
+WEIGHTS = b"\x02\0\0\0\0\0\0\0{}"
+
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
@@ -25,7 +27,7 @@ def hub(tmp_path, monkeypatch):
     for name in ("config.json", "tokenizer.json", "README.md", "consolidated.safetensors",
                  "onnx/model.safetensors"):
         (folder / name).write_text("{}")
-    (folder / "model.safetensors").write_bytes(os.urandom(24_000_000))
+    (folder / "model.safetensors").write_bytes(WEIGHTS + os.urandom(24_000_000))
     server = FakeHub(**{"some/one": folder})
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server
@@ -51,20 +53,42 @@ def test_a_cut_download_is_resumed(hub):
     except DataError as error:  # versions that do not resume by themselves
         assert "The same command resumes the download" in str(error)
     folder = local_folder("hf:some/one")
-    assert os.path.getsize(os.path.join(folder, "model.safetensors")) == 24_000_000
+    assert os.path.getsize(os.path.join(folder, "model.safetensors")) == 24_000_010
     starts = [first for name, first in hub.log if name == "model.safetensors"]
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
 
-@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b" " * 2000])
-def test_a_wrong_answer_is_not_kept(hub, content):
+@pytest.mark.parametrize("name, content", [
+    ("config.json", b"<html>Sign in</html>"), ("config.json", b" " * 2000),
+    ("model.safetensors", b"<html>Sign in</html>")])
+def test_a_wrong_answer_is_not_kept(hub, name, content):
     """With status 200 and all headers of the hub."""
-    hub.wrong = {"config.json": content}
-    with pytest.raises(DataError, match="config.json is not the JSON of a model; it is deleted"):
-        local_folder("hf:some/one", weights=False)
+    (hub.repos["some/one"] / "model.safetensors").write_bytes(WEIGHTS)
+    hub.wrong = {name: content}
+    with pytest.raises(DataError, match=f"{name} is not the .* file of a model; it is deleted"):
+        local_folder("hf:some/one")
     hub.wrong = {}
-    folder = local_folder("hf:some/one", weights=False)
+    folder = local_folder("hf:some/one")
     assert open(os.path.join(folder, "config.json")).read() == "{}"
+    assert open(os.path.join(folder, "model.safetensors"), "rb").read() == WEIGHTS
+
+
+def test_no_file_outside_of_the_cache_is_used_or_deleted(hub, tmp_path, monkeypatch):
+    """huggingface_hub finds a file that the server calls ../../../mine in its cache."""
+    mine = tmp_path / "mine"
+    mine.write_text("<html>")
+    answer = hub.answer
+
+    def elsewhere(request, send=True):
+        if request.path.endswith("/config.json"):
+            monkeypatch.setattr(request, "send_header", lambda key, value: type(
+                request).send_header(request, key, '"../../../mine"' if key == "ETag" else value))
+        answer(request, send)
+    monkeypatch.setattr(hub, "answer", elsewhere)
+    with pytest.raises(DataError) as error:
+        local_folder("hf:some/one", weights=False)
+    assert mine.read_text() == "<html>"
+    assert f"config.json leads to {mine}, outside of the cache" in str(error.value)
 
 
 @pytest.mark.parametrize("sizes, message", [
@@ -88,10 +112,23 @@ def test_a_mirror_that_sends_without_end_is_one_line(hub, monkeypatch, sizes, me
     monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 20 << 20)
     monkeypatch.setattr(data_hub, "MAX_JSON_SECONDS", 2 if sizes[0] == 1 else 60)
     with pytest.raises(DataError, match=f"^hf:some/one: could not be .*{message}") as error:
-        local_folder("hf:some/one", weights=False)
+        local_folder("hf:some/one")
     assert "\n" not in str(error.value)
     kept = [name for _, _, names in os.walk(os.environ["HF_HUB_CACHE"]) for name in names]
     assert "config.json" not in kept
+
+
+def test_a_list_of_files_without_end_is_one_line(hub, monkeypatch):
+    def endless(request, path):
+        request.send_response(200)
+        request.end_headers()
+        with contextlib.suppress(OSError):  # the client left
+            for _ in range(200):
+                request.wfile.write(b" " * (4 << 20))
+    monkeypatch.setattr(hub, "describe", endless)
+    monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 20 << 20)
+    with pytest.raises(DataError, match=r"could not be downloaded \(MemoryError"):
+        local_folder("hf:some/one")
 
 
 def test_a_page_for_everything_is_one_line(hub, monkeypatch):
