@@ -186,6 +186,17 @@ def test_evaluations_may_be_counted_in_epochs(go):
     assert code == 0 and found[0]["runs"] == "2 of 2"
 
 
+def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
+    """Its process goes on after a kill -9 of the command."""
+    assert go("--seeds", "2")[0] == 0
+    folder, = tmp_path.glob("repeat/base,_seed_1_*")
+    (folder / "result.json").unlink()
+    with lock_folder(folder):
+        code, found = go("--seeds", "2")
+    assert code == 2 and len(found) == 1 and len(go.started) == 2
+    assert f"{folder} is in use by pid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "No closing quotation"),

@@ -46,6 +46,7 @@ class ChildRun:
 
     def start(self, environment):
         self.folder.mkdir(exist_ok=True)
+        lock_folder(self.folder).close()  # UserError: the process of a killed command still trains
         self.environment = environment
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
