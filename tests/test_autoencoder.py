@@ -147,6 +147,17 @@ def test_features_of_other_arrays_are_replaced_with_force_only(tmp_path, capsys)
     assert read_meta(tmp_path / "out").sources == [str(tmp_path / "b.npy")]
 
 
+def test_features_are_not_written_by_a_memory_map(tmp_path, monkeypatch):
+    """On a full disk the system would kill the process (SIGBUS)."""
+    x = np.random.default_rng(0).normal(size=(5000, 3)).astype("f4")
+    with monkeypatch.context() as patch:
+        patch.delattr(np, "memmap")
+        features.write_array(tmp_path / "x.npy", "x", x[::-1].T[::-1].T, np.arange(5000), np.ones(3))
+    assert np.array_equal(np.load(tmp_path / "x.npy"), x[::-1, ::-1] - 1)
+    with pytest.raises(OSError, match="No space left"):
+        features.write_array("/dev/full", "x", x, np.arange(5000), np.ones(3))
+
+
 def test_labels_of_runs(tmp_path):
     """Runs of any length, given as labels, stay whole."""
     labels = np.repeat([7, 3, 9, 4], [10, 40, 30, 20])

@@ -114,11 +114,11 @@ def statistics(name, array, chosen):
 def write_array(path, name, array, chosen, shift):
     """Write the rows `chosen`, (n,) indices, of `array` (rows, dims) minus shift (dims,) as the
     .npy file `path` of float32. Raises DataError, with `name`, for infinite values."""
-    out = np.lib.format.open_memmap(path, "w+", np.float32, (len(chosen), array.shape[1]))
-    chunks = read_chunks(name, array, chosen)
-    for start, values in zip(range(0, len(chosen), CHUNK_ROWS), chunks):
-        out[start:start + CHUNK_ROWS] = values - shift
-    out.flush()
+    header = dict(descr="<f4", fortran_order=False, shape=(len(chosen), array.shape[1]))
+    with open(path, "wb") as f:  # no memory map: a full disk would kill this process (SIGBUS)
+        np.lib.format.write_array_header_1_0(f, header)
+        for values in read_chunks(name, array, chosen):
+            f.write((values - shift).astype("<f4", order="C"))
 
 
 # -----------------------------------------------------------------------------
