@@ -296,6 +296,18 @@ def test_an_export_removes_the_files_of_the_model_before_it(tmp_path):
                                           "model.safetensors", "notes.json"]
 
 
+def test_an_export_that_fails_leaves_no_folder_of_two_models(tmp_path, monkeypatch):
+    make(tmp_path / "a.pt")
+    export(tmp_path / "a.pt", tmp_path / "hf")
+
+    def fail(path, text):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(convert, "write_text", fail)
+    assert convert.main(["--ckpt", str(tmp_path / "a.pt"), "--to", str(tmp_path / "hf")]) == 2
+    with pytest.raises(ValueError, match="config.json"):
+        foreign.read_model(str(tmp_path / "hf"))
+
+
 # -----------------------------------------------------------------------------
 # tokenizers
 

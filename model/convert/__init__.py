@@ -81,7 +81,8 @@ def convert_weights(weights, precision):
 
 
 # Files of another model in the folder that programs would read together with the new ones.
-REPLACED = (r"(tokenizer(_config)?|special_tokens_map|added_tokens|model\.safetensors\.index)\.json"
+REPLACED = (r"(config|tokenizer(_config)?|special_tokens_map|added_tokens"
+            r"|model\.safetensors\.index)\.json"
             r"|chat_template\.jinja|model-\d+-of-\d+\.safetensors")
 
 
