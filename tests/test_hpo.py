@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -278,6 +279,15 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     (tmp_path / "hpo/study.db").write_text("garbage")
     assert search(SPACE, trials(1)) == (2, [])
     assert "study.db: file is not a database; move it away" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_no_damaged_study(search, monkeypatch, capsys):
+    def fail(**_):
+        error = sqlite3.OperationalError("database or disk is full")
+        raise hpo.sqlalchemy.exc.OperationalError("INSERT", None, error)
+    monkeypatch.setattr(hpo.optuna, "create_study", fail)
+    assert search(SPACE, trials(1)) == (2, [])
+    assert capsys.readouterr().err.endswith("study.db: database or disk is full\n")
 
 
 def test_min_lr_follows_the_learning_rate(search, tmp_path):

@@ -180,8 +180,10 @@ def open_study(config, space, number, stage, start, out):
                 pruner=optuna.pruners.MedianPruner(4, 0 if config.max_epochs else (
                     stage["max_iters"] or config.max_iters) // 4))
         except sqlalchemy.exc.DatabaseError as error:
-            raise UserError(f"{path}: {error.orig}; move it away to begin the search again"
-                            ) from None
+            # A full disk or a lock is an OperationalError, and the file is intact.
+            hint = ("" if isinstance(error, sqlalchemy.exc.OperationalError) else
+                    "; move it away to begin the search again")
+            raise UserError(f"{path}: {error.orig}{hint}") from None
         if "asked" not in study.user_attrs:
             study.enqueue_trial(start)
             study.set_user_attr("start", start)
