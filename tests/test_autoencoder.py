@@ -152,7 +152,7 @@ def test_features_are_not_written_by_a_memory_map(tmp_path, monkeypatch):
     x = np.random.default_rng(0).normal(size=(5000, 3)).astype("f4")
     with monkeypatch.context() as patch:
         patch.delattr(np, "memmap")
-        features.write_array(tmp_path / "x.npy", "x", x[::-1].T[::-1].T, np.arange(5000), np.ones(3))
+        features.write_array(tmp_path / "x.npy", "x", x[::-1, ::-1], np.arange(5000), np.ones(3))
     assert np.array_equal(np.load(tmp_path / "x.npy"), x[::-1, ::-1] - 1)
     with pytest.raises(OSError, match="No space left"):
         features.write_array("/dev/full", "x", x, np.arange(5000), np.ones(3))
