@@ -27,6 +27,7 @@ R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
+MAX_GROWTH = 1000  # of a text by replacements; of published tokenizers 1
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
 
@@ -226,6 +227,7 @@ class JsonTokenizer(Tokenizer):
         self.text = text
         self.eot_token = eot_token
         content = json.loads(text)
+        check_growth(content)
         self.nfc = content.get("normalizer") == {"type": "NFC"}
         # Otherwise the texts of tokens are characters, as SentencePiece's.
         self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
@@ -278,6 +280,22 @@ class JsonTokenizer(Tokenizer):
 
     def spec(self):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
+
+
+def check_growth(content):
+    """Raise DataError if the replacements in `content`, the dict of a tokenizer.json, can make a
+    text more than MAX_GROWTH times as long: 30 that double it would take all memory."""
+    growth = 1
+    parts = [content.get("normalizer"), content.get("decoder")]
+    while parts and growth <= MAX_GROWTH:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if isinstance(part, dict):
+            new = part.get("content"), part.get("prepend")  # of Replace and Prepend
+            growth *= max(len(text) if isinstance(text, str) else 1 for text in (*new, None))
+    if growth > MAX_GROWTH:
+        raise DataError(f"tokenizer.json: its replacements make a text over {MAX_GROWTH} times as "
+                        "long")
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from data.prepare import chat
 from data.records import walk
 from data.rows import check_array
 from data.tokenizer import tokenizer_from_spec
-from data.tokenizer_hf import BYTE_CHARACTERS, list_merges
+from data.tokenizer_hf import ADDED_TOKEN_FLAGS, BYTE_CHARACTERS, list_merges
 from data.tokenizer_types import JsonTokenizer
 from model import sample
 from model.chat import build_model
@@ -290,7 +290,7 @@ yaml("in quotes, nested", "expected a list", f"tracker: '{'[' * 500}'\n")
 yaml("too long", "more than 65,536 characters", "- a\n" * 300_000)
 
 
-def tokenizer(name, words, pattern="a", merges=("a b",), text=None):
+def tokenizer(name, words, pattern="a", merges=("a b",), text=None, **parts):
     @case(f"tokenizer: {name}", words)
     def make(folder):
         (folder / "a.txt").write_text("some text " * 100)
@@ -298,17 +298,25 @@ def tokenizer(name, words, pattern="a", merges=("a b",), text=None):
         split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated",
                      invert=False)
         content = dict(model=dict(type="BPE", vocab=vocab, merges=merges), pre_tokenizer=dict(
-            type="Sequence", pretokenizers=[split, dict(type="ByteLevel", use_regex=False)]),
-            added_tokens=[dict(id=len(vocab), content="<e>")])
+            type="Sequence", pretokenizers=[split, dict(type="ByteLevel", use_regex=False,
+                                                     add_prefix_space=False, trim_offsets=True)]),
+            added_tokens=[dict(id=len(vocab), content="<e>", special=True, **dict.fromkeys(
+                ADDED_TOKEN_FLAGS, False))], **parts)
         (folder / "tokenizer.json").write_text(text or json.dumps(content))
         (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
         return ["data.prepare", folder / "a.txt", "--out", folder / "out", "--tokenizer", folder]
 
 
-tokenizer("a merge of no tokens", "not one that tokenizers reads", merges=["x y", "xy yx"])
+tokenizer("a merge of no tokens", "tokenizers reads: Token .xy. out of vocabulary",
+          merges=["x y", "xy yx"])
 tokenizer("nested", "cannot be read: maximum recursion", text=DEEP)
-tokenizer("broken pattern", "not one that tokenizers reads", pattern="(")
-tokenizer("pattern of a number", "not one that tokenizers reads", pattern=5)
+tokenizer("broken pattern", "tokenizers reads: Oniguruma error", pattern="(")
+tokenizer("pattern of a number", "tokenizers reads: invalid type: integer", pattern=5)
+DOUBLING = dict(type="Replace", pattern=dict(String="a"), content="aa")
+tokenizer("doubling", "its replacements make a text over 1000 times as long",
+          normalizer=dict(type="Sequence", normalizers=[DOUBLING] * 30))
+tokenizer("doubling decoder", "its replacements make a text over 1000 times as long",
+          decoder=dict(type="Sequence", decoders=[DOUBLING] * 30))
 
 
 def pickled(name, words, content):
