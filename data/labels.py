@@ -86,7 +86,8 @@ def locate_evidence(text, record, fields):
     times, the first occurrence as whole words is used. Raises ValueError if it is not in the text.
     """
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
-    if (any if words in (None, "") else all)(n not in (None, "") for n in offsets):
+    known = [n not in (None, "") for n in offsets]
+    if all(known) or any(known) and words in (None, ""):
         try:
             start, end = map(int, offsets)
         except (TypeError, ValueError, OverflowError):

@@ -389,7 +389,7 @@ def find_conflicts(c):
     if c.save_precision and c.checkpoint_format == "sharded":
         found.append("save_precision needs whole weights: checkpoint_format: file, or convert the "
                      "checkpoint afterwards (python -m model.convert)")
-    if not c.eval_interval and not c.eval_epochs:
+    if not c.evaluates:
         found += [f"{setting} needs evaluations: eval_interval above 0"
                   for setting in needing_evaluations(c)]
     return found + getattr(c, "problems", list)()

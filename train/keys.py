@@ -306,6 +306,11 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return value in values.split("|") if values else value
 
     @property
+    def evaluates(self):
+        """Whether the run has evaluations; a probe() has none."""
+        return bool(self.eval_interval or self.eval_epochs)
+
+    @property
     def samples_per_step(self):
         """Number of samples per optimizer step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps

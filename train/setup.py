@@ -106,8 +106,8 @@ class Run:
         SetupError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
-        evaluates = self.config.eval_interval or self.config.eval_epochs  # not a probe()
-        if self.data.val is None and evaluates and (settings := needing_evaluations(self.config)):
+        settings = needing_evaluations(self.config)
+        if self.data.val is None and self.config.evaluates and settings:
             raise SetupError(f"{settings[0]} needs evaluations, and the data has no validation "
                              "split")
         if self.start.kind != "resume":

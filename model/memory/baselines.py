@@ -79,8 +79,8 @@ def evaluate_on(model, loaders, config):
 def train_lora(args, values, backbone, n_trained):
     """Train adapters of about n_trained parameters with `values`, the dict "config" of the memory's
     checkpoint: on the new data, and if these are text and there is old text also on both. Yield per
-    run (name, path of the checkpoint, number of parameters, seconds).
-    backbone: the GPT, for the sizes of its layers."""
+    run (name, path of the checkpoint, number of parameters, seconds). backbone: the GPT, for the
+    sizes of its layers."""
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))

@@ -36,7 +36,7 @@ def train_chain(options, arguments):
     """Train all models and the student, and print a table; return the exit code: 1 if a run has
     crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
-    if config.model != "gpt" or not (config.eval_interval or config.eval_epochs):
+    if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
     fingerprint = open_data(config, Ranks()).train.fingerprint()
     runs = []

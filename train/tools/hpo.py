@@ -304,7 +304,7 @@ def run_search(options, config):
     space, stages = read_space(options.space, config)
     if under_torchrun():
         raise UserError("runs without torchrun: start it several times instead")
-    if not (config.eval_interval or config.eval_epochs):
+    if not config.evaluates:
         raise UserError("a search needs evaluations: eval_interval above 0")
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")

@@ -112,7 +112,7 @@ def repeat(options, arguments):
     exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     metric = config.early_stopping_metric
-    if not (config.eval_interval or config.eval_epochs):
+    if not config.evaluates:
         raise UserError("needs evaluations: eval_interval above 0")
     results = {(size, change): {} for size in options.sizes or [""]
                for change in [BASE, *options.changes]}
