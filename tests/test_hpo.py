@@ -281,11 +281,16 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     assert "study.db: file is not a database; move it away" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_no_damaged_study(search, monkeypatch, capsys):
-    def fail(**_):
+@pytest.mark.parametrize("owner, name", [("", "create_study"), ("Study", "ask"),
+                                         ("Study", "tell"), ("Study", "enqueue_trial")])
+def test_a_full_disk_is_no_damaged_study(search, monkeypatch, capsys, owner, name):
+    def fail(*_, **__):
         error = sqlite3.OperationalError("database or disk is full")
-        raise hpo.sqlalchemy.exc.OperationalError("INSERT", None, error)
-    monkeypatch.setattr(hpo.optuna, "create_study", fail)
+        error = hpo.sqlalchemy.exc.OperationalError("INSERT", None, error)
+        if not owner:
+            raise error
+        raise hpo.optuna.exceptions.StorageInternalError("during the commit") from error
+    monkeypatch.setattr(getattr(hpo.optuna, owner, hpo.optuna), name, fail)
     assert search(SPACE, trials(1)) == (2, [])
     assert capsys.readouterr().err.endswith("study.db: database or disk is full\n")
 

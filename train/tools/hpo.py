@@ -168,22 +168,16 @@ def search(config, space, stages, out):
 def open_study(config, space, number, stage, start, out):
     """Open or create the Optuna study of stage `number` in out/study.db; its first trial has the
     parameters `start` {key: value}. Stages have a study each, as values of runs of different
-    lengths are not comparable. UserError for a damaged file, ConfigError for a different search."""
+    lengths are not comparable. ConfigError for a different search."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
-        try:
-            study = optuna.create_study(
-                storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
-                direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
-                load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(4, 0 if config.max_epochs else (
-                    stage["max_iters"] or config.max_iters) // 4))
-        except sqlalchemy.exc.DatabaseError as error:
-            # A full disk or a lock is an OperationalError, and the file is intact.
-            hint = ("" if isinstance(error, sqlalchemy.exc.OperationalError) else
-                    "; move it away to begin the search again")
-            raise UserError(f"{path}: {error.orig}{hint}") from None
+        study = optuna.create_study(
+            storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
+            direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(4, 0 if config.max_epochs else (
+                stage["max_iters"] or config.max_iters) // 4))
         if "asked" not in study.user_attrs:
             study.enqueue_trial(start)
             study.set_user_attr("start", start)
@@ -193,6 +187,20 @@ def open_study(config, space, number, stage, start, out):
         raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
                            "change, or choose another --out"])
     return study
+
+
+@contextlib.contextmanager
+def database_errors(path):
+    """Context in which an error of the database `path` of the studies becomes a UserError."""
+    try:
+        yield
+    except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+        if isinstance(error, optuna.exceptions.StorageInternalError):
+            error = error.__cause__  # of sqlalchemy
+        # An OperationalError is a full disk or a lock, and the file is intact.
+        hint = ("" if isinstance(error, sqlalchemy.exc.OperationalError) else
+                "; move it away to begin the search again")
+        raise UserError(f"{path}: {getattr(error, 'orig', error)}{hint}") from None
 
 
 def finished_trials(study):
@@ -309,7 +317,11 @@ def run_search(options, config):
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
-    return run_reporting_errors(config, lambda c: search(c, space, stages, options.out))
+
+    def work(config):
+        with database_errors(os.path.join(options.out, "study.db")):
+            search(config, space, stages, options.out)
+    return run_reporting_errors(config, work)
 
 
 main = command(SearchOptions, run_search, load=load_argv)
