@@ -183,6 +183,7 @@ def test_synthetic_needs_every_modality():
         return np.mean([np.corrcoef(a, b)[0, 1] for a, b in zip(out[5000:].T, target[5000:].T)])
     together = score(np.concatenate(list(arrays.values()), axis=1))
     assert together < ceiling and all(score(x) < together - 0.1 for x in arrays.values())
+    assert together > 0.9 * ceiling  # no signal is missing in all modalities
 
 
 @pytest.mark.parametrize("case, words", [

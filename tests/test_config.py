@@ -4,6 +4,7 @@ import importlib
 import importlib.abc
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -196,6 +197,16 @@ def test_help_shows_every_key_fast():
     assert done.returncode == 0 and time.time() - started < 1.5
     assert all(f"--{name} " in done.stdout for name in FIELDS)
     assert max(map(len, format_help().splitlines())) <= 100
+    assert re.search(r"^  --seed int +seed of the data order, the initial", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", [
+    "checkpoint_format", "compile", "distributed", "dtype", "early_stopping_mode", "gpu",
+    "gradient_checkpointing", "lr_schedule", "mlp", "norm", "norm_position", "on_spike",
+    "optimizer", "pos", "qk_norm_type", "save_precision", "tracker"])
+def test_a_key_with_choices_takes_no_other(name):
+    with pytest.raises(ConfigError, match=f"{name}: .*must be one of"):
+        load_config(None, {name: "something", "dry_run": True, "world_size": 1})
 
 
 @pytest.mark.parametrize("model, key", [("memory", "n_chapters"), ("classifier", "span_weight")])

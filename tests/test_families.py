@@ -809,6 +809,22 @@ def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name
                      rope_frequencies(8, 10000.0, (8.0, 1.0, 4.0, 32.0)))
 
 
+def test_gguf_of_experts_has_their_shape(folders, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    path, theirs = folders("qwen3moe")
+    assert convert.main(["--ckpt", path, "--to", str(tmp_path / "m.gguf")]) == 0
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    for key, value in dict(expert_count=4, expert_used_count=2, expert_feed_forward_length=24,
+                           feed_forward_length=24).items():
+        assert reader.get_field(f"qwen3moe.{key}").contents() == value
+    up = next(t for t in reader.tensors if t.name == "blk.1.ffn_up_exps.weight")
+    assert up.data.shape == (4, 24, 32)
+    mlp = theirs.model.layers[1].mlp.experts
+    wanted = torch.stack([e.up_proj.weight for e in mlp]) if hasattr(mlp, "__iter__") else (
+        mlp.gate_up_proj[:, 24:])
+    assert torch.equal(torch.from_numpy(up.data.copy()), wanted.data)
+
+
 @pytest.mark.parametrize("name, change, named", [
     ("gemma3", {}, "a gemma3_text cannot be written; export a folder"),
     ("olmo2", dict(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),

@@ -27,6 +27,7 @@ from train.logger import (
     Logger,
     drop_lines_from,
     format_line,
+    progress_line,
     to_json,
 )
 
@@ -456,3 +457,13 @@ def test_lines_of_two_threads_do_not_mix():
     for thread in threads:
         thread.join()
     assert sorted(console.stream.getvalue().split()) == ["aaaaaa"] * 5 + ["bbbbbb"] * 5
+
+
+def test_the_progress_line(monkeypatch):
+    """Steps that are done, of all; cut to the width of the terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert progress_line(STEP | dict(iter=2499)).startswith(" 50%|#####     | 2500/5000: loss 3.2")
+    assert progress_line(STEP | dict(iter=4999)).startswith("100%|##########| 5000/5000: ")
+    assert progress_line(STEP | dict(iter=0, max_iters=0)).startswith("100%|##########| 1/1: ")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert len(progress_line(STEP)) == 39

@@ -1,6 +1,7 @@
 """The plan of --dry_run --world_size, beside the collectives of real steps in a fake group."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -125,6 +126,25 @@ def test_costs_of_ddp_by_hand():
     assert found["seconds"] == pytest.approx(computing + max(0, sending - computing * 2 / 3), 1e-4)
     assert found["memory"] == pytest.approx((4 + 8 + 8 + 2) * P + 8 * 1e8, rel=1e-6)
     assert found["save"] == 12 * P and found["stall"] == pytest.approx(12 * P / 64e9 / 0.8)
+
+
+def test_memory_of_fsdp_by_hand():
+    """Shards, and the gathered weights and gradients of the root and of blocks."""
+    model = gpt_124m()
+    P = sum(p.numel() for p in model.parameters())
+    root = model.wte.weight.numel() + model.ln_f.weight.numel()
+    block = (P - root) // 12
+    c = TrainConfig(batch_size=16, gradient_accumulation_steps=32, distributed="fsdp")
+    W, size = 64, 1e8
+    memory = (4 + 4 + 8) * P / W + 2 * (root + 2 * block) + 4 * (root + block) + 8 * size
+
+    def plan(**changes):
+        gpu = dataclasses.replace(GPUS["h100"], **changes)
+        return costs(c, model, gpu, torch.bfloat16, 512 * 1024 * 6 * P, size, W, 8)
+    assert plan()["memory"] == pytest.approx(memory, rel=1e-6)
+    # Sensible: fits into 92% of the memory.
+    assert not plan(memory=memory / 0.92 / 2**30 * 0.999)["sensible"]
+    assert plan(memory=memory / 0.92 / 2**30 * 1.001, network=1e6)["sensible"]
 
 
 def test_activations_are_what_autograd_keeps():

@@ -4,6 +4,7 @@ import json
 import os
 import time
 import types
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_distributed import in_ranks, options
 from train.base.errors import SetupError, UserError
 from train.base.files import lock_folder
 from train.config import TrainConfig
-from train.distributed import Ranks, process_group
+from train.distributed import Ranks, create_store, process_group
 from train.options import ranks as comparison
 
 
@@ -44,6 +45,21 @@ def compared(folder):
             patch.undo()
             found.append((case, lines, error))
     return found
+
+
+def test_a_network_without_equal_nodes_is_not_measured():
+    for world_size, per_node in ((1, 1), (3, 2)):  # without a process group: nothing is sent
+        comparison.log_network(TrainConfig(), None, Ranks(
+            world_size=world_size, ranks_per_node=per_node), pytest.fail)
+
+
+def test_ranks_that_do_not_start_are_named(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    with pytest.raises(SetupError, match=r"within 0:00:00.3.* did not start: \{1, 2\}"):
+        create_store(0, 3, timedelta(seconds=0.3))
 
 
 def test_what_differs_between_ranks_is_named(tmp_path):

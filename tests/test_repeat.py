@@ -82,7 +82,7 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert float(found[0]["spread"]) == pytest.approx(statistics.stdev(values), rel=1e-4)
     assert 0.5 < float(found[0]["spread"]) < 2
     text = capsys.readouterr().out
-    assert "base, seed 1: val_loss" in text and "kept" in text
+    assert "base, seed 1: val_loss" in text and "kept" in text and "results.tsv\n" in text
 
     # The same command has nothing to do; one seed more is one run a setting.
     done = len(go.started)

@@ -1,6 +1,7 @@
 """model/sample/: from ckpt.pt alone to text, as a library and through the command line."""
 
 import base64
+import re
 import types
 
 import pytest
@@ -372,7 +373,15 @@ def test_command_line_streams_the_prompt_and_a_continuation(checkpoint):
     done = sample("--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
                   "--temperature", 0)
     assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
-    assert "tokens/s" in done.stderr
+
+
+def test_the_rate_is_of_all_tokens_and_the_time_that_they_took(checkpoint, monkeypatch, capsys):
+    times = iter([100.0, 104.0])
+    monkeypatch.setattr("model.sample.time.perf_counter", lambda: next(times))
+    assert main(["--ckpt", str(checkpoint), "--prompt", "the", "--max_new_tokens", "9",
+                 "--top_k", "1"]) == 0
+    n, rate = re.search(r"\[(\d+) tokens, ([\d.]+) tokens/s\]", capsys.readouterr().err).groups()
+    assert float(rate) == pytest.approx(int(n) / 4, abs=0.06)
 
 
 def test_the_padding_of_finished_texts_is_not_counted(checkpoint, monkeypatch, capsys):

@@ -235,7 +235,7 @@ def test_text_holds_back_half_characters_and_possible_stops():
 
 
 def test_prompts_of_ids_and_defaults(server, model):
-    ids = [256, 3, 99]
+    ids = [256, 0, 99]
     for prompt in (ids, [ids]):
         made = complete(server, prompt=prompt, temperature=0)
         assert made.choices[0].text == expected(model, ids, 16, temperature=0)[0]

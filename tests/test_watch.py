@@ -199,6 +199,17 @@ def test_pages_of_others_are_refused(tmp_path, path, method, headers, status):
         assert get(path, method, **headers)[0] == status
 
 
+def test_every_answer_has_its_type(tmp_path):
+    write_run(tmp_path / "a")
+    with watching(tmp_path) as (_, server):
+        for path, kind in (("/", "text/html"), ("/chart", "image/svg+xml"),
+                           ("/state", "application/json")):
+            url = f"http://127.0.0.1:{server.server_port}{path}"
+            with urllib.request.urlopen(url, timeout=30) as reply:
+                assert reply.headers.get_content_type() == kind
+                assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
+
+
 def test_the_command(tmp_path):
     """It starts at once, as it does without torch, and ends when it is asked to."""
     write_run(tmp_path / "a")

@@ -2,9 +2,10 @@
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
-model type: on a GPU as allocated, on a CPU as resident, with the space that malloc keeps unused,
-the data and other models that are read (a teacher, a backbone, a checkpoint to start from). Not
-included: the copy of weights and optimizer state during a save, which is made if there is room.
+model type. The total is what a run logs as memory_mib: on a GPU the memory allocated by torch, on a
+CPU the resident memory, with the program itself, the space that malloc keeps unused, the data and
+other models that are read (a teacher, a backbone, a checkpoint to start from). Not included: the
+copy of weights and optimizer state during a save, which is made if there is room.
 With world_size, the run is planned on that many GPUs instead (train/tools/plan.py).
 """
 
@@ -37,10 +38,10 @@ def estimate(config):
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
-        available = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
-        # Before the data and other models are read, which are a part of what a run needs.
-        peak = peak_memory(ranks.device) or 0  # None: unknown, on Windows
-        initial_memory = 0 if on_gpu else memory_resident() or peak * MIB
+        # Before the data and other models are read.
+        program = 0 if on_gpu else memory_resident() or (peak_memory(ranks.device) or 0) * MIB
+        available = program + (
+            torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available())
         check_ranks(config, ranks, log)
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
@@ -62,14 +63,15 @@ def estimate(config):
         log_plan(log, config, ranks, data, empty_model, device, precision, flops)
         log_network(config, empty_model, ranks, log)
         build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
-        memory = state_memory(config, empty_model, ranks.world_size)
+        memory = {} if on_gpu else dict(program=program)
+        memory |= state_memory(config, empty_model, ranks.world_size)
         del empty_model  # with its frozen weights, of which a run has one copy
         check_memory(memory, available, ranks)
         try:
-            seconds, memory["activations and data"] = measure_step(
-                config, data, ranks, dtype, compiled and on_gpu, available, initial_memory)
+            seconds, rest = measure_step(config, data, ranks, dtype, compiled and on_gpu, available)
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
+        memory["activations and data"] = max(0, rest - program)
         listed = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in memory.items())
         log(f"Memory, MiB: {listed}; total {sum(memory.values()) / MIB:,.0f} of "
             f"{available / MIB:,.0f}")
@@ -89,10 +91,9 @@ def check_memory(memory, available, ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
-def measure_step(config, data, ranks, dtype, compiled, available, initial_memory):
-    """Return (seconds per optimizer step, bytes of memory besides the state of the run). dtype: of
-    autocast. compiled: compile the model. available: bytes of memory. initial_memory: bytes that
-    were in use before the data were opened.
+def measure_step(config, data, ranks, dtype, compiled, available):
+    """Return (seconds per optimizer step, peak bytes of memory besides the state of the run).
+    dtype: of autocast. compiled: compile the model. available: bytes of memory.
 
     On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
     micro-batch as large as time and memory allow; larger ones are extrapolated.
@@ -121,7 +122,7 @@ def measure_step(config, data, ranks, dtype, compiled, available, initial_memory
         for _ in range(2):  # with gradients, as in all but the first micro-batch
             compute(n)
         seconds = timed(lambda: compute(n), device)
-        return np.array([seconds, (peak_memory(device) or 0) * MIB - initial_memory])
+        return np.array([seconds, (peak_memory(device) or 0) * MIB])
     size = len(batch[0])
     n = size if on_gpu else 1
     compute(n)
@@ -134,4 +135,4 @@ def measure_step(config, data, ranks, dtype, compiled, available, initial_memory
         cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
     measured = config.replace(ema=0.0)  # without averages, which train_step updates
-    return seconds, max(0, cost[1] - sum(state_memory(measured, model, 1).values()))
+    return seconds, cost[1] - sum(state_memory(measured, model, 1).values())
