@@ -348,6 +348,10 @@ def test_the_search_takes_its_stage_by_name(tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # rules of the translation
 
+def test_the_translation_is_one_short_table():
+    assert len((REPO / "train/aliases.yaml").read_text().splitlines()) <= 150
+
+
 def test_a_switch_and_the_keys_beside_it():
     """Off it wins over what is set beside it; on it does not; a later source wins over both."""
     for words, dtype in ((["amp.enabled=false", "amp.dtype=float16"], "float32"),
