@@ -823,6 +823,9 @@ def test_a_connection_serves_several_requests_and_heads(server):
             body = reply.read()
             assert reply.status == 200 and connection.sock is socket_before is not None
             assert (body == b"") == (method == "HEAD") and int(reply.headers["Content-Length"]) > 9
+        connection.request("OPTIONS", "/v1/completions")
+        reply = connection.getresponse()
+        assert (reply.status, reply.headers["Allow"]) == (405, "POST")
 
 
 def test_without_its_packages_it_says_so_in_one_line(checkpoint, monkeypatch, capsys):

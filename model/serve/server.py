@@ -140,11 +140,12 @@ class Server(uvicorn.Server):
         client has left. uvicorn logs unexpected tracebacks."""
         if isinstance(error, ClientDisconnect):
             return None
+        headers = getattr(error, "headers", None)  # Allow, of error 405
         if isinstance(error, HTTPException):
             error = APIError(error.status_code, f"{request.url.path!r:.80}: {error.detail}")
         if not isinstance(error, APIError):
             error = APIError(500, "internal error; see the server's log")
-        return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
+        return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
         """Raise APIError (401) if this server has a key and the request does not send it as a
