@@ -4,10 +4,13 @@ follows. Only lengths and sizes are set on top."""
 import json
 import re
 import shlex
+import urllib.request
 
 import pytest
+from browser import soon
 from conftest import REPO
-from processes import python
+from processes import Fork, python, run_python
+from test_readme import TEXTS, commands_in
 
 SIZE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, mlp="swiglu", prev_embedding=False)
 SHORT = dict(max_epochs=0.05, eval_epochs="null", eval_interval=0, eval_iters=1, batch_size=4,
@@ -32,6 +35,22 @@ def follow(folder, text, **keys):
         texts.append(run(folder, *words, **keys if words[0] == "run_train.py" else {}))
         keys = SHORT
     return texts
+
+
+def serve(folder, ckpt):
+    """The name of the model that answers a chat at the address that `model.serve` prints."""
+    said = folder / "serve.txt"
+    fork = Fork(run_python, (["-m", "model.serve", "--ckpt", ckpt, "--port", "0"],), cwd=folder,
+                env=dict(PYTHONPATH=REPO), stdout=said)
+    try:
+        soon(lambda: said.exists() and "Ctrl-C" in said.read_text(), 60)
+        url = re.search(r"and (http\S+/v1)", said.read_text())[1]
+        body = dict(messages=[dict(role="user", content="say 1")], max_tokens=2)
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request))["model"]
+    finally:
+        fork.kill()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +83,9 @@ def test_printed_commands_run_up_to_the_answer(chain, command):
     first, *_ = texts = follow(chain, run(chain, "-m", *f"data.prepare.{command}".split()), **keys)
     if "--tokenizer out/hf" in command:  # the recipe for published models, merged at the end
         assert "--config train/configs/finetune.yaml" in first and "--backbone out/hf" in first
-        assert len(texts) == 4
+        assert len(texts) == 4 and serve(chain, "out/lora/ckpt.pt") == "lora"
+        assert "Qwen3ForCausalLM" in run(chain, "-m", "model.convert", "--ckpt", "out/lora/ckpt.pt",
+                                         "--to", "out/tuned")
     else:
         assert "--init_from out/chat/ckpt.pt" in first and len(texts) == 3
     assert "model.sample --chat" in texts[-2] or "--chat" in texts[-2]
@@ -79,6 +100,15 @@ def test_printed_commands_of_other_types(tmp_path, prepare, keys):
         f"number {i},{'odd' if i % 2 else 'even'}\n" for i in range(60)))
     text = run(tmp_path, "-m", *f"data.prepare.{prepare}".split())
     assert len(follow(tmp_path, text, **SHORT | keys)) == 3
+
+
+def test_the_readmes_model_of_ones_own_text_is_sampled_and_exported(tmp_path):
+    (tmp_path / "my.txt").write_text("Once upon a time there was a number. " * 300)
+    texts = [run(tmp_path, *words[1:], **SHORT | dict(n_layer=1) if "--config" in words else {})
+             for words in commands_in(TEXTS["README.md"])
+             if {"my.txt", "out/my", "out/my/ckpt.pt"} & {*words} and not {
+                 "out/quick", "data/bin/new", "model.serve", "model.eval.lm_eval"} & {*words}]
+    assert len(texts) == 4 and "a Qwen3ForCausalLM" in texts[-1]
 
 
 def test_resume_commands_are_those_of_the_launcher(monkeypatch):
