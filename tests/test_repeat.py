@@ -92,6 +92,11 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
 
 
+def test_the_name_of_a_change_is_one_line_without_control_characters():
+    assert repeat.label("", "run_name='a\x1b[31m\tb\n'") == "run_name='a\\x1b[31m b '"
+    assert repeat.label("n_layer=2", "seed=1") == "seed=1 at n_layer=2"
+
+
 def test_a_change_is_kept_if_every_size_improves(go):
     code, found = go("--seeds", "2", "--size", "planted=0", "--size", "planted=1",
                      "--set", "planted=0.5", "--set", "planted=2")

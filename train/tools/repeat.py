@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from train.base.cli import command, format_table
-from train.base.errors import UserError, echo
+from train.base.errors import UserError, echo, printable
 from train.base.fields import key
 from train.config import load_argv
 from train.distributed import Ranks
@@ -86,8 +86,9 @@ def make_table(results, seeds, config):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders, one line: CHANGE, or CHANGE at SIZE."""
-    return " ".join((f"{change} at {size}" if size else change).split())
+    """Return the name of a setting in tables and folders, one line: CHANGE, or CHANGE at SIZE,
+    with control characters escaped."""
+    return printable(" ".join((f"{change} at {size}" if size else change).split()))
 
 
 # -----------------------------------------------------------------------------
