@@ -225,7 +225,7 @@ BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an objec
        (dict(question="a", answer=" \n"), "answer: expected a non-empty text"),
        (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
        (dict(question="a", answer=["b"]), "answer: expected a text"),
-       (dict(context="a", continuation=""), "choices: expected 1 or more non-empty texts")]
+       (dict(context="a", continuation=""), "continuation: expected 1 or more non-empty texts")]
 
 
 def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):

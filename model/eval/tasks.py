@@ -167,7 +167,8 @@ def parse_choice(choices, answer, least):
     of them, or its index. Raises ValueError if choices or answer are invalid."""
     if not isinstance(choices, list) or len(choices) < least or not all(
             isinstance(choice, str) and choice for choice in choices):
-        raise ValueError(f"choices: expected {least} or more non-empty texts, got "
+        name = "continuation" if least == 1 else "choices"
+        raise ValueError(f"{name}: expected {least} or more non-empty texts, got "
                          f"{str(choices)[:60]!r}")
     if answer in choices:
         answer = choices.index(answer)
