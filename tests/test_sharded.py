@@ -211,7 +211,7 @@ def test_a_manifest_cannot_claim_more_than_its_files_have(tmp_path):
     save(tmp_path, 2, make_state(1, 1))
     shards = sharded_file.open_shards(tmp_path / "ckpt.pt")
     for change in (dict(shape=[10**9, 4]), dict(shape=[6, 5]), dict(offsets=[1, 0]),
-                   dict(start=10**6), dict(offsets=[7, 0])):
+                   dict(start=10**6), dict(offsets=[7, 0]), dict(start=-4)):
         chunk = shards.tensors["model.wte.weight"]["chunks"][0]
         before = dict(chunk)
         chunk.update(change)
@@ -223,16 +223,32 @@ def test_a_manifest_cannot_claim_more_than_its_files_have(tmp_path):
         shards.check()
 
 
-def test_a_manifest_of_a_newer_program_is_refused(tmp_path):
-    save(tmp_path, 2, make_state(1, 1))
-    data = (tmp_path / "ckpt.pt").read_bytes()
-    text, number = re.subn(rb'("version": )\d+', rb"\g<1>99",
-                           data[:-len(sharded_file.TAIL % bytes(64))])
-    digest = hashlib.sha256(text).hexdigest().encode()
-    (tmp_path / "ckpt.pt").write_bytes(text + sharded_file.TAIL % digest)
-    with pytest.raises(ValueError, match="manifest 99 is newer than this program's"):
-        sharded_file.open_shards(tmp_path / "ckpt.pt")
+def rewrite(manifest, old, new):
+    """Replace what is `old`, a pattern, with a correct digest."""
+    data = manifest.read_bytes()[:-len(sharded_file.TAIL % bytes(64))]
+    text, number = re.subn(old, new, data)
+    manifest.write_bytes(text + sharded_file.TAIL % hashlib.sha256(text).hexdigest().encode())
     assert number == 1
+
+
+@pytest.mark.parametrize("old, new, words", [
+    (rb'("version": )\d+', rb"\g<1>99", "manifest 99 is newer than this program's"),
+    (rb'("files": {)', rb'\1"/etc/passwd": {"size": 5}, ', "/etc/passwd is .* no file of shards"),
+    (rb'("[$]tensor": "model.)mask', rb"\1h.0.w", "its state is not as this program writes it"),
+    (rb'("iter_num": )1', rb"\1NaN", "its state is not as this program writes it")])
+def test_a_manifest_that_this_program_did_not_write_is_refused(tmp_path, old, new, words):
+    save(tmp_path, 2, make_state(1, 1))
+    rewrite(tmp_path / "ckpt.pt", old, new)
+    with pytest.raises(ValueError, match=words):
+        sharded_file.open_shards(tmp_path / "ckpt.pt")
+
+
+def test_a_manifest_cannot_lead_out_of_its_run(tmp_path):
+    for name in ("a", "b"):
+        folder = save(tmp_path / name, 2, make_state(1, 1))
+    rewrite(tmp_path / "a/ckpt.pt", b'(, "version")', b', "folder": "%s"\\1' % str(folder).encode())
+    shards = sharded_file.open_shards(tmp_path / "a/ckpt.pt")
+    assert shards.folder.startswith(str(tmp_path / "a"))
 
 
 def test_moved_checkpoints_take_their_shards_along(tmp_path):

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 HEAD = re.compile(rb'{"folder": "(shards/\d{7,}_[0-9a-f]{6})"')  # of a manifest
 TAIL = b', "sha256": "%s"}\n'
 SHARD = "shard-{:05}-model-00001-of-00001.safetensors"
+FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these: inside the folder
 
 
 # -----------------------------------------------------------------------------
@@ -158,8 +159,8 @@ class Shards:
         verified."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
-            if not os.path.isfile(path):
-                raise ValueError(f"{path} is missing")
+            if not os.path.isfile(path) or not FILE.fullmatch(name):
+                raise ValueError(f"{path} is missing, or no file of shards")
             if (size := os.path.getsize(path)) != file["size"]:
                 raise ValueError(f"{path} has {size:,} bytes, expected {file['size']:,}")
         for path in pathlib.Path(self.folder).rglob("shard-*.safetensors"):
@@ -171,7 +172,8 @@ class Shards:
             end = 0  # the chunks are rows, one after the other
             for chunk in sorted(t["chunks"], key=lambda chunk: chunk["offsets"]):
                 first, rows = rows_of(chunk)
-                fits = chunk["start"] + rows * n_bytes <= self.files[chunk["file"]]["size"]
+                end_byte = chunk["start"] + rows * n_bytes
+                fits = 0 <= chunk["start"] <= end_byte <= self.files[chunk["file"]]["size"]
                 if first != end or chunk["shape"][1:] != row or not fits:
                     raise ValueError(f"{name}: {chunk['file']} does not have row {end}")
                 end += rows
@@ -250,11 +252,13 @@ def open_shards(path):
                          "update the program")
     folder = os.path.dirname(path)
     if os.path.basename(path) != MANIFEST:
-        folder = os.path.join(folder, manifest["folder"])
+        folder = os.path.join(folder, folder_named_in(path))  # not ["folder"], of a later duplicate
     if not os.path.isdir(folder):
         raise ValueError(f"the files are not in {folder}; copy this folder too")
     shards = Shards(folder, *(manifest[name] for name in ("files", "tensors", "state")))
     shards.check()
+    if encode(shards.state(shards.meta)) != shards.plain:  # e.g. a tensor under the name of another
+        raise ValueError("its state is not as this program writes it")
     return shards
 
 

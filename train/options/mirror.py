@@ -10,7 +10,6 @@ Of a sharded checkpoint the store has the files of shards/ too, copied before th
 import contextlib
 import glob
 import os
-import re
 import threading
 
 from train.base import sharded_file
@@ -91,7 +90,7 @@ class Mirror:
         for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
             name = path.rpartition(f"/{folder}/")[2]
             local = os.path.join(self.folder, folder, name)
-            if re.fullmatch(r"(optimizer/)?shard-[\w-]+\.safetensors", name):  # inside the folder
+            if sharded_file.FILE.fullmatch(name):
                 os.makedirs(os.path.dirname(local), exist_ok=True)
                 self.fs.get_file(path, local)
         if folder:
