@@ -557,11 +557,16 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     assert (out / "ckpt.pt").exists()
 
 
-def test_a_part_of_a_run_that_is_none_is_refused(out, data_dir):
-    """The plateau schedule's memory without its scale."""
+@pytest.mark.parametrize("part, content, error", [
+    ("plateau", {"waiting": {}}, "KeyError"), ("spikes", ["x"], "ValueError"),
+    ("early_stopping", {"best": "x", "bad": 0}, "ValueError"),
+    ("progress", {"loss_sum": None}, "TypeError"), ("progress", {"history": 5}, "TypeError"),
+    ("progress", {"loss_sum": 10**400}, "OverflowError")])
+def test_a_part_of_a_run_that_is_none_is_refused(out, data_dir, part, content, error):
+    """The plateau schedule's memory without its scale; numbers that are none."""
     state = load_checkpoint(out / "ckpt.pt")
-    save_checkpoint(str(out / "ckpt.pt"), state | dict(plateau={"waiting": {}}))
-    with pytest.raises(CheckpointError, match="its plateau has an unknown format: KeyError"):
+    save_checkpoint(str(out / "ckpt.pt"), state | {part: content})
+    with pytest.raises(CheckpointError, match=f"its {part} has an unknown format: {error}"):
         go(data_dir, out)
 
 

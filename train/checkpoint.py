@@ -438,7 +438,7 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
         if state[name] or name != "scaler":  # {} for a run without float16
             try:
                 part.load_state_dict(state[name])
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise CheckpointError(f"{start.path}: its {name} has an unknown format: "
                                       f"{type(error).__name__}: {error}") from error
     start.state = None  # frees the memory

@@ -92,8 +92,8 @@ class EarlyStopping:
         return dict(best=self.best_loss, bad=self.counter)
 
     def load_state_dict(self, state):
-        self.best_loss = state["best"]
-        self.counter = state["bad"]
+        self.best_loss = float(state["best"])
+        self.counter = int(state["bad"])
 
 
 class ReduceOnPlateau:
@@ -120,7 +120,7 @@ class ReduceOnPlateau:
         return dict(scale=self.scale, waiting=self.waiting.state_dict())
 
     def load_state_dict(self, state):
-        self.scale = state["scale"]
+        self.scale = float(state["scale"])
         self.waiting.load_state_dict(state["waiting"])
 
 
@@ -147,4 +147,4 @@ class SpikeDetector:
         return list(self.losses)
 
     def load_state_dict(self, losses):
-        self.losses = collections.deque(losses, maxlen=self.losses.maxlen)
+        self.losses = collections.deque(map(float, losses), maxlen=self.losses.maxlen)

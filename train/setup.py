@@ -51,7 +51,9 @@ class Progress:
 
     def load_state_dict(self, state):
         for f in fields(self):  # a checkpoint of an older version may lack some
-            setattr(self, f.name, state.get(f.name, getattr(Progress(), f.name)))
+            default = getattr(Progress(), f.name)
+            value = state.get(f.name, default)  # of the right type, or restore() refuses it
+            setattr(self, f.name, value if default is None else type(default)(value))
 
     def recent_loss(self):
         """Return the mean loss of the steps since the last evaluation (without steps, val_loss or
