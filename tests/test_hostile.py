@@ -237,6 +237,8 @@ safetensors("blocks", "n_layer: must be at most", dict(
     a=entry(0, 4), __metadata__=dict(model_args=json.dumps(asdict(SHAPE) | dict(n_layer=10**9)))))
 safetensors("text for numbers", "describes no model", dict(a=entry(0, 4), __metadata__=dict(
     model_args=json.dumps(asdict(SHAPE) | dict(n_layer="x", n_embd=[])))))
+safetensors("a list for a shape", "its model_args is a list, expected a dict", dict(
+    a=entry(0, 4), __metadata__=dict(model_args="[]")))
 safetensors("nested", "not a safetensors file", DEEP.encode())
 
 

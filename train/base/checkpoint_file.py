@@ -160,7 +160,7 @@ def check_content(state, size, device="cpu"):
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
-        if not isinstance(state.get(name) or {}, dict):
+        if not isinstance(state.get(name), dict | None):
             raise ValueError(f"its {name} is a {type(state[name]).__name__}, expected a dict")
     for name, t in state["model"].items():
         if not isinstance(name, str) or not isinstance(t, torch.Tensor):
