@@ -132,6 +132,7 @@ class Server(ThreadingHTTPServer):
             stale = now > page["changed"] + STALE_SECONDS
             page["state"] = page["end"] or ("stale" if stale else "running")
         pages = json.dumps([page for _, _, page in newest])
+        pages = json.dumps(json.loads(pages, parse_constant=str))  # browsers read no NaN, Infinity
         if pages != self.pages:
             self.pages = pages
             self.bodies["/state"] = f'{{"version": {now}, "runs": {pages}}}'.encode()
