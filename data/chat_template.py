@@ -133,7 +133,9 @@ class ChatTemplate:
     def prompt_ids(self, messages, tokenizer, variables=None):
         """Return the list of ids of messages [(role, text), ...] and of the start of the next
         answer. variables: {name: text, number or bool} for the template. Raises DataError."""
-        return self.encode(messages, True, tokenizer, variables)[1]
+        if ids := self.encode(messages, True, tokenizer, variables)[1]:
+            return ids
+        raise DataError("its chat template writes nothing")
 
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
         """Return (list of ids, number of messages left out): the longest prompt of at most

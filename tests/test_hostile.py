@@ -461,6 +461,9 @@ def test_a_template_that_is_none_is_refused():
         with pytest.raises(ValueError, match="its template is"):
             ChatTemplate(template)
     ChatTemplate(DEFAULT_SPEC)
+    with pytest.raises(DataError, match="its chat template writes nothing"):
+        ChatTemplate(dict(jinja="{{ ''|attr('__class__') }}", ends=[256])).fit_prompt(
+            [("user", "a")], tokenizer_from_spec(dict(kind="byte")), 8)
     spec = dict(template={"user": "{}"}, row_tokens=8)  # in a checkpoint, too
     with pytest.raises(ValueError, match="its template is"):
         build_model(load_config(None, dict(model="chat")), Data(None, None, spec))
