@@ -38,9 +38,14 @@ def model_name(path):
 def local_folder(name, weights=True):
     """Return the path `name` with ~ expanded; for hf:OWNER/NAME, the cached folder of that model on
     the hub, downloaded if necessary (without `weights`: configuration and tokenizer only). Raises
-    DataError if it cannot be downloaded or has no config.json; other paths need not exist."""
+    DataError if it cannot be downloaded or has no config.json; other paths need not exist, but a
+    folder may not have named pipes or devices, which a reader would wait for."""
     if not name.startswith("hf:"):
-        return os.path.expanduser(name)
+        folder = os.path.expanduser(name)
+        for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+            if os.path.exists(entry) and not (entry.is_file() or entry.is_dir()):
+                raise DataError(f"{entry.path}: expected a file, got a named pipe or a device")
+        return folder
     if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise DataError(f"{name}: expected hf:OWNER/NAME, as on {HUB}")
     arguments = dict(function="snapshot_download", repo_id=name[3:])
