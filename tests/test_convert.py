@@ -143,6 +143,8 @@ def test_a_folder_has_our_logits(hf, tmp_path, family):
     folder, idx = export(tmp_path / "ckpt.pt", tmp_path / "hf"), ids(ours.config.vocab_size)
     theirs = open_hf(hf, folder, name)
     assert theirs.config.vocab_size == ours.config.vocab_size  # without the padded rows
+    rates = {k: v for k, v in theirs.config.to_dict().items() if k.endswith(("pdrop", "n_dropout"))}
+    assert not any(rates.values()), rates  # when somebody trains it
     assert_close(logits_of(theirs, idx), logits_of(ours, idx))
     back, tokenizer = load_model(folder)
     assert type(back) is type(ours) and is_same_tokenizer(tokenizer.spec(), BYTE)

@@ -284,6 +284,7 @@ def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path
     ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping: 30.0"),
     ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention: True"),
     ("olmo2", dict(head_dim=7), "head_dim: 7"),
+    ("mistral", dict(head_dim=None, hidden_size=20), "head_dim: 5, expected an even number"),
     ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers"),
     ("smollm3", dict(model_type="gemma4"), "model_type 'gemma4'"),
     ("gemma3", dict(rope_parameters=dict(

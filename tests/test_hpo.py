@@ -281,6 +281,17 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     assert "study.db: file is not a database; move it away" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("steps, epochs, first", [(8, None, 2), (0, None, 10), (0, 2.0, 0)])
+def test_trials_are_pruned_after_a_quarter_of_their_steps(tmp_path, monkeypatch, steps, epochs,
+                                                          first):
+    found = []
+    pruner = optuna.pruners.MedianPruner
+    monkeypatch.setattr(optuna.pruners, "MedianPruner", lambda *a: (found.append(a), pruner(*a))[1])
+    config = load_config(None, dict(max_iters=40, max_epochs=epochs))
+    hpo.open_study(config, {}, 1, dict(max_iters=steps, narrow=0.5), {}, str(tmp_path))
+    assert found == [(4, first)]  # after four trials
+
+
 @pytest.mark.parametrize("owner, name", [("", "create_study"), ("Study", "ask"),
                                          ("Study", "tell"), ("Study", "enqueue_trial")])
 def test_a_full_disk_is_no_damaged_study(search, monkeypatch, capsys, owner, name):
