@@ -1,6 +1,8 @@
 """--model classifier: data, numbers against scikit-learn, and the promises that every run keeps."""
 
+import collections
 import csv
+import itertools
 import json
 import random
 import sys
@@ -21,8 +23,8 @@ from data.labels import (
     read_labelled_texts,
     to_arrays,
 )
+from data.prepare.labels import example_records, missing_words
 from data.prepare.labels import main as labels_main
-from data.prepare.labels import missing_words
 from data.tokenizer import load_tokenizer
 from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
 from model.classifier.metrics import (
@@ -513,6 +515,14 @@ def test_the_example_takes_one_word_out_and_says_where():
         "def": ("\n\nf(x):\n    # if only\n", "f"),
         "return": ("def f(x):\n    # if only\n    x if x else 'for x in y'\n\n", "x"),
         "if": ("def f(x):\n    # if only\n    return x x else 'for x in y'\n\n", "x")}
+
+
+def test_the_example_is_of_many_files_of_both_packages():
+    rows = [row for _, row in itertools.islice(example_records(), 800)]
+    assert {row["file"].split("/")[0] for row in rows} == {"numpy", "torch"}
+    counts = collections.Counter((row["file"], row["label"]) for row in rows)
+    assert max(counts.values()) == 6 and len({row["text"] for row in rows}) == 800
+    assert all(row["text"][row["start"]:row["end"]].isidentifier() for row in rows)
 
 
 @pytest.mark.parametrize("record, message", [
