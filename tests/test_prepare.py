@@ -22,12 +22,13 @@ from data.meta import read_meta
 from data.prepare import corpora, encode, ensure_dataset, main, prepare
 from data.prepare import sources as sources_module
 from data.prepare.corpora import CORPORA
-from data.prepare.folders import new_folder
+from data.prepare.folders import REPOSITORY, is_too_long, new_folder
 from data.prepare.sources import Documents
 from data.rows import documents_in_val
 from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 from train.base.errors import DataError
+from train.config import load_config
 
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared" / "data"
@@ -67,7 +68,7 @@ def collect(path, folder):
     """The Documents of a file."""
     documents = Documents(str(folder / "text"))
     assert documents.add_file(str(path), prepare_module.Options(field=["text"])) == []
-    documents.close()
+    documents.file.close()
     return documents
 
 
@@ -351,6 +352,13 @@ def test_folder_rules(tmp_path):
     found = bytes(x % 256 for x in both(src / "out"))
     assert found == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of a document
     assert f"{src}/image.png, {src}/latin.txt" in "\n".join(lines)
+
+
+def test_a_configuration_is_too_long_above_twenty_epochs():
+    path = REPOSITORY / "train/config_quick.yaml"
+    c = load_config(path)
+    tokens = c.max_iters * c.samples_per_step * c.block_size // 20
+    assert is_too_long(dict(tokens=tokens - 1), path) and not is_too_long(dict(tokens=tokens), path)
 
 
 def test_big_file_in_a_folder_that_turns_out_not_to_be_text(tmp_path):

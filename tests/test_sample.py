@@ -375,6 +375,11 @@ def test_command_line_streams_the_prompt_and_a_continuation(checkpoint):
     assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
 
 
+def test_weights_are_not_read_in_another_precision(capsys):
+    assert main(["--ckpt", "x.pt", "--dtype", "float16"]) == 2
+    assert "dtype: must be one of auto, float32, bfloat16" in capsys.readouterr().err
+
+
 def test_the_rate_is_of_all_tokens_and_the_time_that_they_took(checkpoint, monkeypatch, capsys):
     times = iter([100.0, 104.0])
     monkeypatch.setattr("model.sample.time.perf_counter", lambda: next(times))

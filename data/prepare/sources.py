@@ -137,10 +137,6 @@ class Documents:
             self.has_records |= is_record
         return problems
 
-    def close(self):
-        self.file.truncate(self.size)
-        self.file.close()
-
 
 def read_sources(o, path):
     """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files:
@@ -168,7 +164,7 @@ def read_sources(o, path):
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
-    documents.close()
+    documents.file.close()  # the end may have text of a file with problems
     if documents.size < MIN_BYTES and not problems:
         names = f"; skipped files: {', '.join(skipped[:3])}" if skipped else ""
         problems.append((", ".join(o.sources), f"{documents.size} bytes of text; too little to "
