@@ -21,8 +21,10 @@ from test_grpo import made, rewarded, settings  # noqa: F401  a fixture
 from model import distill, grpo
 from model.core.init import stable_hash
 from model.core.load import load_model
+from model.core.weights import load_frozen
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
+from train.base.errors import CheckpointError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train
@@ -154,6 +156,14 @@ def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
 
 # -----------------------------------------------------------------------------
 # on-policy: the student answers
+
+def test_a_teacher_is_frozen_and_a_missing_one_is_named(teacher, tmp_path):
+    model, tokenizer, state = load_frozen(teacher, "teacher")
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert tokenizer is None and len(state["digest"]) == 64  # data without one
+    with pytest.raises(CheckpointError, match="^teacher: .* no such file; .* --teacher FILE"):
+        load_frozen(str(tmp_path / "gone.pt"), "teacher")
+
 
 @pytest.fixture(scope="module")
 def answering(made, tmp_path_factory):  # noqa: F811
