@@ -135,6 +135,18 @@ def test_a_failed_save_does_not_forget_the_best_checkpoint(tmp_path, data_dir, m
     assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == best
 
 
+def test_a_resumed_run_does_not_expect_a_best_checkpoint_that_failed(tmp_path, data_dir,
+                                                                     monkeypatch):
+    """As above, and the run is killed after a later save -> the best that is left is written"""
+    losses = iter([9.0, 3.0, 1.0, 2.0, 2.5, 2.5])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    how = dict(eval_interval=4, save_interval=5)
+    with pytest.raises(RuntimeError, match="fault at before_step"):
+        go(data_dir, tmp_path, "save_mid@8=enospc,before_step@11=raise", **how)
+    go(data_dir, tmp_path, **how)
+    assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 12
+
+
 @pytest.mark.matrix(7)
 def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
     """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file

@@ -300,8 +300,10 @@ class Run:
         return last or (self.ends_interval() if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """If a save of ckpt_best.pt in the background failed, restore the best metric from before
-        it: later evaluations are then compared with the file. All ranks must call."""
+        """Wait for the save in progress. If it was of ckpt_best.pt and failed, restore the best
+        metric from before it: later evaluations, also after a resume, are then compared with the
+        file. All ranks must call."""
+        self.folder.wait()
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
             self.progress.best_metric, self.progress.loss_of_best = self.best_before

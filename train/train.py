@@ -258,7 +258,6 @@ def validate(run):
     p = run.progress
     # The time of an evaluation does not count as training, and the step's time limit is extended.
     run.watchdog.restart(slow=True)
-    run.forget_unsaved_best()
     with run.clock.away():
         numbers = evaluate_validation(run, c.eval_iters)
         if numbers is None:
@@ -277,6 +276,7 @@ def validate(run):
         p.history.append(record)
         p.loss_sum = 0.0
         p.loss_count = 0
+        run.forget_unsaved_best()
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)  # e.g. a search, which may stop the run
         # Errors in sampling and drawing are warnings only.
@@ -375,7 +375,7 @@ def save(run, last=False):
     run.watchdog.restart(slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
-        run.folder.wait()
+        run.forget_unsaved_best()
         # Non-finite weights must never replace a good checkpoint.
         checkpoint.check_finite(run.raw_model, run.optimizer, run.progress.iter_num,
                                 run.folder.file("ckpt.pt"), run.ranks)
