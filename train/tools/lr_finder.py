@@ -92,9 +92,8 @@ def suggest(rates, losses, high):
 
 def draw_sweep(sweep):
     """Return the SVG of a sweep, the dict of find_lr: loss, smoothed loss, suggested rate."""
-    smoothed = list(zip(sweep["lr"], sweep["smoothed"]))
     curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
-              Curve(smoothed, COLORS[0], "smoothed loss")]
+              Curve(list(zip(sweep["lr"], sweep["smoothed"])), COLORS[0], "smoothed loss")]
     if best := sweep["suggestion"]:
         ends = [(best, min(sweep["loss"])), (best, max(sweep["loss"]))]
         curves.append(Curve(ends, COLORS[2], f"falls fastest: {best:.2g}"))
