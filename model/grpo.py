@@ -168,7 +168,7 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, K)  # (B, K)
         mean = rewards.mean(1, keepdim=True)
         spread = rewards.std(1, keepdim=True)
-        flat = spread < 1e-6  # (B, 1): no advantages
+        flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)  # (B, 1)
         n_tokens = torch.tensor([*map(len, answers)]).view(-1, K)  # (B, K)
         truncated = torch.tensor([answer[-1] not in self.reward_function.ends
                                   for answer in answers]).view(-1, K)

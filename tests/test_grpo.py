@@ -3,6 +3,7 @@ gradients against its formula, rewards of a person's own, ranks, resume."""
 
 import collections
 import io
+import itertools
 import json
 import os
 import re
@@ -237,6 +238,17 @@ def test_advantages_within_the_group():
     batch, _ = model.sample_batch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]),
                                   torch.tensor([0, 1]), torch.tensor([0, 1]))
     assert not batch[1].any() and batch[2] > 8
+
+
+@pytest.mark.parametrize("rewards, is_flat", [([1e13 / 3], True), ([1e-7, 3e-7], False)])
+def test_a_group_is_flat_if_its_rewards_are_equal(rewards, is_flat):
+    """Whatever their size: the mean of large ones is rounded, small ones may differ."""
+    model = rewarded()
+    model.keys.group_size, worth = 7, itertools.cycle(rewards)
+    model.reward_function.function = lambda *_: next(worth)
+    batch, sums = model.sample_batch(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3]),
+                                     torch.tensor([0]), torch.tensor([0]))
+    assert sums["flat"] == is_flat and bool(batch[1].any()) != is_flat
 
 
 @pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True)])
