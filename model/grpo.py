@@ -121,9 +121,11 @@ class AnsweringGPT(chat.ChatGPT):
         list of B K lists of ids. prompts (B, P): ids, right-padded to lengths (B,); weights (B, K):
         of the answers."""
         rows, K = [], weights.size(1)
+        # Windows count places in a row, in which other answers would move the prompt away.
+        limit = min(block.attn.window or self.keys.block_size for block in self.h)
         for i, (prompt, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
             rows += pack_answers(prompt[:n], answers[K * i:K * i + K], weights[i].tolist(),
-                                 self.keys.block_size)
+                                 limit)
         return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
 
     def flops_per_unit(self):
@@ -213,8 +215,8 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 
 def pack_answers(prompt, answers, weights, max_tokens):
     """Return rows of at most max_tokens with the prompt, a list of ids, and as many `answers` to
-    it, lists of ids, as fit, so that the prompt is computed once per row. weights: one per answer,
-    for each of its tokens.
+    it, lists of ids, as fit, so that the prompt is computed once per row. A longer answer has its
+    own row. weights: one per answer, for each of its tokens.
 
     Answers with weight 0 are left out; equal answers are stored once, with the sum of the weights.
     A row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the

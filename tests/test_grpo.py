@@ -161,10 +161,10 @@ def worth(prompt, answer, row):
     return sum(map(ord, answer)) % 5
 
 
-def rewarded():
+def rewarded(**more):
     """A PolicyGPT that answers anything."""
     torch.manual_seed(0)
-    shape = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64)
+    shape = GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=257, block_size=64, **more)
     model = PolicyGPT(shape)
     with torch.no_grad():
         for p in model.parameters():
@@ -345,6 +345,15 @@ def test_loss_and_gradients_are_those_of_trls_formula(norm, scale, masked):
     assert 0 < n_truncated < 12
     assert_same_loss(model, batch, formula(model, asked, answers, rewards, norm, scale, masked))
     assert float(model(*batch)[1]["truncated"]) == pytest.approx(n_truncated / 4)
+
+
+@pytest.mark.parametrize("window", [4, 12])
+def test_a_window_sees_the_prompt_from_each_answer(window):
+    """Of answers in one row, later ones are further from the prompt's place."""
+    model = rewarded(layer_types="FW", window=window)
+    batch, asked, answers, rewards = sampled(model)
+    assert_same_loss(model, batch, formula(model, asked, answers, rewards, "tokens", "group",
+                                           False))
 
 
 @pytest.mark.slow
