@@ -25,7 +25,7 @@ from runs import (
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
-from model.sae.activations import ActivationLoader, Backbone, load_backbone
+from model.sae.activations import ActivationLoader, Backbone, load_backbone, open_activations
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
@@ -792,6 +792,18 @@ def test_validation_activations_have_the_channels_of_the_training_data(tmp_path,
     np.save(tmp_path / "data/val_activations.npy", np.zeros((10, 50, 17), np.float32))
     with pytest.raises(DataError, match="val_activations.npy: .* expected n x n x 16"):
         go(tmp_path / "data", tmp_path / "out", **SAE | dict(backbone=None))
+
+
+def test_each_of_a_few_windows_has_the_same_weight_in_the_scale(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((3, 50, 4)).astype(np.float32)
+    rows[2] += 3
+    np.save(tmp_path / "train_activations.npy", rows)
+    config = load_config(None, SMALL | SAE | dict(
+        backbone=None, data_dir=str(tmp_path), eval_interval=0))
+    spec = open_activations(config, Ranks()).spec
+    np.testing.assert_allclose(spec["mean"], rows.reshape(-1, 4).mean(0), atol=1e-6)
+    variance = rows.reshape(-1, 4).var(0).mean()
+    assert spec["scale"] == pytest.approx(variance ** -0.5, rel=1e-5)
 
 
 def test_activations_without_evaluations_need_no_validation_data(tmp_path, activations, capsys):

@@ -221,7 +221,7 @@ def open_activations(config, ranks):
         loader.units_per_sample = loader.arrays[0].shape[1]
         return loader
     train = load("train")
-    some, = train.rows(np.linspace(0, train.samples - 1, 64).astype(np.int64))  # (64, T, C)
+    some, = train.rows(np.unique(np.linspace(0, train.samples - 1, 64).astype(np.int64)))
     _, block_size, d_in = some.shape
     mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
     spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)
