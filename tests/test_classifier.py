@@ -19,11 +19,12 @@ from runs import SMALL, Program, assert_keys_change_only, assert_same
 from data.labels import (
     ARRAYS,
     Fields,
+    LabelledText,
     open_labels,
     read_labelled_texts,
     to_arrays,
 )
-from data.prepare.labels import example_records, missing_words
+from data.prepare.labels import example_records, find_classes, missing_words
 from data.prepare.labels import main as labels_main
 from data.tokenizer import load_tokenizer
 from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
@@ -490,6 +491,13 @@ def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, tmp_
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])
     row, = read_labelled_texts([path])
     assert (row.start, row.evidence) == (place, evidence)
+
+
+def test_classes_of_equal_numbers_have_an_order():
+    """Not that of a set, which differs between processes."""
+    names = [f"{2:0{n}}" for n in range(8, 0, -1)] + ["10"]
+    rows = [LabelledText("x", name, None, None, "x") for name in reversed(names)]
+    assert find_classes(rows) == names
 
 
 def test_one_label_is_one_class_however_it_is_written(tmp_path):

@@ -119,7 +119,7 @@ def find_classes(rows):
         raise DataError(f"the labels are {str(names)[:200]}; expected a label in each row "
                         "or in none, and two classes or more")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
-    return sorted(names, key=int if numeric else str)
+    return sorted(names, key=lambda name: (int(name) if numeric else 0, name))  # 01 before 1
 
 
 # -----------------------------------------------------------------------------
