@@ -88,6 +88,10 @@ class HasTeachers(weights.HoldsFrozen):
         kl = F.kl_div(*pair, reduction="none", log_target=True).sum(-1)  # (N,)
         return (torch.stack((kl, teacher_loss)) * weights).sum(1)
 
+    def teacher_flops(self):
+        """Return the FLOPs per token of the teachers' forward passes."""
+        return sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen)
+
 
 class Student(HasTeachers, GPT):
     """A GPT that is trained on the mean distribution of its teachers, the tuple `frozen`, and on
@@ -119,8 +123,7 @@ class Student(HasTeachers, GPT):
         """Return the training FLOPs per token, including the teachers' forward passes."""
         # The divergence computes the output layer once more.
         divergence = 6 * (self.lm_head or self.wte).weight.numel() if self.frozen else 0
-        return (super().flops_per_unit() + divergence
-                + sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen))
+        return super().flops_per_unit() + divergence + self.teacher_flops()
 
 
 class AnsweringStudent(Student, grpo.AnsweringGPT):
@@ -154,6 +157,10 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
         sums = dict(count=n_tokens, length=n_tokens, prompts=len(prompts), exact=exact)
         return (*self.pack(prompts, lengths, answers, torch.ones(len(prompts), 1)),
                 {name: prompts.new_tensor(n) for name, n in sums.items()})
+
+    def flops_per_unit(self):
+        """Return the training FLOPs per prompt, including the teachers' forward passes."""
+        return grpo.AnsweringGPT.flops_per_unit(self) + self.row_tokens * self.teacher_flops()
 
 
 # -----------------------------------------------------------------------------

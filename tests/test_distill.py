@@ -114,6 +114,16 @@ def test_flops_count_a_forward_pass_of_the_teacher(teacher):
     assert student.flops_per_unit() == alone + whole / 3 + 6 * head
 
 
+def test_flops_of_answers_are_those_of_rows():
+    """Of prompt and answer, which the teacher computes as well."""
+    student, _ = answering_student()
+    student.row_tokens = 26
+    (teacher,), student.frozen = student.frozen, ()
+    alone = student.flops_per_unit()
+    student.frozen = (teacher,)
+    assert student.flops_per_unit() == alone + 26 * teacher.flops_per_unit()
+
+
 @pytest.mark.parametrize("more, message", [
     (dict(teacher=""), "teacher: missing"), (dict(teacher="nowhere.pt"), "nowhere.pt"),
     (dict(block_size=64), "block_size, 64"),
