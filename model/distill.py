@@ -45,10 +45,11 @@ USE = gpt.USE
 class Keys:
     teacher: str = key("", "checkpoint of the teacher, a GPT; A,B: the mean of several",
                        free=True, path=True, reads="apart")
-    distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1)
+    distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1,
+                                needs="on_policy=False")
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
     on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
-                          "from the teacher's distribution at each token; no distill_weight")
+                          "from the teacher's distribution at each token")
     answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1,
                              needs="on_policy")
 

@@ -368,6 +368,14 @@ def test_a_key_of_a_schedule_has_an_effect_where_it_is_needed_and_only_there(nam
         assert (name in c.unused_keys()) == is_unused, schedule
 
 
+@pytest.mark.parametrize("model, keys, unused", [
+    ("sae", dict(backbone=None, layer=3, buffer_size=9), {"layer", "buffer_size"}),
+    ("distill", dict(teacher="a", on_policy=True, distill_weight=0.9), {"distill_weight"}),
+    ("distill", dict(teacher="a", distill_weight=0.9), set())])
+def test_keys_that_data_or_another_loss_switch_off_have_no_effect(model, keys, unused):
+    assert load_config(None, dict(model=model, **keys)).unused_keys().keys() == unused
+
+
 def test_what_a_key_needs_is_a_key_and_one_of_its_values():
     for model in ("gpt", "sae", "moe"):
         known = fields_by_name(config_class(model))

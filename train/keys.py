@@ -303,7 +303,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         `needs`."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
-        return value in values.split("|") if values else value
+        return str(value) in values.split("|") if values else value
 
     @property
     def evaluates(self):

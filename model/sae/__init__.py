@@ -73,7 +73,7 @@ class Keys:
     backbone: str | None = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are "
                                "learned; null: data_dir has activations", free=True, path=True,
                                reads=True)
-    layer: int = key(1, "block whose output is learned, from 0", ge=0)
+    layer: int = key(1, "block whose output is learned, from 0", ge=0, needs="backbone")
     target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
                       "from its input; N: the output of block N from that of block `layer`")
     sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: above "
@@ -89,7 +89,8 @@ class Keys:
     auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
     auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0, needs="auxk")
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
-    buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1)
+    buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1,
+                           needs="backbone")
 
     def problems(self):
         used = ("k", "auxk") if "topk" in self.sae else ("auxk",)
