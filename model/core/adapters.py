@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.init import stable_hash
+from model.core.init import fill, stable_hash
 from train.base.errors import CheckpointError, ConfigError
 from train.optimizer import matches
 
@@ -107,21 +107,17 @@ def initial_adapter(name, shape, seed):
 
 
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
-    """Freeze `model`, a GPT, in place, and replace the linear layers in its blocks that match one
-    of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of rank r. Return the model;
-    with r 0 it is unchanged. scale: factor of the adapters. Raises ConfigError for a pattern
-    without a match. Adapters on the meta device are not initialised."""
+    """Freeze `model`, a GPT WithAdapters, in place, and replace the linear layers in its blocks
+    that match one of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of rank r.
+    Return the model; with r 0 it is unchanged. scale: factor of the adapters. Raises ConfigError
+    for a pattern without a match. Adapters on the meta device are not initialised."""
     if not r:
         return model
     model.requires_grad_(False)
     for name in find_layers(model, targets):
-        layer = LoRALinear(model.get_submodule(name), r, scale)
-        model.set_submodule(name, layer)
+        model.set_submodule(name, LoRALinear(model.get_submodule(name), r, scale))
         model.filled.add(f"{name}.base")  # the weight keeps its values
-        for part in ("lora_A", "lora_B"):
-            p = getattr(layer, part)
-            if not p.is_meta:
-                p.data.copy_(initial_adapter(f"{name}.{part}", p.shape, seed))
+    fill(model, seed, model.filled)
     return model
 
 
