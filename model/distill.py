@@ -175,10 +175,8 @@ def sample(model, data, config):
 
 
 def open_data(config, ranks):
-    if config.on_policy:
-        data = grpo.open_prompts(config, ranks, needs_answers=True)
-    else:
-        data = open_token_data(config, ranks)
+    data = (grpo.open_prompts(config, ranks, needs_answers=True) if config.on_policy
+            else open_token_data(config, ranks))
     digests = []
     for path in map(str.strip, config.teacher.split(",")):
         teacher = weights.describe_backbone(path, "teacher", ranks)

@@ -91,10 +91,8 @@ def answer_logps(model, tokens, mask):
     """Return the log probabilities (B, 2), a float32 array, of the whole answers in B pairs under a
     GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an answer.
     The caller must switch off gradients (torch.no_grad)."""
-    device = model.wte.weight.device
-    _, _, logps = score_answers(model, torch.from_numpy(tokens).to(device),
-                                torch.from_numpy(mask).to(device))
-    return logps.view(-1, 2).float().cpu().numpy()
+    arrays = (torch.from_numpy(part).to(model.wte.weight.device) for part in (tokens, mask))
+    return score_answers(model, *arrays)[2].view(-1, 2).cpu().numpy()
 
 
 # -----------------------------------------------------------------------------
