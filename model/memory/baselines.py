@@ -107,7 +107,8 @@ def evaluate_knn(backbone, train_loader, loaders, config):
     """Return, per loader in `loaders`, the mean loss of kNN-LM with `backbone`, a GPT, which
     searches at most N_STORED tokens of the text of train_loader. The temperature and the share have
     the lowest loss on the first loader."""
-    n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size)
+    n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
+            train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
     stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
     grids = [knn_losses(backbone, stored, (loader.fixed_batch(i, config.eval_iters) for i in
