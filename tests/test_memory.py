@@ -1,5 +1,6 @@
 """Memory: step 0 is the backbone, everything learns, and a checkpoint holds the memory alone."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -33,6 +34,7 @@ from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import open_token_data
 from train.distributed import Ranks
+from train.evaluate import evaluate
 
 BYTES = dict(tokenizer="byte", vocab_size=None)
 OWN = BYTES | dict(model="memory", n_chapters=4, chapters_per_token=2, chapter_size=8)
@@ -548,7 +550,31 @@ def test_old_validation_batches_are_spread_over_all_of_the_old_text():
         return types.SimpleNamespace(
             samples=n, unit="tok", units_per_sample=1, calls_per_chunk=1, locate=None,
             n_fixed=lambda count: min(n, count),
-            fixed_batch=lambda index, count, device: ((n, index, count),))
+            fixed_batch=lambda index, count, device: ((n, index, count), torch.tensor([n])))
     pair = memory.PairedLoader(loader(2), loader(10))
     assert not hasattr(pair, "n_tokens")  # of conversations
-    assert [pair.fixed_batch(i, 10)[1] for i in range(2)] == [(10, 0, 2), (10, 1, 2)]
+    assert [pair.fixed_batch(i, 10)[2:] for i in range(2)] == [((10, 0, 2), 10), ((10, 1, 2), 10)]
+    pair = memory.PairedLoader(loader(5), loader(3))  # less old text than new: counted once
+    assert [pair.fixed_batch(i, 10)[2:] for i in range(5)] == [
+        ((3, 0, 5), 3), ((3, 1, 5), 3), ((3, 2, 5), 3), ((3, 0, 5), -1), ((3, 1, 5), -1)]
+
+
+def test_the_loss_on_little_old_text_is_that_of_each_batch_once(data_dir, old_dir, backbone):
+    """In an evaluation with more batches of new text."""
+    model, data = opened(data_dir, backbone, old_data_dir=str(old_dir))
+    old = data.val.old
+    old.val_samples = 2 * old.val_batch_size
+    found = evaluate(model.eval(), model, data.val, 3, Ranks(), contextlib.nullcontext)
+    alone = evaluate(model, model, old, 3, Ranks(), contextlib.nullcontext)
+    assert data.val.n_fixed(3) == 3 and old.n_fixed(3) == 2
+    assert found["val_old_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+
+
+def test_knn_lm_stores_no_window_twice(data_dir, backbone, monkeypatch):
+    _, data = opened(data_dir, backbone)
+    data.train.samples = 5
+    model, _ = load_model(str(backbone))
+    monkeypatch.setattr(baselines, "knn_losses", lambda model, stored, batches: (
+        torch.tensor([len(stored[1])])))
+    assert baselines.evaluate_knn(model, data.train, [data.val], tiny(
+        backbone, block_size=8, max_iters=100)) == [5 * 8]

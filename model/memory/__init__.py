@@ -233,19 +233,21 @@ class PairedLoader:
 
     def __init__(self, new, old):
         self.new, self.old = new, old
-        self.samples, self.unit = new.samples, new.unit
-        self.units_per_sample, self.calls_per_chunk = new.units_per_sample, new.calls_per_chunk
-        self.n_fixed, self.locate = new.n_fixed, new.locate
-        if hasattr(new, "n_tokens"):
-            self.n_tokens = new.n_tokens
+        for name in ("samples", "unit", "units_per_sample", "calls_per_chunk", "n_fixed", "locate",
+                     "n_tokens"):
+            if hasattr(new, name):
+                setattr(self, name, getattr(new, name))
 
     def get_batch(self, device="cpu", step=None):
         return self.new.get_batch(device, step) + self.old.get_batch(device, step)
 
     def fixed_batch(self, index, count, device="cpu"):
         n = self.n_fixed(count)  # the old batches are spread over all of the old text
-        old = self.old.fixed_batch(index % self.old.n_fixed(n), n, device)
-        return self.new.fixed_batch(index, count, device) + old
+        n_old = self.old.n_fixed(n)
+        idx, targets = self.old.fixed_batch(index % n_old, n, device)
+        if index >= n_old:  # each one is counted once
+            targets = torch.full_like(targets, IGNORE)
+        return (*self.new.fixed_batch(index, count, device), idx, targets)
 
     def fingerprint(self):
         return dict(self.new.fingerprint(), old=self.old.fingerprint())
