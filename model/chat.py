@@ -84,11 +84,9 @@ class ChatGPT(GPT):
     def numbers(self, sums):
         """Return GPT.numbers(sums); of an evaluation also "accuracy", the share of correct targets,
         and "exact", the share of exact answers (None without answers)."""
-        sums = dict(sums)
-        n_answers = sums.pop("answers", None)
         numbers = super().numbers(sums)
-        if n_answers is not None:
-            numbers["exact"] = float(sums["exact"] / n_answers) if n_answers else None
+        if numbers.pop("answers", None):  # None without targets, as the others
+            numbers["exact"] = float(sums["exact"] / sums["answers"])
         return numbers
 
     def flops_per_unit(self):
