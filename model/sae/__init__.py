@@ -531,8 +531,7 @@ def show_features(options):
                                       encoding="utf-8")
         print(f"Wrote {options.html}")
         return
-    for line in lines:
-        echo(line)
+    echo("\n".join(lines))
 
 
 main = command(FeatureOptions, show_features)
