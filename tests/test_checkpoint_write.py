@@ -147,6 +147,16 @@ def test_a_resumed_run_does_not_expect_a_best_checkpoint_that_failed(tmp_path, d
     assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 12
 
 
+def test_a_run_that_goes_on_from_a_file_elsewhere_has_a_best_checkpoint(tmp_path, data_dir,
+                                                                        monkeypatch):
+    """Its own: that of the other folder is not in this one."""
+    losses = iter([9.0, 3.0, 1.0, 2.0, 1.5, 2.5])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    go(data_dir, tmp_path / "a", eval_interval=4, max_iters=8)
+    go(data_dir, tmp_path / "b", eval_interval=4, max_iters=20, resume=str(tmp_path / "a/ckpt.pt"))
+    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 16
+
+
 @pytest.mark.matrix(7)
 def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
     """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file

@@ -8,6 +8,7 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 import contextlib
 import functools
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
@@ -274,6 +275,9 @@ class Run:
                for key in ("early_stopping_metric", "early_stopping_mode")):
             p.best_metric = p.loss_of_best = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
+        has_best = os.path.exists(self.folder.file("ckpt_best.pt"))
+        if c.resume_file and not distributed.max_over_ranks(int(has_best), self.ranks):
+            p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
         if self.model is not self.raw_model and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
 
