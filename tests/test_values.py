@@ -424,6 +424,14 @@ def test_a_typed_warmup_replaces_the_ratio_of_a_file(tmp_path, key, value):
     assert load_config(tmp_path / "a.yaml").warmup_ratio == 0.1
 
 
+def test_of_two_fractions_of_warmup_the_later_is_used_and_both_at_once_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("warmup_epochs: 2\n")
+    c = load_config(tmp_path / "a.yaml", ["--warmup_ratio=0.1"])
+    assert (c.warmup_ratio, c.warmup_epochs) == (0.1, None)
+    with pytest.raises(ConfigError, match="warmup_ratio does not go with warmup_epochs"):
+        load_config(None, ["--warmup_ratio=0.1", "--warmup_epochs=2"])
+
+
 def test_a_run_in_epochs_evaluates_after_each():
     def interval(**keys):
         c = load_config(None, keys).in_steps(4096)

@@ -257,10 +257,12 @@ def resolve(settings, known, problems):
                 problems.append(f"{where}{f' as {alias}' if alias else ''}: {key} is set twice "
                                 f"(first at {first}); keep one{commas}")
             resolved[key] = value, where + (f" as {alias}" if alias else "")
-    # A length in steps replaces one in epochs, or a ratio, that an earlier file sets.
+    # A length in steps replaces one in epochs, or a ratio, that an earlier file sets; of a ratio
+    # and epochs of warm-up the later one is used.
     names = list(resolved)
     pairs = [(epochs, steps) for epochs, (steps, _) in LENGTHS_IN_EPOCHS.items()]
-    pairs += [("warmup_ratio", "warmup_iters"), ("warmup_ratio", "warmup_epochs")]
+    pairs += [("warmup_ratio", "warmup_iters"), ("warmup_ratio", "warmup_epochs"),
+              ("warmup_epochs", "warmup_ratio")]
     for epochs, steps in pairs:
         if {epochs, steps} <= resolved.keys() and names.index(epochs) < names.index(steps):
             sources = {resolved[key][1].partition(" as ")[0].rpartition(":")[0]
@@ -367,6 +369,8 @@ def find_conflicts(c):
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
+    if None not in (c.warmup_ratio, c.warmup_epochs):
+        found.append("warmup_ratio does not go with warmup_epochs; leave one out")
     if c.deterministic and c.cudnn_benchmark:
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
     if "://" in c.out_dir:
