@@ -206,7 +206,20 @@ def test_an_export_does_not_replace_its_checkpoint(tmp_path, capsys):
     make(path, **GPT2 | dict(mlp="gelu_exact", n_hidden=None))
     before = path.read_bytes()
     assert convert.main(["--ckpt", str(path), "--to", f"{tmp_path}/./ckpt.pt"]) == 2
-    assert "the same file as --ckpt" in capsys.readouterr().err and path.read_bytes() == before
+    assert "it has the files of --ckpt" in capsys.readouterr().err and path.read_bytes() == before
+
+
+def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
+    """With a tokenizer that cannot be read, no other would take the place of its file."""
+    make(tmp_path / "ckpt.pt")
+    folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    export(tmp_path / "ckpt.pt", tmp_path / "run/model.safetensors")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for ckpt, to in ((folder, f"{folder}/"), (tmp_path / "run/model.safetensors", tmp_path / "run")):
+        assert convert.main(["--ckpt", str(ckpt), "--to", str(to)]) == 2
+        assert "it has the files of --ckpt, which would be lost" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 def test_learned_positions_are_read_whole_at_any_number(tmp_path):

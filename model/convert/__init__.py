@@ -191,8 +191,9 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         save_checkpoint(to, load_checkpoint(ckpt))
         print(f"Wrote {to}: the same checkpoint in one file")
         return
-    if ending in FORMATS and os.path.realpath(to) == os.path.realpath(ckpt):
-        raise CheckpointError(f"--to {to}: the same file as --ckpt, which would be lost")
+    target = os.path.realpath(to)
+    if os.path.realpath(ckpt) in (target, os.path.join(target, "model.safetensors")):
+        raise CheckpointError(f"--to {to}: it has the files of --ckpt, which would be lost")
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
     is_merged = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
