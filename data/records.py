@@ -159,9 +159,11 @@ def csv_rows(stream, name, columns):
     while True:
         first = rows.reader.line_num + 1
         try:
-            if None in (row := next(rows)):  # the values could be in the wrong columns
+            row = next(rows)
+            # Too many or too few: the values could be in the wrong columns, or parts of a text.
+            if None in row or None in row.values():
                 n = len(rows.fieldnames)
-                row = ValueError(f"more values than the {n} columns; quote texts")
+                row = ValueError(f"not the {n} values of the header; quote texts")
         except StopIteration:
             return
         except csv.Error:

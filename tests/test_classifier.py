@@ -510,7 +510,7 @@ def test_one_label_is_one_class_however_it_is_written(tmp_path):
 
 def test_too_many_fields_are_said(tmp_path):
     (tmp_path / "a.csv").write_text("label,text\nx,hello\ny,hello, you\n")
-    with pytest.raises(ValueError, match=r"a.csv:3: more values than the 2"):
+    with pytest.raises(ValueError, match=r"a.csv:3: not the 2 values"):
         read_labelled_texts([str(tmp_path / "a.csv")])
 
 

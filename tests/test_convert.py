@@ -216,7 +216,8 @@ def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
     (tmp_path / "hf/tokenizer.json").write_text("{}")
     export(tmp_path / "ckpt.pt", tmp_path / "run/model.safetensors")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    for ckpt, to in ((folder, f"{folder}/"), (tmp_path / "run/model.safetensors", tmp_path / "run")):
+    run = tmp_path / "run"
+    for ckpt, to in ((folder, f"{folder}/"), (run / "model.safetensors", run)):
         assert convert.main(["--ckpt", str(ckpt), "--to", str(to)]) == 2
         assert "it has the files of --ckpt, which would be lost" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

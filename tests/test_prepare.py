@@ -714,7 +714,7 @@ def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):
     (tmp_path / "in/x.txt").write_text("some text\n" * 50)
     (tmp_path / "in/big.csv").write_text("text\n" + "good\n" * 9 + "one,two\n")
     assert main([str(tmp_path / "in"), "--out", str(tmp_path / "o")]) == 2
-    assert "big.csv:11: more values than the 1 columns" in capsys.readouterr().err
+    assert "big.csv:11: not the 1 values of the header" in capsys.readouterr().err
 
 
 def test_a_text_of_one_long_character_is_too_little_to_split(tmp_path, capsys):

@@ -97,8 +97,9 @@ DEEP = "[" * 200_000
     ("a.jsonl", b'{"text": "x"}\n\xff\n', "a.jsonl:2: not valid JSON: 'utf-8' codec"),
     ("a.jsonl", "1" * 5000, "a.jsonl:1: not valid JSON: Exceeds the limit"),
     ("a.csv", b"text,label\n\xff,1\n", "can't decode byte"),
-    ("a.csv", "text,label\nx,a\ny,b,c\n", "a.csv:3: more values than the 2 columns; quote"),
-    ("a.tsv", "text\tlabel\nx\ta\tb\n", "a.tsv:2: more values than the 2 columns; quote"),
+    ("a.csv", "text,label\nx,a\ny,b,c\n", "a.csv:3: not the 2 values of the header; quote"),
+    ("a.tsv", "text\tlabel\nx\ta\tb\n", "a.tsv:2: not the 2 values of the header; quote"),
+    ("a.csv", "text,label\nx\ny,a\n", "a.csv:2: not the 2 values of the header; quote texts"),
     ("a.jsonl.gz", b"plain", "gzip"), ("a.parquet", b"PAR1", "arquet"),
     ("a.jsonl.gz", gzip.compress(bytes(9000), mtime=0)[:30], "end-of-stream")])
 def test_what_cannot_be_read_is_one_line_that_says_where(tmp_path, capsys, module, name, content,
