@@ -1,5 +1,6 @@
 """train/base/cli.py: a command's options as a dataclass, and how a command ends."""
 
+import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -74,6 +75,19 @@ def test_unknown_options_are_refused_with_the_usage(argv, words, capsys):
         parsed(*argv.split())
     text = capsys.readouterr().err
     assert ended.value.code == 2 and text.startswith("usage: python -m model.x") and words in text
+
+
+@pytest.mark.parametrize("command, missing", [
+    ("train.tools.plot", "RUN"), ("train.tools.scaling --depth 3", "--budgets"),
+    ("train.tools.hpo", "--space"), ("data.prepare.prompts example", "--tokenizer"),
+    ("data.prepare.pairs example", "--reference"), ("model.convert --ckpt a", "--to"),
+    ("model.eval.lm_eval --ckpt a", "--tasks")])
+def test_an_option_that_a_command_needs_is_named(command, missing, capsys):
+    module, *argv = command.split()
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main(argv)
+    assert ended.value.code == 2
+    assert f"the following arguments are required: {missing}" in capsys.readouterr().err
 
 
 def test_the_help_lists_every_option(capsys):

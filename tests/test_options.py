@@ -296,6 +296,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert code == 0 and not list(tmp_path.iterdir())
     assert {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()} == before
     assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens per step" in out
+    assert "Mesh" not in out  # of one process
     assert re.search(r"Memory, MiB: program \d+, weights \d+, gradients \d+, optimizer \d+, "
                      r"activations and data \d+; total \d+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)

@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 HEAD = re.compile(rb'{"folder": "(shards/\d{7,}_[0-9a-f]{6})"')  # of a manifest
 TAIL = b', "sha256": "%s"}\n'
 SHARD = "shard-{:05}-model-00001-of-00001.safetensors"
-FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these: inside the folder
+SHARD_FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these: inside the folder
 
 
 # -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Shards:
         verified."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
-            if not os.path.isfile(path) or not FILE.fullmatch(name):
+            if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
                 raise ValueError(f"{path} is missing, or no file of shards")
             if (size := os.path.getsize(path)) != file["size"]:
                 raise ValueError(f"{path} has {size:,} bytes, expected {file['size']:,}")

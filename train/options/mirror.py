@@ -90,7 +90,7 @@ class Mirror:
         for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
             name = path.rpartition(f"/{folder}/")[2]
             local = os.path.join(self.folder, folder, name)
-            if sharded_file.FILE.fullmatch(name):
+            if sharded_file.SHARD_FILE.fullmatch(name):
                 os.makedirs(os.path.dirname(local), exist_ok=True)
                 self.fs.get_file(path, local)
         if folder:
