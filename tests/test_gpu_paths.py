@@ -219,7 +219,7 @@ def test_a_dry_run_times_the_step_with_its_optimizer(monkeypatch, data_dir):
         build_model=lambda config, data: model))
     monkeypatch.setattr(model, "to", lambda device: model)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
-    seconds, activations = dry_run.measure_step(c, data, ranks, torch.float32, True, 2**30, 0)
+    seconds, activations = dry_run.measure_step(c, data, ranks, torch.float32, True, 2**30)
     state = sum(dry_run.state_memory(c, model, 1).values())
     assert activations == 2**30 - state
     assert compiled == [(model, ranks.device)]

@@ -297,7 +297,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()} == before
     assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens per step" in out
     assert "Mesh" not in out  # of one process
-    assert re.search(r"Memory, MiB: program \d+, weights \d+, gradients \d+, optimizer \d+, "
+    assert re.search(r"Memory, MiB: program [\d,]+, weights \d+, gradients \d+, optimizer \d+, "
                      r"activations and data \d+; total \d+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
@@ -327,7 +327,7 @@ def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, d
     assert code == 0 and f"# The shape of {path} replaces the defaults" in text, text
     code, text = shown("--dry_run", path)
     count = GPT(GPTConfig(**load_checkpoint(path)["model_args"])).state_dict().values()
-    assert code == 0 and "MiB: weights 0, " in text, text  # of 16 layers of 384: 144 MiB
+    assert code == 0 and ", weights 0, " in text, text  # of 16 layers of 384: 144 MiB
     assert key == "backbone" or f": {sum(t.numel() for t in count):,} parameters" in text, text
     code, text = shown("--dry_run", tmp_path / "none.pt")
     assert code == 2 and "none.pt: no such file" in text and "Traceback" not in text
