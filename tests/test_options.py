@@ -298,7 +298,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
     assert re.search(r"Model gpt: [\d,]+ parameters", out) and ": 128 tokens per step" in out
     assert "Mesh" not in out  # of one process
     assert re.search(r"Memory, MiB: program [\d,]+, weights \d+, gradients \d+, optimizer \d+, "
-                     r"activations and data \d+; total \d+ of [\d,]+", out)
+                     r"activations and data [\d,]+; total [\d,]+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
         assert re.search(rf"^ +{steps} steps: +\S+ tok, [\d:d ]+$", out, re.M)
