@@ -217,7 +217,8 @@ def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
     export(tmp_path / "ckpt.pt", tmp_path / "run/model.safetensors")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     run = tmp_path / "run"
-    for ckpt, to in ((folder, f"{folder}/"), (run / "model.safetensors", run)):
+    for ckpt, to in ((folder, f"{folder}/"), (run / "model.safetensors", run),
+                     (folder, tmp_path / "hf/model.safetensors")):
         assert convert.main(["--ckpt", str(ckpt), "--to", str(to)]) == 2
         assert "it has the files of --ckpt, which would be lost" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

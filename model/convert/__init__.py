@@ -191,8 +191,9 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         save_checkpoint(to, load_checkpoint(ckpt))
         print(f"Wrote {to}: the same checkpoint in one file")
         return
-    target = os.path.realpath(to)
-    if os.path.realpath(ckpt) in (target, os.path.join(target, "model.safetensors")):
+    read, written = ({path, os.path.join(path, "model.safetensors")}
+                     for path in map(os.path.realpath, (ckpt, to)))
+    if read & written:
         raise CheckpointError(f"--to {to}: it has the files of --ckpt, which would be lost")
     state = read_model(ckpt)
     state = use_ema(state, ckpt) if ema else state
