@@ -90,6 +90,8 @@ def locate_evidence(text, record, fields):
     if all(known) or any(known) and words in (None, ""):
         try:
             start, end = map(int, offsets)
+            if [start, end] != [*map(float, offsets)]:
+                raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"start and end {offsets}: expected integers") from None
         if not 0 <= start < end <= len(text):

@@ -541,6 +541,7 @@ def test_the_example_is_of_many_files_of_both_packages():
     (dict(text="some words", label="a", evidence="word of"), "'word of' does not occur"),
     (dict(text="x", label="a", start=0, end=9), "evidence 0 to 9 is not inside the text"),
     (dict(text="x", label="a", start="?", end=9), "expected integers"),
+    (dict(text="some words", label="a", start=1.9, end=4), "expected integers"),
     (dict(text="x", label="a", start=0), "start and end [0, None]: expected integers")])
 def test_bad_rows_are_named(record, message, tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
@@ -669,6 +670,9 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
         guesses = model.predict(vectorizer.transform([row["text"] for row in rows]))
         expected = f1_score([names.index(row["label"]) for row in rows], guesses, average="macro")
         assert numbers["baselines"][f"TF-IDF, {name}"]["f1_macro"] == pytest.approx(expected)
+    unlabelled = write_jsonl(tmp_path / "b.jsonl", [dict(text="lo OWL go")])
+    assert evaluate_main([*args[:3], unlabelled, *args[4:]]) == 2
+    assert "--baseline: no row has a label" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert evaluate_main(args) == 2
     assert "pip install scikit-learn" in capsys.readouterr().err

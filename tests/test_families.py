@@ -901,6 +901,9 @@ def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "m.pt"),
                          "--quantize", "q8_0"]) == 2
     assert "goes with --to FILE.gguf" in capsys.readouterr().err
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to, "--quantize", "q8_0",
+                         "--save_precision", "bfloat16"]) == 2
+    assert "without --save_precision" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 2
     assert "needs the package gguf: pip install gguf" in capsys.readouterr().err

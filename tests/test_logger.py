@@ -369,6 +369,15 @@ def test_plot_writes_a_picture(tmp_path):
     assert ElementTree.parse(tmp_path / "loss.svg").getroot().tag.endswith("svg")
 
 
+def test_an_evaluation_alone_leaves_the_files(tmp_path, capsys):
+    with Logger(tmp_path, config=dict(eval_only=True)) as log:
+        log.evaluation(EVAL)
+        log.samples(200, "some text")
+        log.plot()
+    assert {p.name for p in tmp_path.iterdir() if p.stat().st_size} == {"train.log"}
+    assert "sample: some text" in capsys.readouterr().out
+
+
 def test_status_of_trackers(tmp_path):
     class Spy:
         calls = []

@@ -153,8 +153,6 @@ def test_where_the_configuration_file_is_named(tmp_path):
     for argv in (["--config", f"{tmp_path}/a.yaml"], [f"--config={tmp_path}/a.yaml", "--bias"]):
         assert load_config("train/config.yaml", argv).seed == 3
     assert load_config(None, ["train.config=x.yaml", f"--config={tmp_path}/a.yaml"]).seed == 3
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(None, ["--config"])
 
 
 # --- files
@@ -176,6 +174,17 @@ def test_a_file_its_base_and_groups(tmp_path):
     assert [p.split(": ", 1)[1] for p in problems] == [
         f"n_layer is set twice (first at {tmp_path}/twice.yaml:1); keep one",
         f"learning_rate is set twice (first at {tmp_path}/twice.yaml:4 as lr); keep one"]
+    (tmp_path / "bases.yaml").write_text("base: base.yaml\nbase: deep/c.yaml\n")
+    problems.clear()
+    read_with_bases(str(tmp_path / "bases.yaml"), problems)
+    assert problems == [f"{tmp_path}/bases.yaml:2: base is set twice; keep one"]
+
+
+@pytest.mark.parametrize("name", ["config", "best_config"])
+def test_an_option_without_its_file(name):
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=["--n_layer", "1", f"--{name}"])
+    assert str(refused.value).splitlines()[1:] == [f"  - command line: --{name}: expected a file"]
 
 
 THEIRS = dict(fp16=("true", "dtype", "float16"), bf16=("True", "dtype", "bfloat16"),

@@ -120,6 +120,8 @@ def read_with_bases(path, problems, parents=()):
         if name == "arguments" and isinstance(value, dict):
             return [(k, v, where) for k, v in value.items() if k not in START_KEYS]
         if name == "base":
+            if below:
+                problems.append(f"{where}: base is set twice; keep one")
             base = os.path.join(os.path.dirname(path), os.path.expanduser(str(value)))
             below = read_with_bases(base, problems, (*parents, os.path.abspath(path)))
     return below + [s for s in settings if s[0] != "base"]
@@ -290,10 +292,12 @@ def read_settings(path, overrides, problems):
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
+    problems += [f"command line: --{name}: expected a file" for name in ("config", "best_config")
+                 if given.get(name) is True]
     settings = []
-    if (file := given.get("config", path)) is not None:
+    if (file := given.get("config", path)) not in (None, True):
         settings += read_with_bases(find_file(str(file)), problems)
-    if (file := given.get("best_config")) is not None:  # what a search changed, without its `base`
+    if (file := given.get("best_config")) not in (None, True):  # what a search changed, without its `base`
         settings += [s for s in read_yaml(find_file(str(file)), problems, GROUP_NAMES)
                      if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]

@@ -85,10 +85,11 @@ class Logger:
         self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
-        """Append generated text of step `iter` to samples.txt, and print the start of it (all of it
-        if `whole`)."""
+        """Append generated text of step `iter` to samples.txt, unless eval_only, and print the
+        start of it (all of it if `whole`)."""
         if self.is_main:
-            self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
+            if not self.config.get("eval_only"):
+                self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
             line = " ".join(text.split())
             if len(line) > MAX_SAMPLE_CHARS:
                 line = f"{line[:MAX_SAMPLE_CHARS]}..."
@@ -156,8 +157,8 @@ class Logger:
     # other files
 
     def plot(self):
-        """Draw loss.svg from metrics.jsonl; a failure is a warning."""
-        if self.is_main:
+        """Draw loss.svg from metrics.jsonl, unless eval_only; a failure is a warning."""
+        if self.is_main and not self.config.get("eval_only"):
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
                 records = read_metrics(self.metrics.path, limit=MAX_LINES)

@@ -84,7 +84,6 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)
-    o.field = o.field or ["text"]
     with new_folder(o.out, "gpt", o.sources, o.force) as folder:
         tokenizer = choose_tokenizer(o)
         documents, skipped = read_sources(o, os.path.join(folder, "text"))
@@ -98,7 +97,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         val = {"fraction": fraction, "by": "document" if cut == documents.size else "tail"}
         meta = Meta("gpt", id_dtype(tokenizer.n_vocab).name, **write_tokenizer(folder, tokenizer),
                     splits=splits, sources=o.sources,
-                    extra={"fields": o.field, "num_samples": o.num_samples, "val": val})
+                    extra={"fields": o.field or ["text"], "num_samples": o.num_samples, "val": val})
         os.unlink(documents.path)
         write_meta(folder, meta)
     if skipped:

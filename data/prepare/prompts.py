@@ -44,7 +44,8 @@ def to_question(record, fields=()):
         *messages, (_, answer) = messages
     if not messages or messages[-1][0] != "user" or not messages[-1][1].strip():
         raise ValueError("no question before the answer: expected a message of the user")
-    return messages, answer.strip() if isinstance(answer, str) else None, record
+    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else None
+    return messages, answer, record
 
 
 class PromptWriter(SampleWriter):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data import records
 from data.tokenizer_types import clean
+from train.base.errors import DataError
 from train.base.files import FULL_DISK
 
 READ_BYTES = 1 << 20
@@ -100,6 +101,7 @@ class Documents:
         self.path = path
         self.ends = array("q")    # of each document, in bytes
         self.has_records = False  # which are never divided
+        self.has_text = False     # text files
         self.file = open(path, "wb")
 
     @property
@@ -116,9 +118,10 @@ class Documents:
         is_record = has_records(path)
         texts = read_text(path, o.separator)
         if is_record:
-            stream = records.records(path, o.field)
+            names = o.field or ["text"]
+            stream = records.records(path, names)
             texts = ((text, True) for text in records.parse_each(
-                stream, lambda record: record_text(record, o.field), problems))
+                stream, lambda record: record_text(record, names), problems))
         try:
             for text, is_end in texts:
                 content = text.encode()
@@ -135,6 +138,7 @@ class Documents:
         if not problems:
             self.ends += ends[1:]
             self.has_records |= is_record
+            self.has_text |= not is_record
         return problems
 
 
@@ -164,6 +168,10 @@ def read_sources(o, path):
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
+    for option, used in (("field", documents.has_records), ("separator", documents.has_text)):
+        if getattr(o, option) not in (None, []) and not (used or problems or skipped):
+            kind = dict(field="records", separator="text files")[option]
+            raise DataError(f"{', '.join(o.sources)}: no {kind}; --{option} is for these only")
     documents.file.close()  # the end may have text of a file with problems
     if documents.size < MIN_BYTES and not problems:
         names = f"; skipped files: {', '.join(skipped[:3])}" if skipped else ""

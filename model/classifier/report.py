@@ -55,6 +55,8 @@ def evaluate_checkpoint(args):
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
+    if args.baseline and all(row["true_label"] is None for row in rows):
+        raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label")
     scores, spans = predict(model, arrays, args.batch_size)
     tokens, _, targets, truths = map(np.asarray, arrays)
     classes = model.spec["classes"]

@@ -184,8 +184,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     if is_unknown or os.path.exists(to) and not exists(to):
         raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
                               "folder (FOLDER/ if it is named like a file)")
-    if quantize and ending != ".gguf":
-        raise CheckpointError("--quantize: goes with --to FILE.gguf")
+    if quantize and (ending != ".gguf" or save_precision != "float32"):
+        raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
         save_checkpoint(to, load_checkpoint(ckpt))

@@ -86,6 +86,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
     model that the checkpoint needs. Sets model.template (None if it has no conversations). Raises
     CheckpointError."""
     if backbone:
+        if not (state.get("config") or {}).get("backbone"):
+            raise CheckpointError(f"{path}: --backbone: this model has no frozen part")
         state = state | {"config": (state.get("config") or {}) | dict(backbone=backbone)}
     try:
         with torch.device("meta"):
