@@ -297,7 +297,8 @@ def read_settings(path, overrides, problems):
     settings = []
     if (file := given.get("config", path)) not in (None, True):
         settings += read_with_bases(find_file(str(file)), problems)
-    if (file := given.get("best_config")) not in (None, True):  # what a search changed, without its `base`
+    # What a search changed, without its `base`.
+    if (file := given.get("best_config")) not in (None, True):
         settings += [s for s in read_yaml(find_file(str(file)), problems, GROUP_NAMES)
                      if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]
