@@ -1,5 +1,6 @@
 """python -m train.tools.hpo: the search on Optuna studies, its stages, workers and failures."""
 
+import contextlib
 import gc
 import json
 import os
@@ -279,6 +280,35 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     (tmp_path / "hpo/study.db").write_text("garbage")
     assert search(SPACE, trials(1)) == (2, [])
     assert "study.db: file is not a database; move it away" in capsys.readouterr().err
+
+
+def test_damaged_rows_of_a_study_are_named(search, tmp_path, capsys):
+    assert search(SPACE, trials(2))[0] == 0
+    path = tmp_path / "hpo/study.db"
+    intact = path.read_bytes()
+    for damage in ("update study_user_attributes set value_json='{' where key='asked'",
+                   "update study_user_attributes set value_json='5' where key='asked'",
+                   "delete from study_user_attributes where key='start'",
+                   "update trial_params set distribution_json='{'",
+                   "update trials set state='FOO'"):
+        path.write_bytes(intact)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(damage)
+            connection.commit()
+        assert search(SPACE, trials(3))[0] == 2
+        assert re.search("study.db: .*; move it away to begin", capsys.readouterr().err), damage
+
+
+def test_the_best_configuration_of_a_search_that_was_killed_after_its_last_trial(
+        search, tmp_path, monkeypatch):
+    with monkeypatch.context() as killed:
+        killed.setattr(hpo, "write_results", lambda *_: None)
+        killed.setattr(hpo, "print_result", lambda *_: None)
+        assert search(SPACE, trials(2)) == (0, [])
+    code, found = search(SPACE, trials(2))
+    best = min((t for t in found if t["state"] == "complete"), key=lambda t: t["value"])
+    changes = yaml.safe_load((tmp_path / "hpo/best_config.yaml").read_text())
+    assert code == 0 and best["params"].items() <= changes.items()
 
 
 @pytest.mark.parametrize("steps, epochs, first", [(8, None, 2), (0, None, 10), (0, 2.0, 0)])

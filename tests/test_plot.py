@@ -250,6 +250,11 @@ def test_another_number_of_any_system(tmp_path):
     assert "f1_macro, iter, loss, lr" in done.stderr
 
 
+def test_numbers_are_those_of_json():
+    values = [1, 2.5, 10**400, True, "nan", None, [1], float("nan")]
+    assert [plot.to_number(v) for v in values] == [1.0, 2.5] + 6 * [None]
+
+
 @pytest.mark.parametrize("low, high, expected", [
     (1.35, 5.5, {1.5, 2, 3, 4, 5}), (1.0, 3.2, {1, 1.5, 2, 3}), (1.2, 11, {1.5, 2, 3, 5, 10}),
     (1e-7, 1.0, {1e-7, 1e-4, 1e-1}), (0.9, 1e9, {1, 1e3, 1e6})])

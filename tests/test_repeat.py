@@ -205,6 +205,8 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", "data_dir='a"], "No closing quotation"),
+    (["--set", "seed=7"], "--set seed=7: this command sets seed of each run"),
+    (["--set", "out_dir=x"], "--set out_dir=x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"), (["--eval_interval=0"], "needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started

@@ -1,5 +1,6 @@
 """model/serve/ through real clients: the openai package, plain sockets, and a browser."""
 
+import asyncio
 import collections
 import contextlib
 import functools
@@ -25,6 +26,7 @@ import pytest
 import torch
 from browser import soon
 from processes import Fork, free_port, run_python
+from starlette.requests import ClientDisconnect
 
 from data.chat_template import ChatTemplate
 from data.prepare.chat import to_messages
@@ -35,7 +37,7 @@ from model.gpt import GPT, GPTConfig
 from model.serve import ServeOptions, choose_key, listen, main, model_name
 from model.serve import server as server_file
 from model.serve.engine import Engine
-from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server
+from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server, write_stream
 from train.checkpoint import save_checkpoint
 
 openai = None
@@ -693,6 +695,18 @@ def test_who_leaves_gives_the_place_back():
         waiting.close()
         soon(lambda: not engine.rows)
         assert complete(server, max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_stream_ends_without_a_word_for_a_client_that_left_before_it():
+    """Its disconnection is an event that waits behind the first one."""
+    async def events():
+        raise ClientDisconnect
+        yield
+
+    async def read():
+        answer = types.SimpleNamespace(chunk=list)
+        return [part async for part in write_stream(answer, "ab", events(), True)]
+    assert asyncio.run(read()) == ['data: ["a", "b"]\n\n']
 
 
 def test_limits_of_queue_and_time():

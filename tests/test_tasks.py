@@ -301,3 +301,12 @@ def test_the_example_is_whole():
     right = functools.reduce(lambda counts, row: counts | {row.answer: counts[row.answer] + 1},
                              rows, dict.fromkeys(range(4), 0))
     assert max(right.values()) - min(right.values()) < 4  # no place is the likely one
+
+
+def test_choices_that_are_equal_as_tokens_are_refused():
+    """U+FFFD takes the place of each lone surrogate."""
+    reader = tasks.ExampleReader(load_tokenizer("byte"), None, 128)
+    for choices in (["\ud800", "\ud801"], ["a", "b", "a"]):
+        with pytest.raises(ValueError, match="the answer, is there twice"):
+            reader.parse(dict(question="q", choices=choices, answer=0), 0)
+    assert reader.parse(dict(question="q", choices=["a", "b", "b"], answer=0), 0).answer == 0

@@ -71,13 +71,16 @@ class BatchKeys:
     gradient_accumulation_steps: int = key(4, "micro-batches per step, over all ranks", ge=1)
 
 
+EPOCHS = dict(ge=1e-9, le=1e9)  # limits
+
+
 @dataclass
 class LengthKeys:
     max_iters: int = free_key(5000, "optimizer steps", ge=0)
-    max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", gt=0)
+    max_epochs: float | None = free_key(None, "epochs (replaces max_iters)", **EPOCHS)
     eval_interval: int = free_key(250, "steps between evaluations; 0: never", ge=0)
     eval_epochs: float | None = free_key(None, "epochs between evaluations; 1 with "
-                                         "max_epochs if eval_interval is not set either", gt=0)
+                                         "max_epochs if eval_interval is not set either", **EPOCHS)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
     eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
     eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0,
@@ -88,7 +91,7 @@ class LengthKeys:
     checkpoint_format: str = free_key("auto", "sharded: each rank writes its shards; auto: sharded "
                                       "with fsdp and hsdp", choices=["auto", "file", "sharded"])
     keep_last: int = free_key(0, "numbered checkpoints to keep, besides latest and best", ge=0)
-    save_epochs: float | None = free_key(None, "epochs between numbered checkpoints", gt=0)
+    save_epochs: float | None = free_key(None, "epochs between numbered checkpoints", **EPOCHS)
     save_precision: str | None = free_key(None, "also save model.safetensors in this precision",
                                           choices=["float32", "bfloat16", "float16"])
     sample_tokens: int = free_key(128, "tokens to generate at each evaluation; 0: none", ge=0)
@@ -104,7 +107,7 @@ class LearningRateKeys:
         "cosine", "linear", "constant", "wsd", "step", "plateau", "none"])
     warmup_iters: int = key(200, "steps of linear warm-up", ge=0)
     warmup_ratio: float | None = key(None, "warm-up fraction (replaces warmup_iters)", ge=0, lt=1)
-    warmup_epochs: float | None = key(None, "epochs of warm-up (replaces warmup_iters)", ge=0)
+    warmup_epochs: float | None = key(None, "warm-up epochs (replaces warmup_iters)", ge=0, le=1e9)
     lr_decay_iters: int | None = key(None, "step that reaches min_lr (default: max_iters)", ge=1,
                                      needs="lr_schedule=cosine|linear|wsd")
     wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1,
@@ -152,9 +155,10 @@ class SystemKeys:
     gradient_checkpointing: str = free_key("false", "recompute blocks in the backward pass, saves "
                                            "memory", choices=["false", "true", "selective"])
     num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
-    dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0)
-    step_timeout: float = free_key(0.0, "seconds per step, else exit; ten times as long for the "
-                                   "first two steps, evaluations and saves; 0: no limit", ge=0)
+    dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0, le=1e6)
+    step_timeout: float = free_key(0.0, "seconds per step, else exit; the first two steps, saves "
+                                   "and evaluations have ten times as long; 0: no limit", ge=0,
+                                   le=1e6)
     on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 

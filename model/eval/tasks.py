@@ -131,6 +131,8 @@ class ExampleReader:
             before = [self.tokenizer.eot_token]
         if not before or not all(after):
             raise ValueError("the answer, or the text before it, has no token")
+        if after.count(after[answer]) > 1:
+            raise ValueError(f"choices: {texts[answer][:60]!r}, the answer, is there twice")
         sequences = [((before + ids)[-self.size - 1:], len(ids)) for ids in after]
         return Example(task, sequences, [*map(len, texts)], answer)
 
@@ -174,8 +176,6 @@ def parse_choice(choices, answer, least):
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"answer: {str(answer)[:60]!r} is not one of the choices, or its index")
-    if choices.count(choices[answer]) > 1:
-        raise ValueError(f"choices: {choices[answer][:60]!r}, the answer, is there twice")
     return answer
 
 

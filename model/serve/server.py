@@ -251,6 +251,8 @@ async def write_stream(answer, first, events, include_usage):
     except APIError as error:
         yield send(error.body())
         return
+    except ClientDisconnect:  # noticed just before the response began
+        return
     if include_usage:
         yield send(answer.chunk(usage=answer.usage()))
     yield "data: [DONE]\n\n"

@@ -59,8 +59,8 @@ def read_metrics(path, limit=None):
 
 def to_number(value):
     """Return a number as a float, or None for anything else: NaN, texts (metrics.jsonl has "nan"
-    and "inf" as strings), and numbers of 1e100 or more, whose sums could overflow."""
-    if isinstance(value, (int, float)) and abs(value) < 1e100:
+    and "inf" as strings), booleans, and numbers of 1e100 or more, whose sums could overflow."""
+    if type(value) in (int, float) and abs(value) < 1e100:
         return float(value)
     return None
 

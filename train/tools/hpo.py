@@ -43,6 +43,8 @@ from train.robust import run_reporting_errors
 from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
+# Of Optuna, with a study.db whose rows are not what it writes.
+DAMAGE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
 RANGE_KEYS = {"low", "high", "log", "step"}
 # With max_iters of a stage.
 SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters")
@@ -146,19 +148,22 @@ def search(config, space, stages, out):
              if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])
              and not (getattr(d, "log", False) and v <= 0)}
     for number, stage in enumerate(stages, 1):
-        study = open_study(config, space, number, stage, start, out)
-        studies.append(study)
-        if number > 1:
+        with database_errors(out, DAMAGE_ERRORS):
+            study = open_study(config, space, number, stage, start, out)
+            studies.append(study)
+            finished_trials(study)  # reads all rows
             start = study.user_attrs["start"]
+        if number > 1:
             space = {k: narrow_dimension(d, start[k], stage["narrow"]) for k, d in space.items()}
         while len(finished_trials(study)) < stage["trials"]:
-            trial = run_trial(study, config, space, stage, out)
-            report(studies, trial, config, out)
+            print_result(study, run_trial(study, config, space, stage, out), config)
+            write_results(studies, config, out)
         if not study.best_trials:
             error = study.trials[-1].user_attrs.get("error")
             raise ConfigError([f"{out}: no trial of stage {number} completed; the last: {error}"])
         best = study.best_trial
         start = best.params
+    write_results(studies, config, out)  # the search may have been killed after the last trial
     path = shlex.quote(os.path.join(out, "best_config.yaml"))
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
           f"{best.value:.4f}\nTo train with it: python run_train.py --config "
@@ -190,11 +195,16 @@ def open_study(config, space, number, stage, start, out):
 
 
 @contextlib.contextmanager
-def database_errors(path):
-    """Context in which an error of the database `path` of the studies becomes a UserError."""
+def database_errors(out, others=()):
+    """Context in which errors of the database of the studies, and the exception types `others`,
+    become a UserError."""
+    path = os.path.join(out, "study.db")
     try:
         yield
-    except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+    except UserError:
+        raise
+    except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError,
+            *others) as error:
         if isinstance(error, optuna.exceptions.StorageInternalError):
             error = error.__cause__  # of sqlalchemy
         # An OperationalError is a full disk or a lock, and the file is intact.
@@ -267,14 +277,18 @@ def train_trial(trial, config):
 # -----------------------------------------------------------------------------
 # results
 
-def report(studies, trial, config, out):
-    """Print the result of `trial`, which has just ended; write trials_history.json,
-    base_config.yaml (`config`) and best_config.yaml (the changes of the best trial of the current
-    stage) to `out`. studies: the Optuna study of each stage so far, the current one last."""
+def print_result(study, trial, config):
+    """Print the result of a trial, which has just ended."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
-    print(f"{studies[-1].study_name}, trial {trial.number}: {trial.state.name.lower()}, "
+    print(f"{study.study_name}, trial {trial.number}: {trial.state.name.lower()}, "
           f"{trial.duration.total_seconds():.1f} s, {result}", flush=True)
+
+
+def write_results(studies, config, out):
+    """Write trials_history.json, base_config.yaml (`config`) and best_config.yaml (the changes of
+    the best trial of the current stage) to `out`. studies: the Optuna study of each stage so far,
+    the current one last."""
     with exclusive_lock(out):
         history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
                         params=t.params, seconds=round(t.duration.total_seconds(), 1),
@@ -319,7 +333,7 @@ def run_search(options, config):
     os.makedirs(options.out, exist_ok=True)
 
     def work(config):
-        with database_errors(os.path.join(options.out, "study.db")):
+        with database_errors(options.out):
             search(config, space, stages, options.out)
     return run_reporting_errors(config, work)
 

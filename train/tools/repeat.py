@@ -120,7 +120,11 @@ def repeat(options, arguments):
     runs = {}
     for size, change in results:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
-        fingerprint = open_data(load_argv(changed), Ranks()).train.fingerprint()
+        changed_config = load_argv(changed)
+        for name in ("seed", "out_dir"):
+            if getattr(changed_config, name) != getattr(config, name):
+                raise UserError(f"--set {change}: this command sets {name} of each run")
+        fingerprint = open_data(changed_config, Ranks()).train.fingerprint()
         for seed in range(config.seed, config.seed + options.seeds):
             runs[seed, size, change] = ChildRun(f"{label(size, change)}, seed {seed}",
                                                 [*changed, f"--seed={seed}"], fingerprint,
