@@ -62,9 +62,11 @@ MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one l
 THRESHOLD_RATE = 0.05  # batchtopk: share of the newest step in the running mean of the threshold
 BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effect on it
 NUMBERS = ("explained_variance", "l0", "spliced_loss", "loss_recovered")  # beside the baseline
-PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>Features of {0}</title>
+PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Features of {0}</title>
 <h1>Features of {0}</h1>
-<pre style="font-size: 14px; line-height: 1.6">{1}</pre>
+<pre style="font-size: 14px; line-height: 1.6; white-space: pre-wrap; overflow-wrap: anywhere">{1}
+</pre>
 """
 
 

@@ -68,7 +68,7 @@ def create_jobs(ids, n_left_out, options, chat, engine):
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
-                       f"{size}", "prompt", "context_length_exceeded")
+                       f"{size}", "messages" if chat else "prompt", "context_length_exceeded")
     limit = engine.max_tokens
     if not engine.config.rolls:  # texts must stop when the context is full, see KVCache
         limit = min(limit, size - len(ids) + 1)

@@ -69,13 +69,15 @@ def curve(records, key, x="iter"):
     """Return the points [(x, y), ...] of the metric `key` in the records of read_metrics, without
     missing or non-finite values; x: "iter", "tokens", or "time" in minutes."""
     points = []
-    minutes = 0.0
-    done = 0
+    steps, minutes = [0], [0.0]  # at the end of each training line
+    for r in (r for r in records if "loss" in r):
+        n = max(1, r["iter"] + 1 - steps[-1])  # time_ms is the mean over these steps
+        minutes.append(minutes[-1] + (to_number(r.get("time_ms")) or 0.0) / 60_000 * n)
+        steps.append(r["iter"] + 1)
     for r in records:
-        if "loss" in r:  # time_ms is the mean over the steps since the previous line
-            minutes += (to_number(r.get("time_ms")) or 0.0) / 60_000 * max(1, r["iter"] + 1 - done)
-            done = r["iter"] + 1
-        at = minutes if x == "time" else to_number(r.get(x))
+        at = to_number(r.get(x))
+        if x == "time":  # an evaluation at iter k precedes the step
+            at = float(np.interp(r["iter"] + ("loss" in r), steps, minutes))
         y = to_number(r.get(key))
         if at is not None and y is not None:
             points.append((at, y))

@@ -63,7 +63,7 @@ def read_run(folder, stamps):
         name=str(folder), started=min(stamps)[0], changed=max(stamps)[0], step=step,
         evaluation=evaluation, end=ENDS[max(ENDS, key=log.rfind)],
         eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
-        lines=log.splitlines()[:-LOG_LINES - 1:-1], sample=sample)
+        lines=log.splitlines()[-LOG_LINES:], sample=sample)
 
 
 def tail(path):
