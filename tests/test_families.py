@@ -934,3 +934,11 @@ def test_llama_cpp_writes_our_greedy_text(folders, talker, tmp_path):
         assert found == wanted, name
     for special, encode in ((False, ours.encode), (True, ours.encode_special)):
         assert theirs.tokenize(text.encode(), add_bos=False, special=special) == encode(text)
+
+
+def test_the_number_of_experts_may_have_the_name_of_mixtral():
+    """In some files of Qwen3-MoE."""
+    more = MODELS["qwen3moe"][1]
+    c = dict(SIZE | more, model_type="qwen3_moe")
+    c["num_local_experts"] = c.pop("num_experts")
+    assert families.read_config(c, "config.json")[1]["n_experts"] == 4

@@ -128,6 +128,12 @@ def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
     assert "9 questions left out: longer than 28 tokens" in capsys.readouterr().out
     assert data_prompts.main([*argv[:-1], "5", "--force"]) == 2
     assert "no question for train and val" in capsys.readouterr().err
+    # By default one position of the model is left for the answer.
+    n = load_model(made / "chat/ckpt.pt")[0].config.block_size - 27  # letters of the longest
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}" * k} for i in range(1, 10)
+                                       for k in (n - 1, n)])
+    assert data_prompts.main([*argv[:-2], "--force"]) == 0
+    assert f"9 questions left out: longer than {n + 26} tokens" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def test_the_last_turn_may_be_the_start_of_the_answer(folder):
     model, tokenizer = load_model(folder / "ckpt.pt")
     lm = lm_eval.CheckpointLM(model, tokenizer, 1, ChatTemplate())
     turns = [dict(role="user", content="a <|endoftext|>"), dict(role="assistant", content="It is")]
+    assert lm.chat_template("default") == lm.template.jinja
     text = lm.apply_chat_template(turns, add_generation_prompt=False)
     prompt = [("user", "a <|endoftext|>")]
     assert lm.tok_encode(text) == ChatTemplate().prompt_ids(prompt, tokenizer) + [*b"It is"]
