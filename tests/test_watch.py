@@ -123,10 +123,11 @@ def test_polls_do_no_work_of_their_own(tmp_path, monkeypatch):
         assert len(looked) == 1
 
 
-def test_named_pipes_do_not_block(at_once, tmp_path):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd")])
+def test_named_pipes_and_links_are_not_read(at_once, tmp_path, make):
     (tmp_path / "a").mkdir()
     for name in watch.FILES:
-        os.mkfifo(tmp_path / "a" / name)
+        make(tmp_path / "a" / name)
     with watching(tmp_path) as (get, _):
         (card,) = state(get)["runs"]
         assert card["lines"] == [] and card["sample"] == ""

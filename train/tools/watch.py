@@ -67,9 +67,11 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of a regular file as text, "" if it cannot be read."""
+    """Return the last TAIL_BYTES of a regular file as text, "" for a link, or if it cannot be
+    read."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # e.g. a named pipe would block
+        # A named pipe would block, a link may lead out of the run's folder.
+        if path.is_file() and not path.is_symlink():
             with open(path, "rb") as f:
                 f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
                 return f.read(TAIL_BYTES).decode("utf-8", "replace")
