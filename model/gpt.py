@@ -102,7 +102,8 @@ class Norm(nn.Module):
     def forward(self, x):
         weight = None if self.weight is None else self.weight.float()  # FSDP gathers bfloat16
         if self.rms and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            y = ops.RMSNorm.apply(x.float(), self.eps)
+            norm = ops.RMSNorm.apply if torch.is_grad_enabled() else ops.rms_norm_no_grad
+            y = norm(x.float(), self.eps)
             return (y if weight is None else y * weight).type_as(x)
         if self.rms:
             return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).type_as(x)

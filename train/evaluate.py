@@ -33,8 +33,7 @@ def unpack(vector, sums):
     with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
-    # One transfer; every .item() would wait once more.
-    *parts, rest = vector.cpu().double().tensor_split(ends)
+    *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
     named = zip(shapes.items(), parts, strict=True)
     return {name: part.view(shape) for (name, shape), part in named}, rest.tolist()
 
