@@ -1319,6 +1319,23 @@ def test_the_page_holds_a_conversation(browser, path, root_path):
         assert page.text("out") == "" and page.js("messages.length") == 0
 
 
+def test_the_end_of_an_answer_is_above_the_form(browser):
+    """The note that it was cut off is seen, also where the conversation exceeds the screen."""
+    with serving(small(block_size=256), template=ChatTemplate()) as server:
+        page = Page(browser, server)
+        browser.look(380, 500, dark=False)
+        page.js("document.getElementById('tokens').value = 2")
+        for _ in range(4):
+            page.answer("who?")
+        note, form = (f"document.querySelector('{css}').getBoundingClientRect()"
+                      for css in ("article:last-child .note", "form"))
+        assert page.js("document.documentElement.scrollHeight") > 500
+        assert page.js(f"{note}.bottom <= {form}.top")
+        page.js("scrollTo(0, 0)")  # whoever reads earlier answers stays there
+        page.js("follow(() => document.getElementById('out').append('more'))")
+        assert page.js("scrollY") == 0
+
+
 def test_copy_puts_the_answer_into_the_clipboard(browser):
     with serving(small(block_size=256), template=ChatTemplate()) as server:
         page = Page(browser, server)

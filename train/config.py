@@ -292,13 +292,14 @@ def read_settings(path, overrides, problems):
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
-    problems += [f"command line: --{name}: expected a file" for name in ("config", "best_config")
-                 if given.get(name) is True]
+    for name in ("config", "best_config"):
+        if given.get(name) is True:
+            problems.append(f"command line: --{name}: expected a file")
+            del given[name]
     settings = []
-    if (file := given.get("config", path)) not in (None, True):
+    if (file := given.get("config", path)) is not None:
         settings += read_with_bases(find_file(str(file)), problems)
-    # What a search changed, without its `base`.
-    if (file := given.get("best_config")) not in (None, True):
+    if (file := given.get("best_config")) is not None:  # what a search changed, without its `base`
         settings += [s for s in read_yaml(find_file(str(file)), problems, GROUP_NAMES)
                      if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]

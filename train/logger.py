@@ -52,6 +52,7 @@ class Logger:
         self.config = config or {}
         self.run_name = self.config.get("run_name") or os.path.normpath(
             self.config.get("out_dir", out_dir))
+        self.eval_only = bool(self.config.get("eval_only"))  # then only train.log is written
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
@@ -88,7 +89,7 @@ class Logger:
         """Append generated text of step `iter` to samples.txt, unless eval_only, and print the
         start of it (all of it if `whole`)."""
         if self.is_main:
-            if not self.config.get("eval_only"):
+            if not self.eval_only:
                 self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
             line = " ".join(text.split())
             if len(line) > MAX_SAMPLE_CHARS:
@@ -116,7 +117,7 @@ class Logger:
 
     def store(self, record):
         """Append a record {name: number} to metrics.jsonl and the trackers, unless eval_only."""
-        if not self.config.get("eval_only"):
+        if not self.eval_only:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
                 self.trackers.call("record", record)
@@ -158,7 +159,7 @@ class Logger:
 
     def plot(self):
         """Draw loss.svg from metrics.jsonl, unless eval_only; a failure is a warning."""
-        if self.is_main and not self.config.get("eval_only"):
+        if self.is_main and not self.eval_only:
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
                 records = read_metrics(self.metrics.path, limit=MAX_LINES)

@@ -95,13 +95,14 @@ def record_text(record, fields):
 
 class Documents:
     """Documents, one after the other in a new file of UTF-8, `path`: add_file() for each source,
-    then close(). Attributes: path, ends (of each document, in bytes), size (bytes), has_records."""
+    then close(). Attributes: path, ends (of each document, in bytes), size (bytes), has_records,
+    has_text."""
 
     def __init__(self, path):
         self.path = path
         self.ends = array("q")    # of each document, in bytes
         self.has_records = False  # which are never divided
-        self.has_text = False     # text files
+        self.has_text = False     # of text files, which may have a separator
         self.file = open(path, "wb")
 
     @property
