@@ -50,13 +50,6 @@ class GPTConfig(GPTKeys):
         efficiency of matrix units."""
         return (self.vocab_size + 127) // 128 * 128
 
-    @property
-    def rolls(self):
-        """Whether decoding can continue when block_size tokens are cached, because a KVCache may
-        evict the oldest ones: rotary positions without rope_scaling, and full attention in every
-        layer."""
-        return self.pos == "rope" and set(self.layer_types) == {"F"} and not self.rope_scaling
-
     def layer_type(self, layer):
         """Return the type of layer `layer` (an index), a letter of layer_types: F full attention, W
         the last `window` tokens; f, w: the same without rotary positions."""
@@ -322,8 +315,7 @@ class GPT(nn.Module):
         if c.embed_scale != 1:
             x = x * c.embed_scale
         if self.wpe is not None:
-            x = x + (self.wpe.weight[:T] if positions is None else
-                     self.wpe(positions.long().to(idx.device)))
+            x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
         if self.wte_prev is not None:  # -1: the first token of a text
             if previous is None:
                 previous = F.pad(idx[:, :-1], (1, 0), value=-1)
@@ -335,7 +327,7 @@ class GPT(nn.Module):
         ropes = ()
         if c.pos == "rope":  # (2, T, 1, D / 2) or (2, B, T, 1, D / 2) each
             ropes = (self.ropes[:, :, :T] if positions is None else
-                     c.rope_tables(positions[..., None])).to(x).unbind()
+                     self.ropes[:, :, positions]).to(x).unbind()
         for block in self.h:
             x = block(x, ropes, cache, mask)
         return self.ln_f(x)

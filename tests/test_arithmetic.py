@@ -19,13 +19,7 @@ from train import evaluate as evaluation
 from train.base.errors import SetupError
 from train.config import TrainConfig
 from train.distributed import Ranks
-from train.lr_scheduler import (
-    EarlyStopping,
-    ReduceOnPlateau,
-    SpikeDetector,
-    get_lr,
-    milestones,
-)
+from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector, get_lr, milestones
 from train.optimizer import (
     AdamW,
     Muon,
@@ -34,11 +28,7 @@ from train.optimizer import (
     orthogonalize,
     update_matrices,
 )
-from train.robust import (
-    MAX_OVERFLOWS_IN_A_ROW,
-    MAX_SPIKES_IN_A_ROW,
-    decide_action,
-)
+from train.robust import MAX_OVERFLOWS_IN_A_ROW, MAX_SPIKES_IN_A_ROW, decide_action
 from train.train import clip_gradients
 
 NO_TEXT = dict(log=lambda line: None)

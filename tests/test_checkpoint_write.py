@@ -66,6 +66,22 @@ def test_killed_inside_a_save_the_old_or_the_new_one_loads(tmp_path, data_dir, u
     assert not temporary_files(out)
 
 
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_killed_inside_the_first_save_its_other_names_are_used(tmp_path, data_dir, undisturbed,
+                                                              keep_last):
+    """kill -9 in the first save, when the file is ckpt_best.pt and not yet ckpt.pt -> it is used,
+    resume is exact"""
+    out = tmp_path / "out"
+    code, _ = run_program(data_dir, out, env={"FAULT": "save_before_replace@5=kill9"},
+                          keep_last=keep_last)
+    assert code == -9
+    assert (out / "ckpt_best.pt").exists() and not (out / "ckpt.pt").exists()
+    go(data_dir, out, keep_last=keep_last)
+    assert "falling back to" in (out / "train.log").read_text()
+    assert_same(undisturbed, out)
+
+
 @pytest.mark.matrix(4, 5)
 def test_a_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
     """(a power cut, which no test can make) -> the order that survives one: the new file on disk,

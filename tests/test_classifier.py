@@ -16,14 +16,7 @@ from conftest import SHARED, run, tiny_args
 from processes import python
 from runs import SMALL, Program, assert_keys_change_only, assert_same
 
-from data.labels import (
-    ARRAYS,
-    Fields,
-    LabelledText,
-    open_labels,
-    read_labelled_texts,
-    to_arrays,
-)
+from data.labels import ARRAYS, Fields, LabelledText, open_labels, read_labelled_texts, to_arrays
 from data.prepare.labels import example_records, find_classes, missing_words
 from data.prepare.labels import main as labels_main
 from data.tokenizer import load_tokenizer

@@ -256,7 +256,7 @@ def test_the_start_is_inside_a_logarithmic_range(search):
 def test_the_words_of_yaml_make_a_range_logarithmic(text, log):
     raw = dict(low="1e-3", high="0.1", log=text)
     assert hpo.read_dimension("learning_rate", raw, FIELDS).log is log
-    with pytest.raises(ValueError, match="expected true or false, got maybe"):
+    with pytest.raises(ValueError, match="true or false for log, got 'maybe'"):
         hpo.read_dimension("learning_rate", raw | dict(log="maybe"), FIELDS)
 
 

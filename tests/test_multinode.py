@@ -14,12 +14,7 @@ import time
 import pytest
 from conftest import finish, program, start
 from processes import Fork, free_port, run_python
-from test_distributed import (
-    assert_losses_agree,
-    in_ranks,
-    options,
-    train_run,
-)
+from test_distributed import assert_losses_agree, in_ranks, options, train_run
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="finds ranks in /proc")
 STEPS = 80

@@ -6,14 +6,12 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import REPO, TINY
 from processes import python
 
 from data.tokenizer import load_tokenizer
 from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
-from model.core.kv_cache import SINK_TOKENS, KVCache, create_cache
-from model.core.ops import apply_rope, attend, rope_table
+from model.core.kv_cache import KVCache, create_cache
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
 from model.moe import RoutedBlock
@@ -192,64 +190,28 @@ def test_stops_at_the_end_of_text(model):
 
 # --- a full context
 
-def rolled_logits(model, idx):
-    """The logits of every token of idx (1, T), without a cache: each state attends to the first
-    SINK_TOKENS tokens and the last ones, as many as the context holds, at their places there."""
-    c, T = model.config, idx.size(1)
-    x = model.wte(idx)
-    for block in model.h:
-        h, rows = block.ln_1(x), []
-        attn = block.attn
-        q, k, v = (m(h).unflatten(2, (-1, c.head_dim)) for m in (attn.q, attn.k, attn.v))
-        for t in range(T):
-            seen = torch.arange(t + 1)
-            if t >= c.block_size:
-                seen = torch.cat((seen[:SINK_TOKENS], seen[t + 1 - c.block_size + SINK_TOKENS:]))
-            places = torch.arange(len(seen)).double()[:, None]
-            rope = rope_table(places, c.head_dim, c.rope_theta)
-            one = apply_rope(q[:, t:t + 1], rope[:, -1:]).transpose(1, 2)
-            keys = apply_rope(k[:, seen], rope).transpose(1, 2)
-            rows.append(attend(one, keys, v[:, seen].transpose(1, 2)).flatten(1))
-        x = x + block.attn.o(torch.stack(rows, dim=1))
-        x = x + block.mlp(block.ln_2(x))
-    return model.logits(model.ln_f(x))
-
-
-@pytest.mark.parametrize("first", [1, 10, 16])
-@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=1, n_layer=3)], ids=str)
+@pytest.mark.parametrize("shape", [{}, dict(pos="learned"), dict(window=4, layer_types="WF")],
+                         ids=str)
 @torch.no_grad()
-def test_a_full_context_rolls(shape, first):
-    """Prompts of 1, 10 and 16 tokens, then one at a time to three contexts."""
-    model, idx = small(**shape), random_tokens(2, 48)
+def test_of_a_full_context_three_quarters_are_computed_again(shape):
+    """The tokens of a loop without a cache."""
+    model, prompt = small(**shape), random_tokens(1, 40)
     for p in model.parameters():
         p.mul_(3)  # so that attention is far from uniform
-    cache = KVCache(model.config, 2, "cpu", torch.float32)
-    parts = [model(part, cache=cache) for part in idx.split([first] + [1] * (48 - first), dim=1)]
-    for row, logits in zip(idx, torch.cat(parts, dim=1)):
-        assert torch.allclose(logits, rolled_logits(model, row[None])[0], atol=1e-4)
+    text, n_seen = prompt, 16
+    for _ in range(50):
+        new = model(text[:, -n_seen:], last_only=True)[:, -1:].argmax(-1)
+        text, n_seen = torch.cat((text, new), dim=1), n_seen + 1 if n_seen < 16 else 12
+    assert torch.equal(generate(model, prompt, 50, temperature=0), text)
 
 
 @torch.no_grad()
-def test_a_rolling_context_keeps_the_loss(checkpoint):
-    """Four contexts of text: as good as computing the whole context afresh for every token."""
-    model, tokenizer = load_model(checkpoint)
-    ids, size = torch.tensor([tokenizer.encode(TEXT[:160])]), model.config.block_size
-    cache = KVCache(model.config, 1, "cpu", torch.float32)
-    rolled = torch.cat([model(i, cache=cache) for i in ids.split(1, dim=1)], dim=1)[0]
-    fresh = torch.cat([model(ids[:, max(0, t - size):t], last_only=True)[0]
-                       for t in range(1, 161)])
-    losses = [F.cross_entropy(z[size:-1], ids[0, size + 1:]) for z in (rolled, fresh)]
-    assert losses[0] < losses[1] + 0.02
-
-
-@torch.no_grad()
-def test_learned_positions_do_not_roll():
-    model = small(pos="learned")
+def test_what_does_not_fit_in_the_context_is_refused():
+    model = small()
     cache = KVCache(model.config, 1, "cpu", torch.float32)
     model(random_tokens(1, 16), cache=cache)
     with pytest.raises(ValueError, match="17 tokens exceed the context of this model, 16"):
         model(random_tokens(1, 1), cache=cache)
-    assert generate(model, random_tokens(1, 40), 50, temperature=0).shape == (1, 90)
     cache.clear()
     with pytest.raises(ValueError, match="17 tokens"):
         model(random_tokens(1, 17), cache=cache)
@@ -262,11 +224,10 @@ def test_learned_positions_do_not_roll():
                          ids=str)
 @torch.no_grad()
 def test_rows_join_and_leave_at_any_step(options):
-    """Texts of unequal length, decoded together, are those decoded alone; past the context too."""
+    """Texts of unequal length, decoded together, are those decoded alone."""
     model = small(**options)
-    longest = 8 if options.get("pos") == "learned" else 30
-    wanted = [(random_tokens(1, n, seed=n), new) for n, new in ((3, 5), (7, longest), (1, 4),
-                                                                (5, longest), (2, 6))]
+    wanted = [(random_tokens(1, n, seed=n), new) for n, new in ((3, 5), (7, 10), (1, 4), (5, 12),
+                                                                (2, 6))]
     cache, waiting = KVCache(model.config, 3, "cpu", torch.float32), list(range(len(wanted)))
     rows, texts = [], {}
     while rows or waiting:
@@ -326,9 +287,9 @@ def test_packed_products_are_the_plain_ones(shape, dtype):
     dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned")], ids=str)
 @torch.no_grad()
 def test_compiled_tokens_are_the_plain_ones(shape):
-    """Past a full context too, where it rolls. (That compiling fails would raise.)"""
+    """That compiling fails would raise."""
     plain, decoder = small(**shape), compile_decoder(small(**shape))
-    idx = random_tokens(1, 16 if shape.get("pos") == "learned" else 40)
+    idx = random_tokens(1, 16)
     caches = [create_cache(m, 1) for m in (plain, decoder)]
     with torch.compiler.set_stance("fail_on_recompile"):
         for piece in idx.split([5] + [1] * (idx.size(1) - 5), dim=1):

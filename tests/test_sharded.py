@@ -19,13 +19,7 @@ from conftest import REPO
 from faulty import faults
 from processes import python
 from runs import assert_same_file, go
-from test_distributed import (
-    assert_losses_agree,
-    in_ranks,
-    options,
-    train_run,
-    weights_and_logits,
-)
+from test_distributed import assert_losses_agree, in_ranks, options, train_run, weights_and_logits
 from test_soak import Warnings
 
 from train import checkpoint

@@ -23,20 +23,9 @@ from train.base.checkpoint_file import save_checkpoint as save_checkpoint
 from train.base.errors import BadNumbers, CheckpointError, SetupError
 from train.base.fields import fields_by_name
 from train.base.files import write_text
-from train.base.run_folder import (
-    RUN_FILES,
-    find_newest_checkpoint,
-    move_files,
-    restarted_job,
-)
+from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files, restarted_job
 from train.base.sharded_file import Shards, new_folder
-from train.base.tensors import (
-    SAFETENSORS_DTYPES,
-    find_non_finite,
-    map_tensors,
-    named_tensors,
-    walk,
-)
+from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import (
     Ranks,

@@ -20,14 +20,7 @@ from train.base.fields import (
     nearest,
     parse_value,
 )
-from train.keys import (
-    FIELDS,
-    GROUP_NAMES,
-    GROUPS,
-    LENGTHS_IN_EPOCHS,
-    START_KEYS,
-    TrainConfig,
-)
+from train.keys import FIELDS, GROUP_NAMES, GROUPS, LENGTHS_IN_EPOCHS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")

@@ -294,14 +294,14 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
 
     def evaluation_is_due(self, last):
-        """Return whether to evaluate before the next step: at an interval (ends_interval), before
-        step 0 if eval_on_start, and after the last step (`last`). Never twice at the same step,
-        without validation data, or if eval_interval is 0."""
+        """Return whether to evaluate before the next step: at an interval, before step 0 if
+        eval_on_start, and after the last step (`last`). Never twice at the same step, without
+        validation data, or if eval_interval is 0."""
         c = self.config
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
             return False
-        return last or (self.ends_interval() if it else c.eval_on_start)
+        return last or (self.completes(c.eval_interval, c.eval_epochs) if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
         """Wait for the save in progress. If it was of ckpt_best.pt and failed, restore the best
@@ -316,34 +316,25 @@ class Run:
         """Return whether a checkpoint is due before the next step, by save_interval (default: the
         interval of evaluations) or save_epochs; False if this step is saved already."""
         c = self.config
-        it = self.progress.iter_num
-        at_interval = (self.ends_interval() if c.save_interval is None
-                       else c.save_interval and it % c.save_interval == 0)
+        at_interval = (self.completes(c.eval_interval, c.eval_epochs) if c.save_interval is None
+                       else self.completes(c.save_interval))
         at_epoch = c.save_epochs is not None and self.is_numbered()
-        return it != self.saved_at and (at_interval or at_epoch)
+        return self.progress.iter_num != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
         """Return whether a checkpoint saved now is also kept as ckpt_NNNNNNN.pt: with save_epochs
         at the end of each such period, otherwise always if keep_last is above 0."""
         c = self.config
-        if c.save_epochs is None:
-            return c.keep_last > 0
-        return self.ends_period(c.save_epochs)
+        return c.keep_last > 0 if c.save_epochs is None else self.completes(epochs=c.save_epochs)
 
-    def ends_interval(self):
-        """Return whether the last step completed eval_epochs epochs or, if that is not set,
-        eval_interval steps, counted from the start of the run. False before the first step."""
-        c = self.config
+    def completes(self, steps=0, epochs=None):
+        """Return whether the last step reached or passed a multiple of `epochs` (float) epochs or,
+        without them, of `steps` steps, counted from the start of the run; False for 0."""
         it = self.progress.iter_num
-        if c.eval_epochs:
-            return self.ends_period(c.eval_epochs)
-        return it > 0 and c.eval_interval > 0 and it % c.eval_interval == 0
-
-    def ends_period(self, epochs):
-        """Return whether the last step reached or passed a multiple of `epochs` (float) epochs."""
-        it = self.progress.iter_num
-        steps = epochs * self.data.train.samples / self.config.samples_per_step
-        periods = [math.floor(i / steps + 1e-9) for i in (it - 1, it)]  # 3 x 1/3 is 1
+        if epochs:
+            steps = epochs * self.data.train.samples / self.config.samples_per_step
+        # Three times a third of an epoch is one epoch.
+        periods = [math.floor(i / steps + 1e-9) if steps else 0 for i in (it - 1, it)]
         return it > 0 and periods[1] > periods[0]
 
     def count_epochs(self):
@@ -352,7 +343,7 @@ class Run:
         that of the period, e.g. 29 and not 29.01."""
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
-        if c.eval_epochs and self.ends_interval():
+        if c.eval_epochs and self.completes(epochs=c.eval_epochs):
             return math.floor(epochs / c.eval_epochs + 1e-9) * c.eval_epochs
         return min(epochs, c.max_epochs)
 

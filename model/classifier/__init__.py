@@ -211,6 +211,10 @@ class Classifier(nn.Module):
         return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
 
     def losses(self, x, scores, ends, labels, spans):
+        """Return the mean loss and the sums {name: tensor} of a batch; in eval mode also those of
+        numbers(): "confusion" (K, K), "odds" (log_odds_counts), span_sums(). x: states (B, T, C).
+        scores (B, K): of classes. ends (B, T): of the last token. labels (B,), spans (B, 2): the
+        truth."""
         has_span = spans[:, 0] >= 0  # (B,)
         first, last = spans.clamp(min=0).unbind(1)  # (B,) each
         losses = {}  # (B,) each
@@ -226,23 +230,13 @@ class Classifier(nn.Module):
             sums |= {name: loss.sum() for name, loss in losses.items()}
             losses["span_loss"] = self.span_weight * losses["span_loss"]
         loss = sum(losses.values()).sum() / sums["count"].clamp(min=1)
-        if not self.training:
-            sums |= self.eval_sums(x, scores, ends, labels, spans)
-        return loss, sums
-
-    def eval_sums(self, x, scores, ends, labels, spans):
-        """Return the additional sums of an evaluation, {name: tensor}: "confusion" (K, K) (rows:
-        true classes) and "odds" (log_odds_counts) of the class scores (B, K), and span_sums() of
-        the evidence. x: states (B, T, C). ends: scores (B, T) of its last token. labels (B,), spans
-        (B, 2): the truth."""
-        out = {}
-        if self.head is not None:
+        if not self.training and self.head is not None:
             K = scores.size(1)
-            cells = count_indices(labels * K + scores.argmax(1), K * K)
-            out |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
-        if self.end is not None:
-            out |= metrics.span_sums(spans, self.predict_spans(x, ends))
-        return out
+            cells = count_indices(labels * K + scores.argmax(1), K * K)  # rows: true classes
+            sums |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
+        if not self.training and self.end is not None:
+            sums |= metrics.span_sums(spans, self.predict_spans(x, ends))
+        return loss, sums
 
     def numbers(self, sums):
         """Return {name: float} for a log line, from the sums {name: tensor} of forward() in eval

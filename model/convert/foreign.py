@@ -17,12 +17,7 @@ from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
 from model.convert.families import FAMILIES, read_config, upgrade_fields  # noqa: F401
 from model.convert.tensors import read_weights
 from model.core.shape import check_shape
-from train.base.checkpoint_file import (
-    DESCRIPTION,
-    check_content,
-    check_match,
-    load_checkpoint,
-)
+from train.base.checkpoint_file import DESCRIPTION, check_content, check_match, load_checkpoint
 from train.base.errors import CheckpointError, echo, require
 from train.base.sharded_file import is_sharded
 from train.base.tensors import find_non_finite

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.core.kv_cache import create_cache, find_slot
+from model.core.kv_cache import create_cache
 from model.core.packed import ConcatLinear, replace_linear_layers
 
 
@@ -21,11 +21,10 @@ def compile_decoder(model):
     plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
     is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
-    # One graph computes all layers. MPS has no float64, which positions need to be exact.
-    if (not is_plain or len({block.attn.rope_index for block in model.h}) > 1
-            or device.type == "mps"):
+    # One graph computes all layers.
+    if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
-                         "positions in every layer, not on mps; remove the option")
+                         "positions in every layer; remove the option")
     decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
     with torch.no_grad():
         decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
@@ -67,10 +66,8 @@ def next_logits(model, idx, kv, positions, previous):
     """Return the logits (1, 1, V) of one token idx (1, 1), and store the token's keys and values in
     kv (L, 2, 1, G, S, D), in place. positions, previous (1, 1), of KVCache.start. This function is
     compiled: all inputs and outputs are tensors of fixed shapes."""
-    size = kv.size(4)
-    mask = (torch.arange(size, device=kv.device) <= positions)[None]  # (1, 1, S)
-    slot = find_slot(positions[0].long(), size)
-    cache = SingleTokenCache(kv, slot, mask, (positions, previous))
+    mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
+    cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
     kv.index_copy_(4, cache.slot, torch.stack(cache.new))
     return logits

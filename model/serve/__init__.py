@@ -89,7 +89,7 @@ def serve(options):
         print(f"Model {name!r} at {url} (a page) and {url}/v1 (OpenAI's API). Ctrl-C stops the "
               "server.", flush=True)
         with on_signals(["SIGHUP"], server.handle_exit):
-            server.run()
+            server.run([listening])
 
 
 main = command(ServeOptions, serve)

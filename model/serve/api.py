@@ -69,9 +69,7 @@ def create_jobs(ids, n_left_out, options, chat, engine):
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
                        f"{size}", "messages" if chat else "prompt", "context_length_exceeded")
-    limit = engine.max_tokens
-    if not engine.config.rolls:  # texts must stop when the context is full, see KVCache
-        limit = min(limit, size - len(ids) + 1)
+    limit = min(engine.max_tokens, size - len(ids) + 1)  # the last token needs no place
     max_tokens = options.max_tokens or (-1 if chat else 16)
     max_tokens = limit if max_tokens < 0 else min(max_tokens, limit)
     seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]

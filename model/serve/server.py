@@ -5,7 +5,6 @@ One thread serves all connections; the engine computes in a second thread (model
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import ipaddress
 import json
@@ -39,8 +38,8 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """HTTP server with OpenAI's API for the texts of an Engine, on a listening socket: run()
-    returns when a signal has arrived.
+    """HTTP server with OpenAI's API for the texts of an Engine: run([listening]), with the
+    listening socket, returns when a signal has arrived.
 
     name: of the model. hosts: names that clients use for this server ("*": any). key: the required
     bearer token, if any. origins: other web pages that may send requests from a browser ("*": any).
@@ -49,7 +48,6 @@ class Server(uvicorn.Server):
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
                  root_path=None):
-        self.listening = listening
         self.engine = engine
         self.name = name
         self.template = template
@@ -84,10 +82,6 @@ class Server(uvicorn.Server):
 
     # uvicorn.Server
 
-    async def startup(self, sockets=None):
-        self.loop = asyncio.get_running_loop()
-        await super().startup([self.listening])
-
     async def on_tick(self, counter):
         """Close connections whose next request takes too long to arrive, or whose client does not
         read the response. uvicorn calls this several times per second; returns whether to stop."""
@@ -115,11 +109,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None):
         await asyncio.to_thread(self.engine.close)
         await super().shutdown(sockets)
-
-    def post(self, queue, index, event):
-        """Put (index, *event) into the asyncio.Queue `queue`: the event (text, finish_reason) of
-        the job `index` of a request. Called from the engine's thread."""
-        self.loop.call_soon_threadsafe(queue.put_nowait, (index, *event))
 
     # routes
 
@@ -184,9 +173,10 @@ class Server(uvicorn.Server):
         options, jobs, include_usage = await asyncio.to_thread(
             parse_request, await read_body(request), chat, self.engine, self.template)
         answer = Answer(jobs, options.n, chat, self.name)
-        queue = asyncio.Queue()
-        for i, job in enumerate(jobs):
-            job.on_event = functools.partial(self.post, queue, i)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        for i, job in enumerate(jobs):  # events (text, finish_reason) come from the engine's thread
+            job.on_event = lambda event, i=i: loop.call_soon_threadsafe(
+                queue.put_nowait, (i, *event))
         self.engine.submit(jobs)
         events = read_events(queue, jobs)
         watch = asyncio.create_task(cancel_on_disconnect(request, jobs))

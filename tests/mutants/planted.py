@@ -17,7 +17,7 @@ FAULTS = [
     ("train/train.py", "    run.after_step(it, sums)", "    pass"),
     ("train/robust.py", 'return "skip" if on_spike == "skip" else', 'return'),
     ("train/train.py", "p.loss_sum += loss", "p.loss_sum = loss"),
-    ("train/setup.py", "return last or (self.ends_interval()", "return (self.ends_interval()"),
+    ("train/setup.py", "return last or (self.completes(", "return (self.completes("),
     ("train/train.py", "(run.stopping.sign * metric,", "(metric,"),
     ("train/train.py", "p.evaluated = p.iter_num", "p.evaluated = -1"),
     ("train/setup.py", "run.log.start(run.progress.iter_num, ", "run.log.start(10**9, "),

@@ -245,17 +245,21 @@ def copy_to_host(t):
 # checkpoints in a folder
 
 def find_newest_checkpoint(folder, log, damaged=()):
-    """Return (state, path, shards) of the newest good checkpoint in a run folder, ckpt.pt or
-    ckpt_prev.pt, state and shards as by open_checkpoint(); (`None`, `None`, `None`) without any.
-    damaged: {path: problem} of sharded checkpoints with files that do not match their digest.
-    log(text): for warnings.
+    """Return (state, path, shards) of the newest good checkpoint in a run folder, state and shards
+    as by open_checkpoint(); (`None`, `None`, `None`) without any. damaged: {path: problem} of
+    sharded checkpoints with files that do not match their digest. log(text): for warnings.
 
-    A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and the previous checkpoint is used. If all are
-    damaged this raises CheckpointError: an existing run must not start from scratch by accident.
+    A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and ckpt_prev.pt is used. If neither exists, the
+    run was killed in its first save, which gives the file its other names first (ckpt_best.pt,
+    ckpt_NNNNNNN.pt): they are used. If all are damaged this raises CheckpointError: an existing run
+    must not start from scratch by accident.
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
-    for candidate in filter(os.path.lexists, (path, prev_path(path))):
+    names = [*filter(os.path.lexists, (path, prev_path(path)))]
+    others = [*map(str, numbered_checkpoints(folder)),
+              *filter(os.path.lexists, [os.path.join(folder, "ckpt_best.pt")])]
+    for candidate in names or reversed(others):
         try:
             if candidate in damaged:
                 raise CheckpointError(damaged[candidate])
@@ -268,18 +272,16 @@ def find_newest_checkpoint(folder, log, damaged=()):
             continue
         if candidate != path:
             log(f"falling back to {candidate} (iter {state.get('iter_num')})")
-            if problems:  # or the next save would keep the damaged file as *_prev.pt
+            if problems and names:  # or the next save would keep the damaged file as *_prev.pt
                 os.replace(path, next_free_path(folder, "ckpt_bad"))
         return state, candidate, shards
-    others = [*numbered_checkpoints(folder), *pathlib.Path(folder).glob("ckpt_best.pt")]
-    if not problems and not others:
+    if not problems:
         return None, None, None
-    advice = f"--resume {others[-1]}, " if others else ""
+    advice = f"--resume {others[-1]}, " if names and others else ""
     raise CheckpointError(
-        f"{folder}: no checkpoint can be used:\n"
-        + bullets(problems or ["ckpt.pt and ckpt_prev.pt do not exist"])
-        + f"\nrestore one of these files, or start with {advice}--resume never (existing files are "
-        "renamed, not deleted) or another --out_dir")
+        f"{folder}: no checkpoint can be used:\n{bullets(problems)}\nrestore one of these files, "
+        f"or start with {advice}--resume never (existing files are renamed, not deleted) or "
+        "another --out_dir")
 
 
 def restarted_job(folder):

@@ -356,8 +356,7 @@ def fingerprint(case, changes):
     refused; AssertionError after any other error."""
     try:
         data, model = case.build(**changes)
-        results = [hook(model, "flops_per_unit")(), len(list(model.parameters())),
-                   getattr(getattr(model, "config", None), "rolls", None)]
+        results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
         for it in (0, 7):  # later batches depend on buffers
             batch = data.train.get_batch("cpu", it)
             loss, sums = case.loss(model.train(), batch)

@@ -28,15 +28,8 @@ except ImportError:
     optuna = None  # run_search reports it
 
 from train.base.cli import command, under_torchrun
-from train.base.errors import (
-    BadNumbers,
-    ConfigError,
-    DataError,
-    SetupError,
-    UserError,
-    require,
-)
-from train.base.fields import BOOLS, base_type, fields_by_name, key, parse_value
+from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
+from train.base.fields import base_type, convert, fields_by_name, key, parse_value, to_bool
 from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
@@ -100,10 +93,8 @@ def read_dimension(name, raw, known):
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
     limits = {k: kind(v) for k, v in raw.items() if k != "log"}
-    log = str(raw.get("log", "false")).lower()
-    if log not in BOOLS:
-        raise ValueError(f"log: expected true or false, got {log}")
-    return kinds[kind](log=BOOLS[log], **limits)
+    log = convert(raw.get("log", "false"), to_bool, "true or false for log")
+    return kinds[kind](log=log, **limits)
 
 
 def narrow_dimension(dist, best, share):
