@@ -45,8 +45,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
 
-    When the context is full, the last three quarters of it are computed again, at the first
-    positions. Raises ValueError if the logits are not finite.
+    When the context is full, its last half is computed again, at the first positions. Raises
+    ValueError if the logits are not finite.
     """
     c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)
@@ -61,7 +61,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
         for _ in range(max_new_tokens):
             if cache.lengths[0] + pending.size(1) > c.block_size:
                 cache.clear()
-                pending = idx[active, -max(1, c.block_size * 3 // 4):]
+                pending = idx[active, -max(1, c.block_size // 2):]
             logits = model(pending, cache=cache, last_only=True)[:, -1, :n_vocab]  # (active, V)
             if len(active) < len(idx):  # finished rows sample too, so that the others' draws
                 logits = logits.new_zeros(len(idx), logits.size(1)).index_copy(0, active, logits)

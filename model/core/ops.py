@@ -300,11 +300,12 @@ def attend_one(q, k, v, mask):
         return F.scaled_dot_product_attention(rows, k, v, mask).view(B, H, 1, D).to(q.dtype)
     rows = (q * D ** -0.5).reshape(B * G, -1, D).to(k.dtype)  # (B G, H / G, D)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B G, S, D), views
-    scores = torch.bmm(rows, k.transpose(1, 2))  # (B G, H / G, S)
+    # The keys come first: in bfloat16 a CPU copies a transposed part of a cache.
+    scores = torch.bmm(k, rows.transpose(1, 2)).view(B, G, -1, H // G)  # (B, G, S, H / G)
     if mask is not None:
-        mask = mask.view(B, 1, -1)  # (B, 1, S)
-        scores = scores.view(B, -1, k.size(1)).masked_fill(~mask, -math.inf).view_as(scores)
-    return torch.bmm(scores.softmax(-1), v).view(B, H, 1, D).to(q.dtype)
+        scores = scores.masked_fill(~mask.view(B, 1, -1, 1), -math.inf)
+    p = scores.transpose(2, 3).softmax(-1).flatten(0, 1)  # (B G, H / G, S)
+    return torch.bmm(p, v).view(B, H, 1, D).to(q.dtype)
 
 
 def limit_to_window(window, k, v, mask, T):
