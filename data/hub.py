@@ -62,7 +62,8 @@ def local_folder(name, weights=True):
 
 def check_files(name, folder):
     """Raise DataError if a file in the cached `folder` of the model `name` is not in the cache, or
-    is of a different format, e.g. a page of HTML from a mirror; this file is deleted."""
+    is of a different format, e.g. a page of HTML from a mirror, or cut off; this file is deleted.
+    """
     for path in Path(folder).iterdir():
         file = path.resolve()
         # huggingface_hub 2.4 names a file in the cache as the server wants (ETag), also with ..
@@ -75,7 +76,10 @@ def check_files(name, folder):
         with open(path, "rb") as f:
             f.seek(start)
             is_valid = f.read(64).lstrip()[:1] == b"{"
-        if not is_valid or not start and path.stat().st_size > MAX_JSON_BYTES:
+            if not start:  # JSON
+                f.seek(max(0, path.stat().st_size - 64))
+                is_valid &= f.read().rstrip()[-1:] == b"}" and f.tell() <= MAX_JSON_BYTES
+        if not is_valid:
             for wrong in {file, path}:
                 wrong.unlink()
             raise DataError(f"{name}: {path.name} is not the {path.suffix[1:]} file of a model; it "

@@ -6,10 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from browser import soon
 from conftest import run
 from processes import REPO, python
 from runs import (
     SMALL,
+    Program,
     assert_keys_change_only,
     assert_same,
     assert_two_ranks_equal_one,
@@ -360,8 +362,10 @@ def test_the_run(trained):
 
 def test_kill_and_resume_bit_for_bit(tmp_path, folder, trained):
     options = SYSTEM | dict(max_iters=100, eval_epochs=1)
-    code, text = run_program(folder, tmp_path, env={"FAULT": "before_opt@77=kill9"}, **options)
-    assert code == -9, text
+    killed = Program(folder, tmp_path, env={"FAULT": "before_opt@77=sleep"}, **options)
+    killed.wait_for("iter 50:")
+    soon((tmp_path / "ckpt.pt").exists)  # saved in the background
+    killed.kill()
     code, text = run_program(folder, tmp_path, **options)
     assert code == 0 and "at iter 50" in text, text
     assert_same(trained[0], tmp_path)

@@ -60,6 +60,7 @@ def test_a_cut_download_is_resumed(hub):
 
 @pytest.mark.parametrize("name, content", [
     ("config.json", b"<html>Sign in</html>"), ("config.json", b" " * 2000),
+    ("config.json", b'{"model_type": "llama", "hidden'),
     ("model.safetensors", b"<html>Sign in</html>")])
 def test_a_wrong_answer_is_not_kept(hub, name, content):
     """With status 200 and all headers of the hub."""

@@ -316,9 +316,9 @@ class HostNumbers:
 
 
 def decode_crossings():
-    """Of a token of 1 or 16 texts, of equal lengths, unequal ones, or full."""
+    """Of a token of 1 or 16 texts, of equal lengths or unequal ones."""
     return {f"{rows} {lengths}": token_crossings(rows, lengths) for rows, lengths in (
-        (1, "equal"), (1, "full"), (16, "equal"), (16, "unequal"), (16, "full"))}
+        (1, "equal"), (16, "equal"), (16, "unequal"))}
 
 
 def token_crossings(rows, lengths):
@@ -327,7 +327,7 @@ def token_crossings(rows, lengths):
 
     from model.core.generate import sample_tokens
     from model.core.kv_cache import create_cache
-    used = dict(equal=[3], unequal=[3, 5], full=[40, 33])[lengths] * rows
+    used = dict(equal=[3], unequal=[3, 5])[lengths] * rows
     with fake_cuda.fake_tensors(), torch.no_grad():
         model = fake_cuda.to_device(small_model("gpt")[0].eval(), torch.bfloat16)
         cache = create_cache(model, rows)

@@ -160,9 +160,9 @@ def test_a_training_step_waits_for_nothing(proofs):
 
 
 def test_a_token_waits_for_nothing(proofs):
-    """Nor does sampling, with 1 and 16 texts, of one length, of many, and full."""
+    """Nor does sampling, with 1 and 16 texts, of one length and of many."""
     found = proofs("decode_crossings")
-    assert len(found) == 5 and not any(found.values()), found
+    assert len(found) == 3 and not any(found.values()), found
 
 
 def test_a_crossing_would_be_seen(proofs):
