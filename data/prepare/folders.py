@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from data.meta import Meta, read_meta
 from train.base.errors import DataError, echo
-from train.base.fields import key
+from train.base.fields import PlainLoader, key
 from train.base.files import lock_folder, reporting_full_disk, sync_folder, write_text
-from train.config import read_with_bases
 from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
@@ -95,10 +96,20 @@ def move_files(folder, out):
     sync_folder(out)
 
 
+def read_settings(path):
+    """Return {key: text} of a YAML configuration, a Path, and of the files that its `base` names;
+    {} if the file does not exist."""
+    if not path.exists():
+        return {}
+    settings = yaml.load(path.read_text("utf-8"), PlainLoader)
+    base = settings.pop("base", None)
+    return (read_settings(path.parent / base) if base else {}) | settings
+
+
 def is_too_long(numbers, path):
     """Return whether the YAML configuration `path` would train for more than WARN_EPOCHS (20)
     epochs. numbers: of the training split, {"tokens", "rows", "pairs" or "questions": n}."""
-    settings = {name: value for name, value, _ in read_with_bases(path, [])}
+    settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
     samples = [numbers[name] for name in ("rows", "pairs", "questions") if name in numbers]
