@@ -76,11 +76,11 @@ class ChatTemplate:
     """A chat format: converts messages, [(role, text), ...], to token ids (prompt_ids, fit_prompt)
     and training data (sequences). Renders as `apply_chat_template` of `transformers`.
 
-    spec: a dict, {"system", "user", "assistant": text with one {}} or {"jinja": text, "ends":
-    [ids], "bos_token": text, ...}. DataError if it is invalid. Attributes: spec; jinja, the text of
-    the template; ends, the ids after an answer (empty: the tokenizer's end of text);
-    special_tokens, {"bos_token": text, ...}; implicit_start, the text of the first token, if
-    inference programs add it.
+    spec: a dict, {"system", "user", "assistant": text with {} for the message} or {"jinja": text,
+    "ends": [ids], "bos_token": text, ...}. DataError if it is invalid. Attributes: spec; jinja, the
+    text of the template; ends, the ids after an answer (empty: the tokenizer's end of text);
+    special_tokens, {"bos_token": text, ...}; implicit_start, the bos_token if the template uses it,
+    else "": inference programs may add this token.
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -97,10 +97,10 @@ class ChatTemplate:
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
-        """Return the text of messages [(role, text), ...], up to the start of the next answer if
-        `add_prompt`. tokenizer: encloses its special tokens in messages and variables in marks, see
-        encode_marked. variables: {name: text, number or bool} for the template, e.g.
-        enable_thinking. Raises DataError."""
+        """Return the rendered text of messages [(role, text), ...], up to the start of the next
+        answer if `add_prompt`. With `tokenizer`, special tokens in messages and variables are
+        enclosed in marks, see encode_marked. variables: {name: text, number or bool} for the
+        template, e.g. enable_thinking. Raises DataError if the template fails."""
         pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
 
         def mark(text):
@@ -115,9 +115,9 @@ class ChatTemplate:
                                                add_generation_prompt=add_prompt))
 
     def encode(self, messages, add_prompt, tokenizer, variables=None):
-        """Return (text with marks, list of ids) of messages [(role, text), ...]; arguments as of
-        `render`. Raises DataError if the template fails, or makes special tokens of the messages'
-        texts, e.g. by deleting a word between the two halves of one."""
+        """Return (text with marks, list of token ids) of messages [(role, text), ...]; for the
+        arguments and marks see `render`. Raises DataError if the template fails, or forms a special
+        token from the texts of messages, e.g. by deleting a word between the two halves of one."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
@@ -132,7 +132,8 @@ class ChatTemplate:
 
     def prompt_ids(self, messages, tokenizer, variables=None):
         """Return the list of ids of messages [(role, text), ...] and of the start of the next
-        answer. variables: {name: text, number or bool} for the template. Raises DataError."""
+        answer. variables: {name: text, number or bool} for the template. Raises DataError if the
+        template fails or writes nothing."""
         if ids := self.encode(messages, True, tokenizer, variables)[1]:
             return ids
         raise DataError("its chat template writes nothing")
@@ -178,9 +179,9 @@ class ChatTemplate:
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
 
     def encode_answer(self, messages, tokenizer):
-        """Return (ids of the prompt, ids of the answer, number of the latter to learn: up to the
-        end token) of messages [(role, text), ...], of which the last is the answer. Raises
-        DataError if the answer cannot be located in the rendered text."""
+        """Return (ids of the prompt, ids of the answer, number of answer ids to learn, up to and
+        including the end token) of messages [(role, text), ...]; the last message is the answer.
+        Raises DataError if the answer cannot be located in the rendered text."""
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
@@ -226,10 +227,10 @@ class ChatTemplate:
 
 
 def builtin_jinja(spec):
-    """Return the Jinja text of a spec {"system", "user", "assistant": text with one {}}. It needs
-    no special tokens but the end of text, which follows an answer. Message texts are stripped. A
-    line that looks like the header of a message is escaped with a backslash, so that a message
-    cannot imitate a different role. Raises DataError for other dicts."""
+    """Return a Jinja template, a text, for a spec {"system", "user", "assistant": text with {} for
+    the message}. The only special token in it is the end of text, which follows an answer. Message
+    texts are stripped. A line that looks like the header of a message is escaped with a backslash,
+    so that a message cannot imitate a different role. Raises DataError for other dicts."""
     if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
         raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
                         f"{', '.join(DEFAULT_SPEC)}")
@@ -252,8 +253,8 @@ def builtin_jinja(spec):
 
 def open_chat_format(source):
     """Return (tokenizer, block_size, ChatTemplate) of a checkpoint (.pt), hf:OWNER/NAME or another
-    name for `open_tokenizer`, e.g. gpt2. block_size is `None` without a checkpoint, ChatTemplate if
-    it is no chat model. Raises DataError."""
+    name for `open_tokenizer`, e.g. gpt2. block_size is `None` unless the source is a checkpoint;
+    the ChatTemplate is `None` if the source has no chat template. Raises DataError."""
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
@@ -299,9 +300,9 @@ def squeeze(text):
 
 
 def encode_marked(text, tokenizer):
-    """Return the list of ids of a text of ChatTemplate.render. Special tokens are encoded as such,
-    but within marks, which enclose parts of messages, as ordinary text. DataError for an unknown
-    id."""
+    """Return the list of token ids of `text`, the result of ChatTemplate.render. Special tokens
+    become single ids, but between OPEN_MARK and CLOSE_MARK, which enclose parts of messages, they
+    are ordinary text. Raises DataError for an id outside the vocabulary."""
     @functools.cache  # a text can repeat the same special token many times
     def encode_part(part, encode):
         # Encode after a newline: some tokenizers add a space before the first word of a text.

@@ -27,8 +27,8 @@ MAX_JSON_SECONDS = 600
 
 
 def model_name(path):
-    """Return the name of a model to show: OWNER/NAME for hf:OWNER/NAME, the name of a folder, or
-    that of the folder of a file."""
+    """Return the display name of the model at `path`: OWNER/NAME for hf:OWNER/NAME, the name of a
+    folder, or for a file the name of the folder that contains it."""
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -38,8 +38,8 @@ def model_name(path):
 def local_folder(name, weights=True):
     """Return the path `name` with ~ expanded; for hf:OWNER/NAME, the cached folder of that model on
     the hub, downloaded if necessary (without `weights`: configuration and tokenizer only). Raises
-    DataError if it cannot be downloaded or has no config.json; other paths need not exist, but a
-    folder may not have named pipes or devices, which a reader would wait for."""
+    DataError if it cannot be downloaded or has no config.json, and for a local folder with named
+    pipes or devices, which would block a reader. Local paths need not exist."""
     if not name.startswith("hf:"):
         folder = os.path.expanduser(name)
         for entry in os.scandir(folder) if os.path.isdir(folder) else ():
@@ -61,9 +61,9 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder):
-    """Raise DataError if a file in the cached `folder` of the model `name` is not in the cache, or
-    is of a different format, e.g. a page of HTML from a mirror, or cut off; this file is deleted.
-    """
+    """Raise DataError if a file in `folder`, the cached folder of the model `name`, is a link to
+    outside the cache, or if a .json or .safetensors file has invalid content, e.g. an HTML page
+    from a mirror, or JSON that is cut off or too long; the invalid file is deleted."""
     for path in Path(folder).iterdir():
         file = path.resolve()
         # huggingface_hub 2.4 names a file in the cache as the server wants (ETag), also with ..

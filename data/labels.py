@@ -25,6 +25,8 @@ ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
+    """A text with an optional label and optional evidence: the part of the text that supports the
+    label."""
     text: str
     label: str | None
     start: int | None   # the evidence is text[start:end]
@@ -39,7 +41,8 @@ class LabelledText(NamedTuple):
 
 @dataclass
 class Fields:
-    """Names of the fields of a record, as options of a command; the class has the default names."""
+    """Names of the fields of a record with a labelled text, as options of a command. The class
+    itself has the default names."""
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
     evidence: str = key("evidence", "field with the words that support the label", metavar="NAME")
@@ -81,10 +84,10 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end) of the evidence of `record`, a dict, in characters of `text`, or (`None`,
-    `None`) without evidence. fields: Fields. Offsets precede words; of words that occur several
-    times, the first occurrence as whole words is used. Raises ValueError if it is not in the text.
-    """
+    """Return (start, end) of the evidence of `record`, a dict, as character offsets in `text`, or
+    (`None`, `None`) without evidence. fields: Fields. Offsets in the record take precedence over
+    words; words are searched in the text, preferably as whole words, and the first match is used.
+    Raises ValueError for invalid offsets, and for words that do not occur."""
     words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
     known = [n not in (None, "") for n in offsets]
     if all(known) or any(known) and words in (None, ""):
@@ -111,8 +114,8 @@ def locate_evidence(text, record, fields):
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
     """Return the list of LabelledTexts of `sources`: names of files or data sets, or iterables of
     (location, record). fields: names of the fields. skip_bad: leave out invalid records, with a
-    printed line. Otherwise DataError lists them. Raises DataError if there are no rows, or none has
-    a field that is named in `fields` and not by default."""
+    printed line. Otherwise DataError lists them. Raises DataError if there are no rows, or if a
+    field name that is not the default occurs in no record."""
     seen = set()
 
     def parse(record):
@@ -139,9 +142,10 @@ def warn_if_few(counts):
 # arrays
 
 def to_arrays(rows, tokenizer, classes, max_tokens):
-    """Return {"tokens": (N, T), padded with 0, "lengths": (N,), "labels": (N,), "spans": (N, 2)} of
-    N LabelledTexts. Texts are cut to max_tokens. labels: indices in the list `classes`, 0 for other
-    labels. spans: first and last token of the evidence, -1 if it is missing or cut."""
+    """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
+    (N, 2)} of `rows`, N LabelledTexts. Texts are cut to max_tokens. labels: indices in the list
+    `classes`, 0 for other labels. spans: indices of the first and last token of the evidence, -1 if
+    it is missing or cut."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     tokens = []
@@ -159,9 +163,9 @@ def to_arrays(rows, tokenizer, classes, max_tokens):
 
 
 def to_token_span(row, ids, token_bytes, normalize=str):
-    """Return (first, last) token of the evidence of `row`, a LabelledText that has one. ids: (n,)
-    of the text. token_bytes: (V,) bytes per id. normalize: the tokenizer's function text -> text.
-    """
+    """Return the indices (first, last) of the tokens of the evidence of `row`, a LabelledText that
+    has evidence. ids: (n,) of the text. token_bytes: (V,) number of bytes per id. normalize: the
+    tokenizer's function text -> text."""
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
     size, start, end = (len(normalize(row.text[:n]).encode())
                         for n in (None, row.start, row.end))
@@ -170,8 +174,8 @@ def to_token_span(row, ids, token_bytes, normalize=str):
 
 
 def read_labels_meta(folder):
-    """Return the Meta of a folder that data.prepare.labels wrote; `extra` has task, classes,
-    class_counts and max_tokens. Raises DataError for any other folder."""
+    """Return the Meta of a folder that data.prepare.labels wrote; the dict `extra` in it has task,
+    classes, class_counts and max_tokens. Raises DataError for any other folder."""
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
                          task=str, classes=[str], class_counts=[int], max_tokens=int)

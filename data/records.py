@@ -109,6 +109,8 @@ def parse_json(content):
 
 
 def json_lines(lines, name, columns=None):
+    """Yield (location, value, or ValueError if invalid) per nonblank line of JSON. lines: iterable
+    of bytes. name: of the file, for the location. columns is ignored."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -119,8 +121,8 @@ def json_lines(lines, name, columns=None):
 
 def json_values(stream, name, columns):
     """Yield (location, value) of a JSON file, the binary `stream`: a list of records, one record,
-    or one per line. name: of the file. Raises ValueError, but for one line of many the value is a
-    ValueError."""
+    or one per line. name: of the file. columns is ignored. An invalid line is yielded as a
+    ValueError; any other invalid content raises ValueError."""
     lines = [stream.readline(MAX_JSON_BYTES)]
     while lines[-1].isspace():
         lines.append(stream.readline(MAX_JSON_BYTES))
@@ -150,6 +152,8 @@ def check_columns(names, columns):
 
 
 def csv_rows(stream, name, columns):
+    """Yield (location, row as a dict, or ValueError if invalid) of a table, the binary `stream`.
+    name: of the file, .csv or .tsv. columns: ValueError if one is missing."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
@@ -247,7 +251,7 @@ def source_records(source):
 def parse_each(stream, parse, problems, max_problems=MANY):
     """Yield parse(record) of a stream of (location, record or ValueError). A ValueError in the
     stream or of `parse` is appended to the list `problems` as (location, message); the generator
-    ends when it has max_problems."""
+    ends when this list has max_problems entries."""
     for where, record in stream:
         try:
             if isinstance(record, ValueError):

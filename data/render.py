@@ -31,8 +31,9 @@ MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 # the process that asks
 
 class Renderer:
-    """A child process that renders templates, with limits on time and memory, for all threads of
-    this process, one at a time: render(template, variables). Raises SetupError without jinja2."""
+    """A child process that renders Jinja templates, with limits on time and memory:
+    render(template, variables). All threads of this process share it, one at a time. Raises
+    SetupError without jinja2."""
 
     def __init__(self):
         require("jinja2", "this model's chat template")
@@ -40,9 +41,9 @@ class Renderer:
         self.child = None
 
     def render(self, template, variables):
-        """Return the text that a Jinja template (text) writes with `variables` {name: value}, JSON
-        types. Starts the child process if necessary. Raises DataError if it fails or exceeds a
-        limit."""
+        """Return the text that `template`, a Jinja template as a text, writes with `variables`
+        {name: value of a JSON type}. Starts the child process if necessary. Raises DataError if the
+        template fails or exceeds a limit."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -78,9 +79,9 @@ def renderer(pid):
 
 
 def render(template, variables):
-    """Return the text that a Jinja template (text) writes with {name: value}, JSON types, in a
-    child process with limits on time and memory. Raises DataError if it fails or exceeds a limit.
-    """
+    """Return the text that `template`, a Jinja template as a text, writes with `variables` {name:
+    value of a JSON type}, in a child process with limits on time and memory. Raises DataError if
+    the template fails or exceeds a limit."""
     return renderer(os.getpid()).render(template, variables)
 
 
@@ -110,8 +111,8 @@ def compile_template(text):
 
 
 def answer(request):
-    """Render for a request, a line of JSON [template text, {name: value}]. Return the reply: [text,
-    `None`], or [`None`, problem] if the template fails or writes too much."""
+    """Render the template of a request, a line of JSON [template text, {name: value}]. Return the
+    reply: [text, `None`], or [`None`, problem] if the template fails or writes too much."""
     text, variables = json.loads(request)
     limit = MAX_ADDED_CHARS + 2 * len(request)
     out = io.StringIO()
@@ -127,8 +128,8 @@ def answer(request):
 
 
 def set_timers(cpu_seconds, seconds):
-    """Let the system end this process after these seconds of processor time and of real time, also
-    during an operation in C. 0 cancels a timer. Without effect on Windows."""
+    """Let the operating system end this process after `cpu_seconds` of processor time or `seconds`
+    of real time, also during an operation in C. 0 cancels a timer. Without effect on Windows."""
     if hasattr(signal, "setitimer"):  # POSIX
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -25,9 +25,9 @@ def id_dtype(n_vocab):
 def open_rows(folder, split, **limits):
     """Return the list of the memory-mapped arrays folder/SPLIT_NAME.npy, in the order of `limits`.
 
-    limits: {name: (shape of a row, lowest value, limit)}: integers from the lowest value to below
-    the limit (`None`: float32, NaN: missing), in rows of that shape (`None`: any size). All arrays
-    must have the same number of rows. Raises DataError if one is missing or violates its limits.
+    limits: NAME=(shape of a row, low, limit). Values must be integers from `low` to below `limit`,
+    or float32 if `limit` is `None` (NaN: missing). A `None` in a shape allows any size. All arrays
+    must have the same number of rows. Raises DataError if one is missing or violates these limits.
     """
     arrays = []
     for name, (shape, low, limit) in limits.items():

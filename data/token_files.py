@@ -140,7 +140,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     pattern.
 
     Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
-    below `least`, and for ids from vocab_size on (default: meta.json's). Large files are sampled
+    below `least`, and for ids of vocab_size (default: meta.json's) or more. Large files are sampled
     here; reading checks all.
     """
     paths = find_files(data_dir, split)
@@ -191,8 +191,9 @@ class TokenStream:
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_places(self):
-        """Raise DataError for an id outside the vocabulary: in all of a stream of up to
-        CHECKED_WHOLE bytes, else in 256 windows, the first and the last included."""
+        """Raise DataError for an id outside the vocabulary. Checks all tokens of a stream of up to
+        CHECKED_WHOLE bytes, otherwise 256 windows of CHECKED_WINDOW tokens, including the first and
+        the last."""
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
         length = n if is_small else CHECKED_WINDOW
@@ -213,6 +214,7 @@ class TokenStream:
         return tokens
 
     def _copy(self, starts, length):
+        """Return the windows (n, length) for `read`, without a check of the ids."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         arrays = {i: self._map(i) for i in np.unique(which).tolist()}

@@ -58,8 +58,8 @@ def open_tokenizer(source) -> Tokenizer:
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Return the tokenizer in the file or folder `path`, or without it the tokenizer `name` (byte,
-    gpt2, a file or a folder). DataError if it cannot be read, or has another kind than `name`:
-    byte, char, gpt2 or bpe."""
+    gpt2, a file or a folder). Raises DataError if it cannot be read, or if `name` is byte, char,
+    gpt2 or bpe and the one at `path` is of another kind."""
     tokenizer = open_tokenizer(os.fspath(path or name))
     kind = "ranks" if name == "bpe" else name
     if path and name in NAMES and kind != tokenizer.kind:
@@ -120,8 +120,8 @@ def load_dataset_tokenizer(data_dir):
 
 def write_tokenizer(folder, tokenizer):
     """Write the large parts of a tokenizer's spec (ranks, tokenizer.json) to files in `folder`.
-    Return arguments of Meta: vocab_size, tokenizer (a spec that refers to these files) and
-    eot_token."""
+    Return keyword arguments for Meta, a dict: vocab_size, tokenizer (a spec that refers to these
+    files) and eot_token."""
     spec = tokenizer.spec()
     for part, name in TOKENIZER_FILES.items():
         if part in spec:

@@ -24,9 +24,9 @@ def token_text(token):
 
 
 def list_merges(ranks):
-    """Return the merges of tokenizer.json: [(left, right)] of all pairs of tokens (bytes) that form
-    a token, in the order of the ranks, {bytes of a token: rank}. Raises DataError for tokens so
-    long that this would take too long."""
+    """Return the merges for a tokenizer.json, [(left, right)]: all pairs of tokens (bytes) that,
+    joined, are a token, in the order of the rank of the joined token. ranks: {bytes of a token:
+    rank}. Raises DataError for tokens so long that this would take too long."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     merges = []
@@ -71,6 +71,8 @@ def tokenizer_json(tokenizer):
 
 
 def split_at(pattern):
+    """Return the dict, for tokenizer.json, of a pre-tokenizer that splits text into the matches of
+    a regular expression and the text between them."""
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 

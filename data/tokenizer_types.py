@@ -48,8 +48,9 @@ def split_long_spaces(text):
 
 @contextlib.contextmanager
 def library_errors(message):
-    """Context manager that turns every error of a Rust library, also a panic, which is no
-    Exception, into a DataError: `message`, a colon and the error."""
+    """Context manager that converts every error in a Rust library, also a panic, which is no
+    Exception, to a DataError: `message`, a colon and the error. Ctrl-C and SystemExit are not
+    converted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -81,8 +82,8 @@ class Tokenizer:
         return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
-        """Return the list of token ids of `text`, in which special tokens, e.g. <|endoftext|>, are
-        special."""
+        """Return the list of token ids of `text`; the texts of special tokens in it, e.g.
+        <|endoftext|>, become the ids of these tokens."""
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -100,12 +101,12 @@ class Tokenizer:
         represent."""
 
     def decode_known(self, ids):
-        """Return the text of a list of ids in the vocabulary; `decode` checks this first."""
+        """Return the text of a list of ids, all in the vocabulary, which `decode` checks first."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
-        """Return the bytes of text of the token id `i`, below n_vocab. Implemented by subclasses.
-        """
+        """Return the bytes of text that the token id `i` represents, 0 <= i < n_vocab. Implemented
+        by subclasses."""
 
     def token_bytes(self):
         """Return an int64 array (n_vocab,): the number of bytes of text per token; 0 for special
@@ -121,13 +122,13 @@ class Tokenizer:
 
 class RankTokenizer(Tokenizer):
     """Byte pair encoding by tiktoken. Attributes: kind (byte: a token per byte; gpt2; ranks: any
-    other), ranks, pattern, added, enc (the tiktoken.Encoding)."""
+    other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
         """ranks: {bytes of a token: rank}. pattern: the regular expression that splits text.
         eot_token: an id of `added`. added: {text: [id, is special]} of additional tokens; default:
-        the end of text. nfc: text is converted to that Unicode normal form first. Raises DataError
-        for invalid ids or patterns."""
+        the end of text. nfc: whether to convert text to Unicode's normal form NFC first. Raises
+        DataError for invalid ids or patterns."""
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -164,8 +165,8 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the bytes of text of the token id `i`; for an id that the file leaves unused,
-        which a model may generate, a byte that is invalid in UTF-8."""
+        """Return the bytes of text of the token id `i`; for an unused id, which a model may
+        generate, the byte 0xFF, which is invalid in UTF-8."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
@@ -217,7 +218,8 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, text, eot_token, n_vocab=0):
         """text: the content of tokenizer.json. eot_token: an id or `None`. n_vocab: number of ids
-        of the model, if known: special tokens below it are in the vocabulary. Raises DataError."""
+        of the model, 0 if unknown; special tokens beyond it, except eot_token, do not extend the
+        vocabulary. Raises DataError for an invalid text or eot_token."""
         tokenizers = require("tokenizers", "this tokenizer.json")
         with library_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
@@ -254,6 +256,8 @@ class JsonTokenizer(Tokenizer):
         return enc
 
     def encode_array(self, text, enc=None):
+        """Return the ids (n,) uint32 of `text`. enc: the tokenizers.Tokenizer to use; default:
+        `self.enc`, for which special tokens in a text are ordinary text."""
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encoding, = (enc or self.enc).encode_batch_fast([clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
@@ -336,8 +340,8 @@ def format_ranks(ranks):
 
 
 def rank_tokenizer(ranks):
-    """Return a RankTokenizer of {bytes of a token: rank} that splits text as GPT-2's, with the end
-    of text after the last rank. kind: gpt2 if these are GPT-2's ranks, else ranks."""
+    """Return a RankTokenizer of {bytes of a token: rank} that splits text by GPT-2's pattern, with
+    the end of text after the last rank. Its kind is gpt2 if these are GPT-2's ranks, else ranks."""
     digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
     kind = "gpt2" if digest == R50K_SHA256 else "ranks"
     return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)

@@ -70,8 +70,8 @@ class Keys:
 
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
-    "modalities" {name: D}, "target" (D or `None`), "mean" and "std" {name: [D floats]}, perhaps
-    "shift", the same. Raises DataError."""
+    "modalities" {name: D}, "target" (D or `None`), "mean", "std" and, if present, "shift",
+    {name: [D floats]} each. Raises DataError."""
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
@@ -91,8 +91,8 @@ def array_dims(spec):
 
 
 def add_delays(array, runs, delays):
-    """Return the windows (N, delays + 1, D) of an array (N, D): row i, and at index k of the window
-    the row k before it, NaN if that is of a different run. runs (N,): the run of each row,
+    """Return the windows (N, delays + 1, D) of an array (N, D): window i has row i - k at index k,
+    or NaN if that row is of a different run or does not exist. runs (N,): the run of each row,
     ascending."""
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
     is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
@@ -112,9 +112,9 @@ def open_features(folder, split, spec=None, delays=0):
     float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). Raises
     DataError.
 
-    For a model of `spec`, trained on other data: an array that the folder lacks is missing (NaN);
-    DataError for other arrays or dimensions. If the shifts of the folder are not those of the
-    training data, the difference is added.
+    spec: of a model that was trained on other data (default: of `folder`). An array that only
+    `spec` has is NaN; arrays that `spec` lacks, or other dimensions, raise DataError. If the
+    offsets of shift_of() differ between the folder and `spec`, the difference is added, in float64.
     """
     meta = read_features_meta(folder)
     spec = spec or meta
@@ -209,10 +209,10 @@ def open_data(config, ranks):
 # the model
 
 class MultimodalAutoencoder(nn.Module):
-    """forward(*arrays) -> (mean loss, sums {name: tensor}). arrays: the modalities and the target,
-    if any, (N, D) each; modalities (N, delays + 1, D) with delays. spec: the dict of
-    read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
-    the bottleneck, predict() the target."""
+    """A model of modalities and a target: forward(*arrays) -> (mean loss, sums {name: tensor}).
+    arrays: the modalities and the target, if any, (N, D) each; modalities (N, delays + 1, D) with
+    delays. spec: the dict of read_features_meta(). linear_path: the (weight, bias) of
+    fit_linear_path(). encode() computes the bottleneck, predict() the target."""
 
     def __init__(self, config, spec, linear_path=None):
         super().__init__()
@@ -250,8 +250,8 @@ class MultimodalAutoencoder(nn.Module):
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, with which training starts, with the linear path of this
-        run's data."""
+        """Return `weights` {name: tensor}, with which training starts, in which the linear path is
+        the one fitted to this run's data, if any."""
         if self.linear_path is None:
             return weights
         return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
@@ -309,9 +309,9 @@ class MultimodalAutoencoder(nn.Module):
 
     def numbers(self, sums):
         """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
-        of the loss per row; "correlation", the mean over the targets of each target's correlation
-        over all rows; in evaluations with a linear path also "ridge", the same of the linear path
-        alone."""
+        of the loss per row; "correlation", Pearson's r over all rows, as a mean over the dimensions
+        of the target; in evaluations with a linear path also "ridge", the correlation of the linear
+        path without the network."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))
@@ -352,8 +352,8 @@ def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modali
 
 
 def row_correlation(a, b):
-    """Return Pearson's r (N,) between the rows of a and b, both (N, D); 0 for a constant row. A
-    mean over rows is a sum over samples, so it can be a training loss."""
+    """Return Pearson's r (N,) between the rows of a and b, both (N, D); 0 for a constant row. Each
+    row has a value, so that the mean over rows can be a training loss."""
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     # The epsilon is inside the root: the gradient of a constant row is finite.
     return (a * b).mean(1) / ((a.square().mean(1) + VARIANCE_EPS)
@@ -374,8 +374,9 @@ def correlation_sums(p, y, prefix=""):
 
 
 def correlations(sums, prefix=""):
-    """Return Pearson's r (D,) of each target over all rows, NaN if one side is constant. sums:
-    {prefix + name: (D,)}, the result of correlation_sums(), added over batches."""
+    """Return Pearson's r (D,) between predictions and targets over all rows, per dimension; NaN if
+    either is constant. sums: {prefix + name: (D,)}, the result of correlation_sums(), added over
+    batches."""
     p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))
     var_p = pp - p.square() / n
     var_y = yy - y.square() / n
@@ -402,8 +403,9 @@ def evaluate_rows(model, arrays, rows=1024):
     """Return (metrics, correlations (D,) or `None`, outputs) of a MultimodalAutoencoder on all rows
     of `arrays`, numpy arrays in the order of its forward(), in batches of `rows`.
 
-    metrics: {name: number}. outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the
-    bottleneck and, if the model has a target, its prediction in the units of the original array.
+    metrics: {name: number}. correlations: per dimension of the target, `None` without a target.
+    outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
+    model has a target, the prediction of it in the units of the original array.
     """
     total = 0.0
     latents = []
@@ -428,9 +430,9 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def evaluate_ridge(model, arrays):
-    """Return the correlations (D,), on the rows of `arrays` (see open_features), of the baseline:
-    ridge regression with the delays of a model, fitted on the training rows of the model's
-    data_dir."""
+    """Return the correlations (D,) between the target and the prediction of the baseline, on
+    `arrays` from open_features(). The baseline is a ridge regression with the delays of `model`, a
+    MultimodalAutoencoder, fitted to the training rows of the data_dir of the model."""
     weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = design(arrays, model.spec)
     p = torch.from_numpy(x.reshape(len(x), -1)) @ weight.T.double() + bias

@@ -32,7 +32,7 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 def packed_layout(idx, chat):
     """Return {"mask", "positions", "previous"}, arguments of GPT.trunk, for rows idx (B, T) of
-    several conversations, such that each is computed as if alone. chat (B, T): the number, within
+    several conversations, so that no conversation affects another. chat (B, T): the number, within
     the row, of a token's conversation."""
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
@@ -55,9 +55,10 @@ class ChatGPT(GPT):
     row_tokens = 1
 
     def compute_loss(self, idx, targets, chat=None):
-        """Return (mean loss, sums {name: 0-dim tensor}) of rows of conversations: idx, targets,
-        chat are the tokens, mask (1: a token to learn) and number of the conversation, (B, T + 1)
-        each; without `chat`, of text idx, targets (B, T), as GPT does."""
+        """Return (mean loss, sums {name: 0-dim tensor}). With `chat`: of rows of conversations,
+        (B, T + 1) each: token ids idx, a mask `targets` (1: a token to learn), and the number
+        `chat` of the token's conversation; in eval mode with the sums of count_exact(). Without: of
+        text idx, targets (B, T), as GPT does."""
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -113,9 +114,9 @@ class FromChatKeys:
 
 def read_rows_meta(config, model, command, **types):
     """Return (Meta, tokenizer, Data.spec) of config.data_dir, a folder of rows of tokens that
-    data.prepare.`command` wrote for --model `model`. types: {key: type} of more keys that meta.json
-    must have, see data.meta.read_meta_for. Raises DataError, also for rows that are longer than
-    config.block_size."""
+    data.prepare.`command` wrote for --model `model`. types: {key: type} of additional keys that
+    meta.json must have, see data.meta.read_meta_for. Raises DataError, also for rows that are
+    longer than config.block_size."""
     folder = config.data_dir
     meta = read_meta_for(
         model, folder, f"prepare some: python -m data.prepare.{command} FILE... --out {folder}",

@@ -63,10 +63,11 @@ class HasTeachers(weights.HoldsFrozen):
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return two sums (2,) float32 over tokens with weights (B, T): of the KL divergence
-        between the teachers and this model, in nats, and of the teachers' cross-entropy, both at
-        the softmax temperature. x (B, T, C): normalised states of this model; states: a list of
-        those of each teacher; targets (B, T) int64, -1: not counted."""
+        """Return two sums (2,) float32 over tokens with weights (B, T), in nats, at the softmax
+        temperature: of the KL divergence between the teachers and this model, see `reverse`, and of
+        the teachers' cross-entropy. x (B, T, C): normalised states of this model; states: a list of
+        normalised states, one (B, T, C') per teacher; targets (B, T) int64, -1: not counted in the
+        cross-entropy."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
@@ -76,8 +77,9 @@ class HasTeachers(weights.HoldsFrozen):
 
     def divergence(self, temperature, x, targets, weights, *states):
         """Return two sums (2,) float32 over tokens with weights (N,), in nats: of KL(teachers,
-        student), or the reverse, and of the teachers' cross-entropy. x (N, C): normalised states of
-        the student; targets (N,) int64; states: those of each teacher, (N, C')."""
+        student), or KL(student, teachers) if self.reverse, and of the teachers' cross-entropy. x
+        (N, C): normalised states of the student; targets (N,) int64, -1: not counted in the
+        cross-entropy; states: normalised states (N, C') per teacher."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
@@ -104,6 +106,7 @@ class Student(HasTeachers, GPT):
 
     @property
     def temperature(self):
+        """The softmax temperature: distill_temperature in training, 1 in evaluations."""
         return self.keys.distill_temperature if self.training else 1.0
 
     def compute_loss(self, idx, targets):
@@ -131,8 +134,9 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     """A chat model that answers prompts and is trained on the teachers' distribution at each token
     of its answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
 
-    Its loss is the divergence in nats per token; its numbers are the "length" of answers and
-    "exact", the share that equals the reference answer. Evaluations have greedy answers.
+    The loss is KL(student, teachers) in nats per token; the numbers are the "length" of answers and
+    "exact", the share of answers equal to the reference answer. In training, answers are sampled;
+    in evaluations, greedy.
     """
     reverse = True
 

@@ -282,19 +282,22 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
         """Return (mean loss, sums {name: 0-dim tensor}) of idx, targets (B, T), or without targets
-        logits (B, T or 1 if last_only, vocab_size). cache: a KVCache of earlier tokens, updated."""
+        logits (B, T or 1 if last_only, vocab_size). others: more tensors of a batch, in subclasses.
+        cache: a KVCache of earlier tokens, updated."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, sums) of idx, targets (B, T), see score(). Types override it."""
+        """Return (mean loss, sums {name: 0-dim tensor}) of idx, targets (B, T), as score() does.
+        Subclasses override it."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, sums) of targets (B, T), -1: not counted, from normalised
-        states x (B, T, C). sums: "count"; in eval mode "bytes" of text, 0 without a tokenizer."""
+        """Return (mean cross-entropy, sums {name: 0-dim tensor}) of targets (B, T), -1: not
+        counted, from normalised states x (B, T, C). sums: "count", the number of counted targets;
+        in eval mode also "bytes", the bytes of text of these targets, 0 without a tokenizer."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
@@ -303,8 +306,10 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, it sets
-        the rest; or mask: see Attention; positions, previous tokens (-1: none), (B, T) each."""
+        """Return the states (B, T, C) of token ids idx (B, T) after the final norm. cache: a
+        KVCache, updated, which provides positions and previous tokens. Without a cache: mask, as
+        for Attention.forward; positions (B, T), default: from 0; previous (B, T): the token before
+        each, -1: none, default: from idx. Raises ValueError if T exceeds block_size."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -339,7 +344,9 @@ class GPT(nn.Module):
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: mean} of sums with "loss", "count"; of an evaluation also "ppl", "bpb"."""
+        """Return {name: mean} of `sums` {name: tensor} over all batches, without "loss" and
+        "count"; of an evaluation also "ppl" (perplexity) and "bpb" (bits per byte of text), `None`
+        if undefined."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))

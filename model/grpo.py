@@ -76,11 +76,12 @@ class Keys(chat.FromChatKeys):
 
 class AnsweringGPT(chat.ChatGPT):
     """Base class of a chat model that is trained on the answers that it generates: forward(prompts,
-    lengths, row_numbers, sample_numbers): (B, P) ids, right-padded, and three times (B,);
-    evaluations have no sample_numbers.
+    lengths, row_numbers, sample_numbers), where prompts (B, P) are ids, right-padded to lengths
+    (B,); row_numbers (B,) identify the rows of the data; sample_numbers (B,), in training only,
+    determine the sampled answers.
 
-    Its sums are of B "prompts", its numbers means over them. keys: the configuration;
-    reward_function: the RewardFunction.
+    The sums are over prompts, sums["prompts"] is the number of prompts, and numbers() returns means
+    per prompt. The caller sets keys, a TrainConfig, and reward_function, a RewardFunction.
     """
 
     def numbers(self, sums):
@@ -90,8 +91,8 @@ class AnsweringGPT(chat.ChatGPT):
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
         """Return the result of generate_answers(), sampled at temperature 1 with a seed per prompt,
-        a function of the run's seed and sample_numbers (B,). For a training step: without dropout,
-        and the model is in training mode afterwards."""
+        a function of the run's seed and of sample_numbers (B,), a tensor. For a training step:
+        without dropout, and the model is in training mode afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -117,9 +118,9 @@ class AnsweringGPT(chat.ChatGPT):
                 for ids in answers]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return [tokens (n, T, 5), weights (n, T)] of collate_rows() for K answers per prompt: a
-        list of B K lists of ids. prompts (B, P): ids, right-padded to lengths (B,); weights (B, K):
-        of the answers."""
+        """Return [tokens (n, T, 5), weights (n, T)], rows of prompts and answers as from
+        collate_rows(). prompts (B, P): ids, right-padded to lengths (B,); answers: a list of B K
+        lists of ids, K per prompt and next to each other; weights (B, K): one per answer."""
         rows, K = [], weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
         limit = min(block.attn.window or self.keys.block_size for block in self.h)
@@ -152,7 +153,7 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     def policy_loss(self, tokens, weights, count):
         """Return the loss -sum(weights * ratio) / count, whose gradient is the policy gradient.
         tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights; count:
-        0-dim tensor."""
+        0-dim tensor, the divisor; ratio: 1, with the gradient of the targets' log probabilities."""
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)
@@ -275,7 +276,8 @@ class RewardFunction:
 
     ends: ids of end tokens, which are removed from the answer. function(question, answer, row) ->
     number: reward() of the file at `path`; default: 1.0 for an exact match, else 0.0. The caller
-    sets `lines` to the lines of SPLIT_rows.jsonl. Raises UserError for errors in `function`.
+    sets `lines`: per row number, the line of SPLIT_rows.jsonl. Raises UserError for errors in
+    `function`.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -363,8 +365,9 @@ def read_lines(path, needs_answers):
 
 def open_prompts(config, ranks, needs_answers):
     """Return the Data of config.data_dir, a folder of prompts that data.prepare.prompts wrote, with
-    PromptLoaders; its reward_function is exact match. Raises DataError, also if prompts and answers
-    exceed block_size, and with `needs_answers` if a row has no reference answer."""
+    PromptLoaders and the attribute reward_function, a RewardFunction for exact matches. Raises
+    DataError, also if prompts and answers exceed block_size, and with `needs_answers` if a row has
+    no reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size

@@ -59,9 +59,10 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Load the checkpoint config.backbone; return (`config` with its shape, {name: tensor}).
-    Weights that are not of type `dtype` are converted to float32. Raises CheckpointError if the
-    backbone is not the one in data.spec."""
+    """Load the weights of the checkpoint config.backbone; return (`config`, a TrainConfig, with the
+    backbone's shape; {name: tensor}). Weights that are not of type `dtype` are converted to
+    float32. Raises CheckpointError, also if the SHA-256 of the weights is not
+    data.spec["backbone"]."""
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:

@@ -253,9 +253,9 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """Base class of a Block with a router. compute(x, *context) of a subclass returns (x, (logits
-    (B, T, n), chosen (B, T, k))); forward() returns x and stores the pair as the attribute
-    `routed`."""
+    """Base class of a Block with a router, which chooses k of n groups (experts) per token.
+    compute(x, *context) of a subclass returns (x, (logits (B, T, n), chosen (B, T, k))); forward()
+    returns x and stores the pair as the attribute `routed`."""
     compiles_decoding = False
 
     def forward(self, x, *context):
@@ -266,6 +266,7 @@ class RoutedBlock(Block):
 
 
 class MoEBlock(RoutedBlock):
+    """A Block whose feed-forward layer is a mixture of Experts."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer, mlp=Experts)
@@ -329,8 +330,8 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token; of n groups (experts), those of the k of a token
-        count."""
+        """Return the training FLOPs per token. Of the groups (experts), only the k that a token
+        uses are counted."""
         router = next(m for m in self.modules() if isinstance(m, Router))
         grouped = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
         # As in GPT: 2 per weight forward, and 4 backward unless the model is frozen.
@@ -340,6 +341,8 @@ class RoutedGPT(GPT):
 
 
 class MoE(RoutedGPT):
+    """A GPT with routed experts; with balance_rate, after_step() adapts the router biases to the
+    load."""
     block_class = MoEBlock
 
     def after_step(self, it, sums):

@@ -51,11 +51,12 @@ REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, prog
 
 @dataclass
 class Start:
-    """Where a run starts, the result of find_start().
+    """Where a run starts: the result of find_start().
 
-    kind: "scratch", "resume" or "init_from". path, state: file and dict of the checkpoint; on ranks
-    other than 0 the tensors have no values. shards: of a sharded checkpoint, from which each rank
-    reads the values. shape: {key: value} of the configuration that the run inherits from the
+    kind: "scratch", "resume" (continue a run) or "init_from" (a new run with given weights). path,
+    state: path and content, a dict, of the checkpoint; on ranks other than 0, tensors have no
+    values. shards: a Shards, from which each rank reads the values of a sharded checkpoint;
+    otherwise `None`. shape: {key: value} of the configuration that the run inherits from the
     weights.
     """
     kind: str = "scratch"
@@ -126,9 +127,9 @@ def find_start(folder, config, ranks, log):
 
 
 def find_damage(start, ranks):
-    """Verify the files of the sharded checkpoint of `start` (a Start) by their digests; the ranks
-    share the work, and all must call. Return a message about the first problem, on all ranks, or
-    `None`, also for other checkpoints."""
+    """Return a message about a damaged or missing file of a sharded checkpoint (the digests are
+    verified), equal on all ranks, or `None` if there is none. start: a Start with the checkpoint;
+    for a checkpoint in one file the result is `None`. The ranks share the work; all must call."""
     problem = None
     try:
         if start.shards:  # with as many ranks as at the save, those that it reads
@@ -140,10 +141,11 @@ def find_damage(start, ranks):
 
 
 def find_checkpoint(config, log, damaged=()):
-    """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a file)
-    selects, state and shards as by open_checkpoint(); state `None`: start from scratch. `never`
-    moves the files of an earlier run. damaged: {path: problem} of checkpoints not to use. Rank 0
-    only. Raises CheckpointError."""
+    """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a path)
+    selects, state and shards as by open_checkpoint(); state `None`: start from scratch. After a
+    restart by torchrun, the newest checkpoint in out_dir is preferred for every --resume. `never`
+    moves the files of an earlier run to a subfolder. damaged: {path: problem} of checkpoints not to
+    use. Rank 0 only. Raises CheckpointError."""
     folder = config.out_dir
     job, restarted = restarted_job(folder)
     state = None
@@ -175,9 +177,9 @@ def find_checkpoint(config, log, damaged=()):
 
 
 def inherited_shape(config):
-    """Return ({key: value} that a new run of `config` inherits from the weights that it starts
-    from, path of the weights), or ({}, `None`) without such weights. No run is started. Raises
-    CheckpointError."""
+    """Return ({key: value}, path): the keys of the model's shape that a new run of `config`
+    inherits from the weights that it starts from, and the path of the weights; ({}, `None`) if it
+    starts from none. Reads the file, but starts no run. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_shape(config, weights.load.read_weights(path), path), path
@@ -202,10 +204,10 @@ def load_best(model, folder, ranks):
 
 
 def load_weights(model, start, config, spec, ranks, log):
-    """Initialise `model` in place with the weights of `start` (a Start), a checkpoint of a
-    different run. Return whether it has all tensors of `model`. spec: Data.spec, e.g. the tokenizer
-    must be equal; log(text): for tensors that are not used. All ranks must call. Raises
-    CheckpointError on all ranks."""
+    """Copy the weights in the checkpoint of `start` (a Start), written by a different run, into
+    `model`. Return whether the checkpoint has all tensors of `model`; missing ones keep their
+    values. config: TrainConfig, spec: Data.spec, both of the new run: e.g. the tokenizer must be
+    equal. log(text): for messages. All ranks must call. Raises CheckpointError on all ranks."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -248,8 +250,8 @@ def check_fits(start, config, data, model, ranks):
 
 
 def find_changes(state, config, data):
-    """Return {name: (old value, new value)} of all differences between the run of a checkpoint,
-    `state` (its dict), and this one: keys of the configuration that affect the results, "data"
+    """Return {name: (old value, new value)} of all differences between this run and that of a
+    checkpoint, `state` (a dict): keys of the configuration that affect the results, "data"
     (fingerprint of the training data), entries of Data.spec."""
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
@@ -263,8 +265,8 @@ def find_changes(state, config, data):
 
 
 def nearly_equal(a, b):
-    """Return whether two values are equal, floats, also in lists and tuples, within 5% (or 0.01):
-    statistics of the data differ a little between precisions."""
+    """Return whether `a` and `b` are equal, where floats, also in lists and tuples, may differ by
+    5% or by 0.01: statistics of the data differ a little between precisions."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -276,12 +278,12 @@ def nearly_equal(a, b):
 # from a run to a checkpoint
 
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
-    """Return the dict of a checkpoint: nanoGPT's keys, the state_dict of every part {name: object
-    with state_dict(), "progress" among them}, and facts that a resume compares. All ranks must
-    call.
+    """Return the content of a checkpoint, a dict: nanoGPT's keys, the state_dict() of each object
+    in `parts` {name: object}, and facts that a resume compares, e.g. a fingerprint of the data.
+    data: the run's Data; parts["progress"] is a Progress. All ranks must call.
 
-    Tensors share memory with the model. For a checkpoint in one file, tensors of a sharded model
-    are copies on rank 0, and `None` on other ranks.
+    Tensors share memory with model and optimizer. For a checkpoint in one file, tensors of a
+    sharded model are copies on rank 0, and `None` on other ranks.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
@@ -359,9 +361,9 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
 
 def own_parts(state, ranks):
-    """Return {dotted name: [offsets in the whole tensor, tensor]} of the parts of the tensors in a
-    nested `state` that this rank saves: its shards, with hybrid sharding in the first replica only;
-    rank 0 saves whole tensors."""
+    """Return {dotted name: [offsets in the whole tensor, tensor]} of the tensors in a nested
+    `state` that this rank saves: the local shards, with hybrid sharding only in the first replica;
+    tensors that are not sharded only on rank 0."""
     parts = {}
     for name, tensor in named_tensors(state):
         row, is_first = locate_shard(tensor, ranks)
@@ -388,8 +390,9 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 
 def make_savable(model):
-    """Make expanded buffers of `model` contiguous, because a checkpoint cannot have them. Raise
-    SetupError for the first tensor in its state with a dtype that a checkpoint cannot have."""
+    """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
+    tensors. Raise SetupError if a tensor in the state dict of `model` has a dtype that a checkpoint
+    cannot have."""
     for name, tensor in model.state_dict().items():
         if tensor.dtype not in SAFETENSORS_DTYPES.values():
             raise SetupError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, which a "
@@ -434,10 +437,10 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def select_optimizer_state(optimizer, entries, config, warn):
-    """Return those of `entries`, the optimizer state of a checkpoint {parameter name: {key:
-    value}}, with the same keys as the state of `optimizer`, which must exist (create_state). If
-    others exist, or are missing, this calls warn(text) if config.allow_change is set, and otherwise
-    raises CheckpointError."""
+    """Return the part of `entries`, the optimizer state of a checkpoint {parameter name: {key:
+    value}}, that fits: entries with the same keys as the state of `optimizer`, which must exist
+    (create_state); the moving average "ema" only if config.ema is set. If an entry does not fit or
+    is missing, call warn(text) if config.allow_change is set, otherwise raise CheckpointError."""
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
               for name, entry in entries.items()
@@ -472,10 +475,10 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
 
 
 def fill(own, state, ranks, shards=None, prefix=""):
-    """Copy the tensors in the nested `state`, with values on rank 0, to those of the same names in
-    `own`, which may be sharded, in place and one at a time. shards: a Shards, in which the names
-    start with `prefix`; each rank then reads the rows that it needs instead. All ranks must call.
-    """
+    """Copy each tensor in the nested `state` into the tensor of equal name in the nested `own`, in
+    place, one at a time. Tensors in `own` may be sharded. Rank 0 sends the values to all ranks; or,
+    if `shards` (a Shards) is given, each rank reads the rows that it needs from the files, where
+    names start with `prefix`. All ranks must call."""
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
         if shards:

@@ -101,9 +101,10 @@ def read_yaml(path, problems, groups=()):
 
 def read_with_bases(path, problems, parents=()):
     """Return the settings [(key, raw value, "path:line")] in the YAML file at `path`, after those
-    of its `base:` file (a path relative to this file). In a run's training_args.json, `arguments`
-    are the settings. Messages are appended to the list `problems`. parents: the files that led to
-    this one."""
+    of the file that the key `base` names (a path relative to this file), if any. In a run's
+    training_args.json, `arguments` are the settings. Messages about problems are appended to the
+    list `problems`. parents: absolute paths of the files whose `base` led here, to detect a circle.
+    """
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
         return []
@@ -150,8 +151,9 @@ def parse_options(argv, problems):
 # from settings to keys
 
 class Aliases:
-    """The tables in train/aliases.yaml as attributes: names, words, switches, per_epoch, models,
-    hints. The file is read when the first one is needed."""
+    """The tables in train/aliases.yaml, which translate names and values of other trainers, as
+    attributes: names, words, switches, per_epoch, models, hints. The file is read when the first
+    one is needed."""
 
     def __getattr__(self, name):
         path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
@@ -177,11 +179,12 @@ def remove_groups(dotted):
 
 
 def translate(name, raw, known, by_epochs=False):
-    """Return {our key: raw value} of the setting `name` with the value `raw`, in the words of other
-    trainers (train/aliases.yaml); {} if it has no effect. A name without a translation is returned
-    as it is. known: {key: field} of the configuration class.
+    """Return {key: raw value} of the setting `name` of another trainer with the value `raw`,
+    translated by train/aliases.yaml; {} if it has no effect. A name without a translation is
+    returned unchanged. known: {key: field} of the configuration class.
 
-    by_epochs: whether the length of the run is given in epochs (save_every).
+    by_epochs: whether the length of the run is set in epochs; save_every and eval_every then are
+    too.
     """
     target = name if name in known else ALIASES.names.get(name, name)
     if by_epochs and name in ALIASES.per_epoch:
@@ -203,8 +206,9 @@ def translate(name, raw, known, by_epochs=False):
 
 
 def fill(template, raw):
-    """Return an entry of train/aliases.yaml with a value: "$" is replaced by `raw`, "$1" and "$2"
-    by the two items in it; in a dict, each value is replaced."""
+    """Return `template`, a value in train/aliases.yaml, with a setting inserted: "$" is replaced by
+    `raw`, "$1" and "$2" by the first and second of two items in it, e.g. of "0.9, 0.95" (by the
+    list of items if there are not two). In a dict, each value is replaced."""
     if isinstance(template, dict):
         return {name: fill(value, raw) for name, value in template.items()}
     items = re.findall(r"[\w.+-]+", str(raw)) if template != "$" else []
@@ -213,13 +217,14 @@ def fill(template, raw):
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
-    settings take precedence; a second one in the same file is appended to `problems`. Aliases are
-    replaced by the keys in `known` {key: field}, and " as ALIAS" is appended to `where`. Aliases
-    without effect remain, with the value IGNORED; unknown names remain too."""
+    settings take precedence (a length in steps also over one in epochs); if one file sets a key
+    twice, a message is appended to `problems`. Aliases are replaced by the keys in `known` {key:
+    field}, and " as ALIAS" is appended to `where`. Aliases without effect remain, with the value
+    IGNORED; unknown names remain too."""
     def place(setting):
-        """Return the sort key of a setting: the number of its file, then -1 for a switch that is
-        on (the file's other settings replace its keys), 1 for one that is off (it replaces theirs)
-        and 0 for all others."""
+        """Return the sort key of a setting: the number of the file, then -1 for a switch (an alias,
+        e.g. amp) that is on, 0 for other settings, and 1 for a switch that is off: other settings
+        in the file override the former and are overridden by the latter."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed
@@ -278,10 +283,11 @@ def is_set_twice(key, first, where, known):
 
 
 def read_settings(path, overrides, problems):
-    """Return (configuration class, {key: (raw value, where it is set)}) of the file at `path`, or
-    of `config` in `overrides`, of the file `best_config`, and of `overrides` (arguments, or a
-    dict). Later ones take precedence. Values are not parsed yet. Problems are appended to the list
-    `problems`."""
+    """Return (configuration class, {key: (raw value, where it is set)}) of these sources, of which
+    later ones take precedence: the YAML file at `path` (replaced by the key `config` in
+    `overrides`), the file that the key `best_config` in `overrides` names, and `overrides`
+    (command-line arguments, or a dict). Values are not parsed yet. Messages are appended to the
+    list `problems`."""
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
@@ -305,7 +311,8 @@ def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
     """Return the configuration of a run: defaults, then the file at `path` (with the base files;
     --config in `overrides` replaces it), then `overrides` (command-line arguments, or a dict of
-    Python values). Its `origins` are {key: where it is set}. ConfigError lists all problems."""
+    Python values). The attribute `origins` is {key: where it is set}. ConfigError lists all
+    problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = fields_by_name(cls)
@@ -333,8 +340,9 @@ def load_config(path: str | os.PathLike | None = None,
 
 
 def describe_unknown(name, known, n_problems):
-    """Return the message about a setting whose name is no key: what to use instead. known: {key:
-    field}; n_problems: so far, after MAX_HINTS of them no similar key is searched."""
+    """Return an error message, with a suggestion, about a setting whose name is no key. known:
+    {key: field}; n_problems: number of problems so far, after MAX_HINTS no similar key is searched.
+    """
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:

@@ -51,9 +51,9 @@ class Data:
     """The data of a run.
 
     train, val: loaders, or torch Datasets for train(data=...); val `None`: no evaluation. spec:
-    what the model must know about the data (vocabulary, tokenizer, classes, sizes), plain Python
-    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run. use: in
-    place of the model type's USE, the command that uses the result.
+    facts about the data that the model needs (vocabulary, tokenizer, classes, sizes), plain Python
+    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run. use: the
+    command that uses the trained model, printed at the end of the run ("": the model type's USE).
     """
     train: object
     val: object = None
@@ -103,9 +103,9 @@ def permute(p, n, keys):
 
 
 def shuffled(g, n, seed):
-    """Return (epoch, number in 0..n-1) of the samples g of a run over n samples, which are in a
-    different order in each epoch. g: (m,) int64, ascending, m > 0 -> (m,) uint64 each; the epochs
-    are (1,) if all are equal."""
+    """Return (epoch, index in 0..n-1) of the samples numbered g, counted over the whole run, in a
+    dataset of n samples. Each epoch has a different order. g: (m,) int64, ascending, m > 0 -> (m,)
+    uint64 each; the epochs are (1,) if all are equal."""
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
     if epoch[0] == epoch[-1]:
         epoch = epoch[:1]  # the usual case: all samples use the same keys
@@ -122,8 +122,8 @@ def count_windows(n_tokens, block_size):
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Return the index of the first token of samples g, windows of a stream of n_tokens. g: (m,)
-    int64, ascending -> (m,) int64.
+    """Return the index of the first token of the samples numbered g, counted over the whole run:
+    shuffled windows of a stream of n_tokens. g: (m,) int64, ascending -> (m,) int64.
 
     The windows of an epoch are adjacent and do not overlap. The first one starts at a random
     offset, the phase of the epoch, so that different epochs cut the stream at different tokens.
@@ -156,10 +156,10 @@ class Loader:
     returns one.
 
     samples: number per epoch. val_samples: number of validation samples, which do not overlap.
-    batch_size: of this rank's batches. val_batch_size: of validation batches, the same at any world
-    size. A subclass has read(g) -> arrays of samples g (m,) int64, ascending; tensors(arrays,
-    device) -> a batch; describe(g) -> where the samples are; identity() -> plain types;
-    fixed_batch(index, count, device) -> a validation batch.
+    batch_size: of this rank's batches. val_batch_size: of validation batches, equal at any world
+    size. A subclass has read(g) -> arrays of the samples numbered g (m,) int64, ascending;
+    tensors(arrays, device) -> a batch; describe(g) -> a text, where the samples are; identity() ->
+    plain types that identify the data; fixed_batch(index, count, device) -> a validation batch.
     """
     calls_per_chunk = 1  # batches that are read at once
 
@@ -190,8 +190,9 @@ class Loader:
         return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
-        """Read the batches from `step` on into self.chunk: many at once if steps are consecutive,
-        since reading 256 windows takes little longer than reading four. DataError if step < 0."""
+        """Read the batch of `step` into self.chunk, as tensors on `device`. If the steps are
+        consecutive, read calls_per_chunk batches at once, since one large read is faster than many
+        small ones. DataError if step < 0."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         sequential = step in (self.step, self.chunk_steps.stop)
@@ -201,8 +202,8 @@ class Loader:
         self.chunk_steps, self.chunk_device = steps, device
 
     def locate(self, step):
-        """Return a text about where this rank's batch of `step` comes from, e.g. the numbers of its
-        rows."""
+        """Return a text about where this rank's batch of `step` comes from, e.g. the row numbers.
+        """
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
@@ -266,7 +267,8 @@ class DataLoader(Loader):
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
     def windows(self, g):
-        """Return the index of the first token of samples g. (m,) int64, ascending -> (m,) int64."""
+        """Return the index of the first token of the samples numbered g, counted over the whole
+        run. (m,) int64, ascending -> (m,) int64."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
     def describe(self, g):
@@ -323,7 +325,8 @@ class RowLoader(Loader):
                          config.seed, ranks.rank, ranks.world_size)
 
     def row_numbers(self, g):
-        """Return the row of each of the samples g. (m,) int64, ascending -> (m,) int64."""
+        """Return the row of the arrays for each of the samples numbered g, counted over the whole
+        run. (m,) int64, ascending -> (m,) int64."""
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
     def describe(self, g):

@@ -25,10 +25,10 @@ ON_OFF = {True: "on (the first step takes a while)", False: "off"}
 def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
-    """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps, then
-    cpu. The GPU with the index device_id (default: local_rank) becomes torch's current device.
-    local_world_size: ranks on this machine. report: print the capabilities. Raises SetupError if
-    the device is missing."""
+    """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps (for
+    one rank only), then cpu. The GPU with the index device_id (default: local_rank) becomes torch's
+    current device. local_world_size: number of ranks on this machine. report: print the
+    capabilities. Raises SetupError if the device is missing."""
     if name == "auto" and prefer_cuda and torch.cuda.is_available():
         name = "cuda"
     elif name == "auto":
@@ -77,7 +77,8 @@ def describe_device(device):
 
 def has_native_bfloat16(device):
     """Return whether the hardware of a torch.device multiplies bfloat16: from capability 8.0 on
-    CUDA (emulated and slow before), with AMX or AVX512-BF16 on x86, always on Apple's GPUs."""
+    CUDA (emulated and slow before), CPUs with AMX, AVX512-BF16 or ARM's BF16, always on Apple's
+    GPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -123,9 +124,9 @@ def peak_flops(name):
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of the GPUs of all ranks together for `dtype`; 0 if unknown, and for
-    float32 without TF32. The model FLOPs utilisation (MFU) is relative to it (PaLM,
-    arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of the GPUs of all ranks together for `dtype`; 0 if unknown, on other
+    devices than CUDA, and for float32 without TF32. The model FLOPs utilisation (MFU) is relative
+    to it (PaLM, arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
         return 0
     peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))
@@ -153,9 +154,9 @@ def compile_model(model, device):
     """Apply torch.compile in place: no wrapper, and the names in state_dict do not change. device:
     a torch.device, on which the model is.
 
-    Compiled per block on a CPU, where all blocks share the code of the first, which is much faster
-    than compiling the entire model; and with FSDP, where hooks around the blocks would break the
-    graph before each block and leave the blocks uncompiled.
+    The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled:
+    on a CPU all blocks share the code of the first, which is much faster to compile; with FSDP,
+    hooks around the blocks would break the graph before each block and leave the blocks uncompiled.
     """
     import torch._functorch.config as aot
     # In the forward pass, where Compiler can fall back to eager mode; by default it is lazy.

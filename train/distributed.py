@@ -29,9 +29,9 @@ from train.device import blocks, get_device
 
 @dataclass
 class Ranks:
-    """This process among those of a run: its rank, the number of ranks (world_size), the device
-    and, in a process group, gloo groups for collectives on the host. is_main: rank 0. Made by
-    process_group."""
+    """This process among those of a run: its rank, the number of ranks (world_size), the device,
+    ranks_per_node and, in a process group, gloo groups for collectives on the host: `control`, and
+    `saving` for background threads. is_main: whether this is rank 0. Made by process_group."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -215,9 +215,9 @@ def max_over_ranks(values, ranks):
 
 
 def gather_to_rank0(value, ranks):
-    """Return [value of each rank] on rank 0, `None` on other ranks. Values are pickled. For
-    threads: it does not raise; after a failure the result is [a text] instead. All ranks must call.
-    """
+    """Return the list of `value` of each rank on rank 0, `None` on other ranks. Values are pickled.
+    For background threads: if the collective fails, a rank returns [error message] instead of
+    raising. All ranks must call."""
     values = [value] * ranks.world_size if ranks.is_main else None
     if ranks.world_size > 1:
         try:
@@ -228,8 +228,8 @@ def gather_to_rank0(value, ranks):
 
 
 def broadcast_object(value, rank, ranks):
-    """Return the `value` that rank number `rank` has on every rank; it is pickled. All ranks must
-    call."""
+    """Return, on every rank, the object that the rank with the number `rank` passes as `value`; it
+    is pickled. All ranks must call."""
     objects = [value]
     if ranks.world_size > 1:
         dist.broadcast_object_list(objects, src=rank, group=ranks.control)
@@ -261,8 +261,8 @@ def broadcast_from_rank0(make, ranks):
 # DDP, FSDP2 and HSDP
 
 def wrap_ddp(model, ranks):
-    """Return the model, wrapped in DDP if there are several ranks. Buffers are not broadcast: any
-    change of a buffer is the same on all ranks."""
+    """Return the model, wrapped in DDP if there are several ranks. Buffers are not broadcast:
+    changes of a buffer must be the same on all ranks."""
     if ranks.world_size == 1:
         return model
     names = inspect.signature(DistributedDataParallel).parameters
@@ -272,9 +272,9 @@ def wrap_ddp(model, ranks):
 
 
 def build_mesh(ranks, replica_size):
-    """Return the DeviceMesh of a sharded model: (ranks,), or with more than one replica (replicas,
-    ranks of a replica). replica_size: ranks that hold one copy. They have consecutive numbers:
-    torchrun numbers the ranks node by node."""
+    """Return the DeviceMesh of a sharded model, of shape (ranks,) or, with more than one replica,
+    (replicas, ranks per replica). replica_size: number of ranks that hold one copy of the model.
+    Their numbers are consecutive: torchrun numbers the ranks node by node."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)
@@ -283,8 +283,8 @@ def build_mesh(ranks, replica_size):
 
 
 def describe_mesh(model, ranks):
-    """Return a text about how the ranks hold a model, e.g. "2 nodes x 8 GPUs: replicate 2 x shard
-    8"."""
+    """Return a text about the replication and sharding of a model over the ranks, e.g. "2 nodes x 8
+    GPUs: replicate 2 x shard 8"."""
     mesh = getattr(next(model.parameters()), "device_mesh", None)
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh
                  else [("replicate", ranks.world_size)])
@@ -296,13 +296,14 @@ def describe_mesh(model, ranks):
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
     """Shard a model on the meta device with FSDP2, then initialise it on ranks.device, and return
-    it. dtype: of computation, bfloat16 or other (the parameters'). replica_size: ranks that hold
-    one copy of the model (default: all).
+    it. dtype: of computation if it is bfloat16; otherwise computation has the parameters' dtype.
+    replica_size: number of ranks that hold one copy of the model (default: all).
 
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: each block is gathered just
     before it computes, all other parameters (embedding, head) with the root. Each tensor is set to
     initial(name, shape, seed), one at a time, so that no rank holds the entire model. SetupError
-    for a parameter for which initial() returns `None`.
+    for a tensor for which initial() returns `None`, for scalar parameters, and for non-persistent
+    buffers without values.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
@@ -350,9 +351,9 @@ def local(tensor):
 
 
 def locate_shard(tensor, ranks):
-    """Return (index of the first row of the whole tensor that this rank's part has, whether this is
-    the first of the ranks that hold this part). Of a tensor that is not sharded: (0, whether rank
-    0)."""
+    """Return (row, is_first): the index, in the whole tensor, of the first row of this rank's
+    shard, and whether this rank is the first of the ranks that hold this shard. For a tensor that
+    is not sharded: (0, whether this is rank 0)."""
     if not is_sharded(tensor):
         return 0, ranks.is_main
     row = 0
@@ -385,8 +386,9 @@ def assign(target, source):
 
 
 def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without the name parts of torch.compile (`_orig_mod`), and without the
-    prefix of DDP (`module.`) if all names have it: otherwise it is an attribute of the model."""
+    """Return a state dict {name: tensor} with the names of the bare model: without the parts
+    `_orig_mod` of torch.compile, and without the prefix `module.` of DDP if all names have it (with
+    some only, it is an attribute of the model)."""
     plain = {re.sub(r"(?<![^.])_orig_mod\.", "", name): t for name, t in state.items()}
     wrapped = all(name.startswith("module.") for name in plain)
     return {name.removeprefix("module.") if wrapped else name: t for name, t in plain.items()}

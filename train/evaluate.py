@@ -18,8 +18,9 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return the sums of one batch as one vector (n,), which is added and sent at once: "count"
-    (default `count`), "loss" (the mean `loss` times count), then sums {name: tensor} by name."""
+    """Return the sums over a batch as one vector (n,), so that they are added and sent at once:
+    "count" (sums["count"] or, without it, the int `count`), "loss" (the mean `loss`, 0-dim, times
+    the count), then the tensors in sums {name: tensor}, flattened, in the order of their names."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -29,8 +30,9 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Wait for the device. Return {name: float64 CPU tensor} of an addition of vectors of pack(),
-    with the shapes of `sums`, and the list of the numbers that follow in `vector`."""
+    """Return ({name: float64 CPU tensor}, list of the numbers that follow) of `vector`, which
+    starts with a vector of pack() or a sum of several. sums: {name: tensor}, as passed to pack(),
+    for the shapes. Waits for the device."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
@@ -39,8 +41,9 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number or `None`} for a log line: "loss" (`None` if no item counted) and the
-    model's numbers(sums). sums {name: tensor}: of all batches; a mean of means would be wrong."""
+    """Return {name: number or `None`} for a log line: "loss" (`None` if the count is 0) and the
+    model's numbers(sums). sums: {name: tensor}, with "loss" and "count", over all batches; a mean
+    of means would be wrong. ValueError if the model uses a reserved name."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -91,8 +94,8 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
 
 def join_numbers(numbers, more, key):
-    """Return {**numbers, **more}, the numbers of an evaluation and those that are due to the
-    configuration's key called `key`. SetupError if both have the same name."""
+    """Return {**numbers, **more}. SetupError if a name is in both. key: name of the configuration
+    key that causes the numbers in `more`, for the message."""
     if equal := numbers.keys() & more.keys():
         raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
                          "rename the file or folder with this name")

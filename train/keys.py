@@ -207,16 +207,15 @@ class GPTKeys:
 
     @property
     def context(self):
-        """Number of tokens that a model of these keys can take: block_size, or more, up to
-        MAX_CONTEXT, if the weights can (max_positions) and only the windows of this run are
-        shorter."""
+        """Maximum context length, in tokens, of a model built with these keys: block_size or, if
+        larger, max_positions (the context of the weights) up to MAX_CONTEXT, which limits memory.
+        """
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
     def full_context(self):
-        """Number of tokens that the weights can take, for exports: without the limit on memory of
-        `context`. A run with longer windows than those of its initial weights has a longer context.
-        """
+        """Context length of the weights, in tokens, for exports: the larger of block_size and
+        max_positions, without the limit MAX_CONTEXT; block_size with learned positions."""
         if self.pos == "learned":
             return self.block_size
         return max(self.block_size, self.max_positions or 0)
@@ -291,8 +290,9 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):
-        """Return {key: the "NAME" or "NAME=A|B" that it needs} of keys that the user set, or that
-        differ from the default, and that have no effect."""
+        """Return {key: condition} of the keys without effect that the user set, or that differ from
+        the default. The condition, a text, states the reason: another key must be set ("NAME") or
+        have one of the values ("NAME=A|B")."""
         defaults = type(self)()
         unused = {}
         for f in fields(self):
@@ -302,9 +302,9 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return unused
 
     def has_effect(self, f):
-        """Return whether the key of a dataclass field has an effect: whether the key NAME in its
-        metadata `needs` is set ("NAME") or has one of the values ("NAME=A|B"). True without
-        `needs`."""
+        """Return whether the key of the dataclass field `f` has an effect: `needs` in the metadata
+        names another key that must be set ("NAME") or have one of the values ("NAME=A|B"). True
+        without `needs`."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return str(value) in values.split("|") if values else value
@@ -320,8 +320,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.batch_size * self.gradient_accumulation_steps
 
     def micro_batch(self, world_size=1):
-        """Return the number of samples per micro-batch of a rank: the largest divisor of its share
-        of a step up to batch_size."""
+        """Return the number of samples per micro-batch of a rank: the largest divisor, up to
+        batch_size, of the number of samples per step of a rank."""
         share = self.samples_per_step // world_size
         return next(b for b in range(min(self.batch_size, share), 0, -1) if share % b == 0)
 
@@ -352,9 +352,9 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replica_size(world_size) > 1 and world_size > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded: checkpoint_format, or if that is auto, whether
-        the model is sharded. Then not with save_precision, which needs a file, nor with a mirror:
-        its machines may share no folder."""
+        """Return whether checkpoints are sharded, by checkpoint_format. If that is auto: whether
+        the model is sharded, except with save_precision, which needs a checkpoint in one file, or
+        with a mirror, for machines that may share no folder."""
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"

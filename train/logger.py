@@ -80,7 +80,8 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with times; show `line` and `live`, see Console.show."""
+        """Append `text` to train.log, with the time on each line. On the console, print `line`
+        (`None`: nothing) and show `live` below it (`None`: unchanged), see Console.show."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
         self.console.show(line, live)
@@ -100,7 +101,8 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a step, `record` {name: number}; those in NOT_STORED are for the console only."""
+        """Log a training step. record: {name: number}, with "iter"; max_iters and eta_s are only
+        shown on the console."""
         if self.is_main:
             self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
             line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
@@ -108,8 +110,9 @@ class Logger:
             self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
-        """Log an evaluation before step `iter`, a dict: iter, tokens, train_loss (the mean since
-        the last one), val_loss and numbers that the model defines, `None` if unknown."""
+        """Log an evaluation. record: a dict of iter (the number of the next step), tokens,
+        train_loss (the mean since the last evaluation), val_loss and numbers that the model
+        defines, `None` if unknown."""
         if self.is_main:
             self.store(record)
             line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
@@ -123,9 +126,9 @@ class Logger:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Start at iteration `iter`: remove the numbers of steps that will be repeated from
-        metrics.jsonl, and open the trackers. The file of a run without a checkpoint (iter 0) is
-        renamed to *.old.
+        """Prepare the log for a run that starts at iteration `iter`: remove the numbers of steps
+        that will be repeated from metrics.jsonl, and open the trackers. The file of a run without a
+        checkpoint (iter 0) is renamed to *.old.
 
         Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
         at `iter` precedes the step: it is kept if it is not repeated (`evaluated`).
@@ -184,8 +187,8 @@ class Logger:
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
     def close(self, status="finished"):
-        """Clear the live line, close the files and end the trackers. status, for these: finished,
-        failed or stopped (by a signal)."""
+        """Clear the live line, close the files and end the trackers. status, for the trackers:
+        finished, failed or stopped (by a signal)."""
         if self.is_main:
             self.console.show(live="")
             if self.trackers:
@@ -209,8 +212,9 @@ def to_json(value, indent=None):
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Rewrite the metrics.jsonl at `path` atomically without incomplete lines, steps from `iter` on
-    and evaluations from `iter` on (after `iter` if `evaluated`). Raises OSError."""
+    """Remove from the metrics.jsonl at `path`, atomically, incomplete lines and all lines with iter
+    >= `iter`, of steps and evaluations; if `evaluated`, the evaluation at `iter` is kept. Raises
+    OSError."""
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
@@ -272,8 +276,8 @@ def peak_memory(device):
 
 
 class Clock:
-    """Measures the time per step between two log lines, lap(), without evaluations and saves,
-    away()."""
+    """Stopwatch for the time per step between two log lines: lap() returns it. The time inside the
+    context away(), for evaluations and saves, does not count."""
     numbers = {}  # for the log line, of a subclass
 
     def __init__(self):
@@ -298,7 +302,9 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last lap, at the end of `it`; warn of slow data."""
+        """Return the mean seconds per step since the last lap, at the end of step `it`. batches: a
+        Prefetcher, of which `seconds` is set to 0; warn(text) is called if that time, spent waiting
+        for data, is a large share."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))
@@ -363,8 +369,8 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def resume_command(config, ranks):
-    """Return the command line, a text, that resumes this run, for several nodes the same one on
-    each."""
+    """Return the command line, a text, that resumes this run; with several nodes, the command for
+    each of them. config: TrainConfig; ranks: a Ranks."""
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)

@@ -46,7 +46,8 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (warm-up steps, step at which the decay ends, final rate), with defaults if unset."""
+    """Return (warm-up steps, step at which the decay ends, final learning rate) of a TrainConfig
+    `c`, with the defaults for keys that are `None`."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -58,7 +59,8 @@ class EarlyStopping:
     without an improvement by more than `min_delta`; patience 0: never.
 
     mode: "min" if the value should fall, "max" if it should rise. best_loss: the value to improve
-    on, times `sign`, so that lower is better in either mode. counter: evaluations since then.
+    on, times `sign`, so that lower is better in either mode. counter: evaluations since the last
+    improvement.
     """
     patience: int = 7
     min_delta: float = 0.0

@@ -71,8 +71,8 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 def muon_parameters(model):
     """Return the set of names of the matrices of `model` for Muon: weights of linear layers, except
-    the output layer (rows are classes) and matrices with a side below 16 (too thin to
-    orthogonalise)."""
+    the output layer (a module whose name ends in "head"; rows are classes) and matrices with a side
+    below 16 (too thin to orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
@@ -110,8 +110,8 @@ def match_lr_groups(lr_groups, names):
 
 
 def log_groups(model, groups, log):
-    """Log how many tensors of the parameter groups decay, are updated by Muon, or have each
-    learning rate, and how many of `model` are frozen. log(line) is called."""
+    """Log how many tensors in the parameter groups have weight decay, are updated by Muon, or have
+    each learning rate, and how many parameters of `model` are frozen. log(line) is called."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -201,9 +201,9 @@ def update_matrices(group, state):
 
 
 def orthogonalize_together(matrices):
-    """Return [orthogonalize(matrix)] of N replicated matrices of equal (or transposed) shape, the
-    same bits on all ranks, which must all call. Each rank computes ceil(N / ranks) matrices and
-    sends the results."""
+    """Return the list [orthogonalize(matrix)] for N matrices of equal (or transposed) shape that
+    every rank holds. Each rank computes ceil(N / ranks) of them and sends the results, so that all
+    ranks have the same bits. All ranks must call."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
@@ -242,7 +242,8 @@ def orthogonalize_shards(parts, param):
 
 
 def wide(x):
-    """Return x (..., rows, columns), transposed if it has more rows than columns."""
+    """Return x (..., rows, columns), with rows and columns transposed if there are more rows than
+    columns."""
     return x.mT if x.size(-2) > x.size(-1) else x
 
 

@@ -154,11 +154,11 @@ def describe_non_finite(it, loss, norm, lr, source, path):
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     """Return the action, "update", "skip" or "stop", for a step whose loss is a spike, or whose
     loss or gradient norm is not finite. Updates the counters in `progress` (a Progress); after many
-    spikes in a row, clears the losses in `spikes` (a SpikeDetector). on_spike: "skip", or "warn" to
-    update.
+    spikes in a row, clears the losses in `spikes` (a SpikeDetector). on_spike: action after a
+    spike, "skip", or "warn" to update.
 
-    scaled: with a loss scale (float16) some gradients overflow: the step is skipped, and the scale
-    decreases. Other non-finite values stop the run.
+    scaled: whether the loss is scaled (float16). Some gradients then overflow: the step is skipped,
+    and the scale decreases. Other non-finite values, and too many overflows in a row, stop the run.
     """
     p = progress
     if not (math.isfinite(loss) and math.isfinite(norm)):

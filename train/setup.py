@@ -105,8 +105,8 @@ class Run:
 
     def open_data(self, data=None):
         """Set self.data, the given Data or that of data_dir; convert epochs in self.config to
-        steps; set the number of micro-batches, items and tokens per step. Raises DataError,
-        SetupError."""
+        steps; set n_micro (micro-batches per step of this rank), full_count (items per micro-batch)
+        and units_per_step (tokens or rows, over all ranks). Raises DataError, SetupError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         settings = needing_evaluations(self.config)
@@ -161,9 +161,9 @@ class Run:
                                  c.batch_size)
 
     def build_model(self, model=None):
-        """Return the bare model (without DDP) on the device: `model`, or the model file's. A
-        sharded model is built on the meta device, sharded and then filled, so that no rank holds
-        all weights."""
+        """Return the bare model (without DDP) on the device: `model`, or the one that the model
+        type builds. A sharded model is built on the meta device, sharded and then filled, so that
+        no rank holds all weights."""
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -246,7 +246,7 @@ class Run:
         stack.callback(self.batches.close)
 
     def finish_saves(self, kind, error, trace):
-        """Wait for the save in progress and, except after a crash, for its copy in the mirror. An
+        """Wait for the save in progress and, except after a crash, for the copy in the mirror. An
         exit function of an ExitStack: kind, error, trace as for __exit__; a crash is any other
         exception than a UserError."""
         self.folder.wait()
@@ -261,7 +261,8 @@ class Run:
                     early_stopping=self.stopping, spikes=self.spikes)
 
     def restore(self, start):
-        """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). Raises
+        """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). The scale of
+        the plateau schedule and the best metric are reset if they do not apply to this run. Raises
         CheckpointError."""
         p = self.progress
         c = self.config
@@ -323,7 +324,7 @@ class Run:
 
     def is_numbered(self):
         """Return whether a checkpoint saved now is also kept as ckpt_NNNNNNN.pt: with save_epochs
-        at the end of each such period, otherwise always if keep_last is above 0."""
+        at each multiple of save_epochs, otherwise always if keep_last is above 0."""
         c = self.config
         return c.keep_last > 0 if c.save_epochs is None else self.completes(epochs=c.save_epochs)
 
@@ -358,8 +359,8 @@ class Run:
     @contextlib.contextmanager
     def eval_mode(self):
         """Context in which the model is in eval mode; on a CPU also not compiled, since compiling a
-        second variant of the model for evaluations would cost more than it saves. Train mode
-        follows."""
+        second variant of the model for evaluations would cost more than it saves. On exit the model
+        is in train mode."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():

@@ -91,8 +91,8 @@ class ModelHooks:
         return None
 
     def adopt(self, weights):
-        """Return the weights {name: tensor} of a different model (init_from) with the names and
-        shapes of this model. Called on rank 0. Default: unchanged."""
+        """Convert `weights` {name: tensor} of a different model (init_from), and return them with
+        the names and shapes of this model. Called on rank 0. Default: unchanged."""
         return weights
 
     def before_step(self, it):
@@ -124,18 +124,18 @@ class LoaderHooks:
         return f"batch {step}"
 
     def source_of(self, index, count):
-        """Return the name of the source, in a mixture, of validation batch `index` of `count`.
-        Default: "", there is only one source."""
+        """Return the name of the source, e.g. a folder of a mixture, from which validation batch
+        `index` of `count` is read. Default: "", there is only one source."""
         return ""
 
     def merge(self, sums_by_source):
-        """Return the sums over all sources, weighted by their shares, {name: tensor}, from {source:
-        {name: tensor}}. Default: those of the only source, ""."""
+        """Return the sums {name: tensor} over all sources, weighted by the shares of the sources.
+        sums_by_source: {source: {name: tensor}}. Default: the sums of the only source, ""."""
         return sums_by_source[""]
 
     def passes(self, samples):
-        """Return log lines about how often `samples` samples, of a whole run, use each source.
-        Default: no lines."""
+        """Return log lines, one per source, with the number of epochs of the source in a run of
+        `samples` samples. Default: no lines."""
         return ()
 
 

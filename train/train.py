@@ -102,8 +102,9 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: default, the schedule's. Return
-    the mean loss, or `None` if a signal arrived before the last micro-batch: nothing is applied."""
+    """Do one optimizer step on the global batch, on all ranks. lr: learning rate (default: by the
+    schedule). Return the mean loss, or `None` if a signal arrived before the last micro-batch: the
+    gradients are then discarded."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -179,7 +180,8 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, step, rank): a resumed run has the same dropout masks."""
+    """Seed torch's generators, on the CPU and the device, by (seed, it, rank), where `it` is the
+    step: a resumed run has equal dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -225,7 +227,9 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Count the step's loss for the next evaluation line; every log_interval steps, log it."""
+    """Log a step every log_interval steps, and the last one; add the loss to the mean for the next
+    evaluation line. A step with a float16 overflow is ignored. sums: {name: tensor}, over all
+    ranks."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -312,9 +316,8 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Return whether a signal requests the end of an evaluation. Called before each of its rounds,
-    one batch per rank: shows `done` of `total` batches on the console, and restarts the time limit.
-    """
+    """Return whether a signal requests the end of an evaluation. Called before each round, one
+    batch per rank: shows `done` of `total` batches on the console, and restarts the time limit."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)

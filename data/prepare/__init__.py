@@ -58,7 +58,8 @@ class Options(FolderOptions):
 
 def choose_tokenizer(o):
     """Return the tokenizer that o.tokenizer names, or `None` if it is made from the text (char,
-    bpe). o: Options. Raises UserError if it cannot be read or does not agree with o.vocab_size."""
+    bpe). o: Options. Raises UserError if it cannot be read, or unless o.vocab_size is set for bpe
+    and only for bpe."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -109,8 +110,8 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
 def report_text(out, splits):
     """Print the numbers of `splits`, {"train": {"tokens": n, ...}, ...}, and the command that
-    trains on the folder `out`: with the production configuration if there is a GPU and at least 100
-    million tokens, else that of the first run."""
+    trains on the folder `out`: with train/config.yaml if there is a GPU and at least 100 million
+    tokens, else with train/config_quick.yaml."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     report(out, splits,
            "config" if gpu and splits["train"]["tokens"] >= 100e6 else "config_quick")
@@ -140,8 +141,8 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def run(o):
-    """Prepare o.sources or o.dataset and print a summary. o: Options, of which `out` and `sources`
-    may be set. Raises UserError."""
+    """Prepare o.sources or o.dataset and print a summary. o: Options, in which `out` and `sources`
+    may be changed. Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

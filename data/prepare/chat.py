@@ -74,6 +74,8 @@ def to_messages(record, fields=(), prompt_only=False):
 
 
 class ChatWriter(SampleWriter):
+    """The steps of data.prepare.chat: encodes conversations and writes packed rows. args:
+    ChatOptions."""
     noun = "chat"
     model = "chat"
     n_shown = 0
@@ -81,7 +83,8 @@ class ChatWriter(SampleWriter):
     def encode(self, record):
         """Return [(ids, mask), ...] of a record, a dict: sequences of at most block_size + 1
         tokens, mask 1 for tokens to learn; `None`, counted in self.notes, without an answer or if
-        none fits. Prints the first args.show conversations. Raises ValueError."""
+        none fits. Prints the first args.show conversations. Raises ValueError for an invalid
+        record."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer)

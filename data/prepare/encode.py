@@ -102,8 +102,8 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Return an iterator of lists of Pieces that begin in the same PIECE_BYTES (1 MiB) of the text:
-    the tasks of threads."""
+    """Group Pieces that begin in the same PIECE_BYTES (1 MiB) of the text; return an iterator of
+    these groups, lists. A group is the task of a thread."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
@@ -138,8 +138,9 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`. A document
-    ends with the end of text or, if the vocabulary has none and there are several, a newline."""
+    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`, a Documents. A
+    document ends with the end of text or, if the vocabulary has none and there are several
+    documents, a newline."""
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []
@@ -157,8 +158,8 @@ def encode_pieces(pieces, documents, tokenizer):
 
 
 def map_in_order(function, tasks):
-    """Yield function(task) in the order of `tasks`, an iterator (not a list), which threads
-    compute, a few at a time."""
+    """Yield function(task) per task, in the order of `tasks`, an iterator (not a list). Threads
+    compute a few tasks at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
         while some := list(itertools.islice(tasks, 4 * THREADS)):
             yield from pool.map(function, some)

@@ -48,8 +48,8 @@ def open_array(path):
 
 
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=()):
-    """Write the folder `out` for --model autoencoder and return its keys of meta.json. Raises
-    DataError.
+    """Write prepared arrays for --model autoencoder to the folder `out`; return the keys of this
+    model in meta.json, a dict. Raises DataError.
 
     arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
     val_fraction: of the runs; 0: no validation rows. sources: names of the files; features of other
@@ -183,8 +183,8 @@ def open_arrays(args):
 
 
 def run(args):
-    """Write the folder of prepared arrays; print a summary. args: FeatureOptions. UserError if
-    invalid."""
+    """Write the folder of prepared arrays; print a summary. args: FeatureOptions. Raises UserError
+    for invalid options or files."""
     if bool(args.arrays) == args.synthetic or args.synthetic and (args.target or args.runs):
         raise UserError("give one or more FILE.npy, or --synthetic without --target and --runs")
     arrays, target, runs = synthetic() if args.synthetic else open_arrays(args)

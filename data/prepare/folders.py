@@ -97,8 +97,8 @@ def move_files(folder, out):
 
 
 def read_settings(path):
-    """Return {key: text} of a YAML configuration, a Path, and of the files that its `base` names;
-    {} if the file does not exist."""
+    """Return the settings {key: text} of a YAML configuration, `path` (a Path), merged into those
+    of the file that the key `base` names, recursively; {} if the file does not exist."""
     if not path.exists():
         return {}
     settings = yaml.load(path.read_text("utf-8"), PlainLoader)
@@ -107,8 +107,9 @@ def read_settings(path):
 
 
 def is_too_long(numbers, path):
-    """Return whether the YAML configuration `path` would train for more than WARN_EPOCHS (20)
-    epochs. numbers: of the training split, {"tokens", "rows", "pairs" or "questions": n}."""
+    """Return whether training with the YAML configuration `path`, a Path, would exceed WARN_EPOCHS
+    (20) epochs; False if it sets max_epochs. numbers: {name: number} of the training split, with
+    "rows", "pairs" or "questions", or else "tokens"."""
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
@@ -119,8 +120,8 @@ def is_too_long(numbers, path):
 
 def report(out, splits, config, options=""):
     """Print the numbers of each split of the folder `out`, and the command that trains on it.
-    splits: {split: {name: number}}. config: of that command, a path below train/ without .yaml.
-    options: text at its end."""
+    splits: {split: {name: number}}. config: configuration for this command, a path below train/
+    without .yaml. options: text to append to the command."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]

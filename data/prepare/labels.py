@@ -57,7 +57,7 @@ class LabelOptions(FolderOptions, Fields):
 
 def prepare_labels(args):
     """Write the folder of prepared texts and print a summary. args: LabelOptions; with
-    args.example, its files and group are changed. Raises UserError."""
+    args.example, args.files and args.group are changed. Raises UserError."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
     tokenizer = open_tokenizer(args.tokenizer)
@@ -98,8 +98,9 @@ def prepare_labels(args):
 
 
 def split_rows(rows, fraction):
-    """Assign LabelledTexts to {"train", "val", "test": rows} by a hash of row.group, so that rows
-    of a group stay together. fraction: of val, and of test. Raises DataError for an empty split."""
+    """Return {"train": rows, "val": rows, "test": rows}: LabelledTexts, split by a hash of
+    row.group, so that rows of a group stay together. fraction: of val, and of test. Raises
+    DataError for an empty split."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
@@ -126,9 +127,9 @@ def find_classes(rows):
 # the example: which word is missing from this piece of code, and where?
 
 def missing_words(source):
-    """Yield (word, text, start, end): lines of Python source without one of EXAMPLE_WORDS, which is
-    `word`; text[start:end] is the name that followed it, the evidence. Raises SyntaxError or
-    tokenize.TokenError for invalid source."""
+    """Yield (word, text, start, end): `text` is a few lines of `source`, Python code, without one
+    occurrence of `word`, one of EXAMPLE_WORDS; text[start:end] is the name that followed the word,
+    the evidence. Raises SyntaxError or tokenize.TokenError for invalid source."""
     lines = source.splitlines(keepends=True)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):

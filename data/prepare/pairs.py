@@ -41,8 +41,8 @@ class PairOptions(SampleOptions):
 
 def to_pair(record):
     """Return [messages with the chosen answer, messages with the rejected answer] of a record, a
-    dict; messages: [(role, text), ...] that end with the answer. Raises ValueError for other
-    fields, other messages before the answers, or equal answers."""
+    dict; messages: [(role, text), ...] that end with the answer. Raises ValueError for missing or
+    invalid fields, different messages before the answers, or equal answers."""
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -59,9 +59,9 @@ def to_pair(record):
 
 
 def join_messages(prompt, answer, name):
-    """Return [(role, text), ...] of a prompt (a text, list of messages or `None`) and an answer,
-    the field `name`: a text, list of messages or whole conversation with the prompt. Raises
-    ValueError."""
+    """Return the conversation [(role, text), ...] of a prompt (a text, list of messages or `None`)
+    and an answer (a text, list of messages, or the whole conversation with the prompt). name: the
+    field of the answer, for error messages. Raises ValueError for other values."""
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):
@@ -82,6 +82,8 @@ def mask_last_answer(ids, mask):
 
 
 class PairWriter(SampleWriter):
+    """The steps of data.prepare.pairs: encodes pairs of conversations and computes log
+    probabilities."""
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"
@@ -119,8 +121,9 @@ class PairWriter(SampleWriter):
         return pair
 
     def write(self, folder, splits):
-        """Write {"train": pairs, "val": pairs} of `encode` in rows of the longest one, and the log
-        probabilities of the reference model, to `folder`. Return {split: numbers for meta.json}."""
+        """Write the encoded pairs {"train": [...], "val": [...]}, and the log probabilities of the
+        reference model, to `folder`. Rows fit the longest conversation. Return {split: numbers for
+        meta.json}."""
         import torch
 
         from train.device import choose_dtype

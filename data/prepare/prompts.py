@@ -36,8 +36,9 @@ class PromptOptions(SampleOptions):
 
 def to_question(record, fields=()):
     """Return (messages [(role, text), ...] up to the last question, reference answer or `None`,
-    record) of a record, a dict. fields: of the prompt, or of the question and, last, of the answer
-    (default: those of a known format). Raises ValueError."""
+    record) of a record, a dict. fields: names of the field of the prompt, or of those of the
+    question and, last, of the answer (default: those of a known format). Raises ValueError for
+    other fields or without a question."""
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":
@@ -49,6 +50,7 @@ def to_question(record, fields=()):
 
 
 class PromptWriter(SampleWriter):
+    """The steps of data.prepare.prompts: encodes prompts and writes rows. args: PromptOptions."""
     noun = "question"
     model = "grpo"
     suffix = "-prompts"
@@ -71,8 +73,8 @@ class PromptWriter(SampleWriter):
         return [(np.array([*start, self.tokenizer.eot_token], np.uint32), mask), ids, line]
 
     def write(self, folder, splits):
-        """Write {"train": prompts, "val": prompts} of `encode` in rows of the longest one to
-        `folder`. Return {split: numbers for meta.json}."""
+        """Write the encoded prompts {"train": [...], "val": [...]} to `folder`, in rows as long as
+        the longest prompt. Return {split: numbers for meta.json}."""
         self.block_size = max(len(ids) for rows in splits.values() for _, ids, _ in rows)
         return super().write(folder, splits)
 

@@ -58,8 +58,8 @@ def example_records(source):
 
 
 class SampleWriter:
-    """Base class of the commands; run() does the work. args: SampleOptions. Subclasses set noun (of
-    a sample) and model, and define
+    """Base class of data.prepare.chat, pairs and prompts; run() does the work. args: SampleOptions.
+    Subclasses set noun (the word for a sample) and model (the value of --model), and define
 
         encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
                                 out, and counted in self.notes. Raises ValueError

@@ -94,9 +94,9 @@ def record_text(record, fields):
 
 
 class Documents:
-    """Documents, one after the other in a new file of UTF-8, `path`: add_file() for each source,
-    then close(). Attributes: path, ends (of each document, in bytes), size (bytes), has_records,
-    has_text."""
+    """Documents, one after the other in a new file of UTF-8, `path`: add_file() per source, then
+    file.close(). Attributes: path, file, ends (of each document, in bytes), size (bytes),
+    has_records, has_text (whether documents of records, of text files were added)."""
 
     def __init__(self, path):
         self.path = path
@@ -144,10 +144,10 @@ class Documents:
 
 
 def read_sources(o, path):
-    """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files:
-    paths to a file that was read already, e.g. links, and files in folders that are no text). o:
-    Options of data.prepare. Raises DataError that lists the problems of all sources, also if there
-    is almost no text."""
+    """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files):
+    skipped are files that were read already, e.g. by a link, and files in folders that are no text.
+    o: Options of data.prepare. Raises DataError that lists the problems of all sources, also if
+    there is almost no text."""
     documents = Documents(path)
     skipped = []
     problems = []

@@ -173,8 +173,8 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, of a GPT or a classifier, by the names of this model.
-        Heads of a classifier are used if the shapes match."""
+        """Return `weights` {name: tensor}, of a GPT or a classifier, with the names of this model.
+        The heads of a classifier are left out if the shapes differ."""
         own, weights = self.state_dict(), self.gpt.adopt(weights)
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}

@@ -108,8 +108,8 @@ def fit_temperature(labels, scores):
 
 def span_sums(truths, guesses):
     """Return sums over samples, 0-dim tensors: "spans", the number of samples with evidence;
-    "exact", of equal spans; "overlap", of the token F1. truths, guesses: (N, 2) first and last
-    token, -1 in truths without evidence."""
+    "exact", the number of equal spans; "overlap", the sum of the token F1. truths, guesses: (N, 2)
+    first and last token of true and predicted spans; -1 in truths without evidence."""
     has_span = truths[:, 0] >= 0
     size = (truths[:, 1] - truths[:, 0]) + (guesses[:, 1] - guesses[:, 0]) + 2
     shared = (torch.minimum(truths[:, 1], guesses[:, 1])

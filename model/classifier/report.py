@@ -130,8 +130,8 @@ def load_rows(args, model, tokenizer):
 
 def calibrate(args, own_data, model, tokenizer):
     """Return the temperature that fits the model's probabilities of the validation rows in
-    own_data, the data_dir of its run; 1.0, with a message, if these rows cannot be read. args:
-    ReportOptions."""
+    own_data, the data_dir of the training run; 1.0, with a message, if these rows cannot be read.
+    args: ReportOptions."""
     try:
         arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
     except DataError as error:
@@ -162,8 +162,8 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
 
 def faithfulness(model, arrays, scores, spans, batch_size):
     """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
-    mean decrease of the predicted class's probability if the evidence is deleted, and if all else
-    is. Good evidence has a large and a small one. {} if no text is longer than the evidence.
+    mean decrease of the predicted class's probability if the evidence is deleted (large for good
+    evidence), and if only the evidence is kept (small). {} if no text is longer than the evidence.
     arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2): of predict() for these rows."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     kept = [i for i, (first, last) in enumerate(spans) if last - first + 1 < len(texts[i])]

@@ -54,9 +54,9 @@ class Source:
 
 def read_source(state, path, backbone=None, ema=False, for_others=True):
     """Return the Source of the checkpoint `state`, a dict read from `path`. backbone: the present
-    path of the model that adapters need; ema: whether `state` has running averages; for_others:
-    whether a different program will compute the logits, with unedited formulas. Raises
-    CheckpointError."""
+    path of the model that adapters need; ema: whether the weights in `state` are running averages;
+    for_others: whether a different program will compute the logits, which requires unedited
+    formulas. Raises CheckpointError for models that cannot be exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -145,9 +145,10 @@ def export_nanogpt(source, to, precision):
 
 
 def export_merged(state, path, to, precision, backbone):
-    """Write the adapters or the memory of the checkpoint `state`, a dict read from `path`, and
-    their backbone (backbone: its present path) as one checkpoint of this program to the file `to`,
-    with merged adapters; return a description. precision: dtype of the weights, a name."""
+    """Write the checkpoint `state`, a dict read from `path`, as one checkpoint of this program with
+    the backbone to the file `to`: adapters are merged into the weights, a memory is included.
+    backbone: present path of the backbone; precision: dtype of the weights, a name. Return a
+    description."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]

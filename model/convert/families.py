@@ -64,6 +64,7 @@ class Family:
     keys: {our field: key of config.json}. values: {our field: [values]} of these models, if not the
     default. defaults: {key: the meaning if it is missing}. layers: the letters that layer_types may
     have. activations: {name there: our mlp}. constants: {key: value} that is always written.
+    experts: whether it is a mixture of experts.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -246,7 +247,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 def upgrade_fields(args):
     """Return model_args with the current fields. args: model_args of an older checkpoint, a dict
-    with the text of a config.json in `family`; the result has no `family`."""
+    whose key "family" has the text of a config.json; the result is without this key."""
     _, new = read_config(json.loads(args["family"]), "family")
     length = new["max_positions"] or new["block_size"]
     new = {k: v for k, v in new.items() if k not in SIZES}
@@ -276,9 +277,9 @@ def refuse(wrong, name, path):
 
 
 def mismatches(shape, family, changes=()):
-    """Return [text], the options of `shape`, a GPTConfig or MoEConfig, that change when they are
-    written in the keys of a Family, with `changes` {key: value}, and read back. []: the same
-    logits."""
+    """Return a list of texts, one per option of `shape`, a GPTConfig or MoEConfig, that changes
+    when the options are written in the keys of a Family, updated by `changes` {key: value}, and
+    read back. []: the same logits."""
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
     except ValueError as error:
@@ -300,7 +301,8 @@ def mismatches(shape, family, changes=()):
 
 
 def list_layers(shape):
-    """Return [letter of each layer] of a GPTConfig, as in the key layer_types: F, W, f or w."""
+    """Return [letter of each layer] of a GPTConfig, as in the key layer_types: F full attention, W
+    window; f, w: the same without rotary positions."""
     return [shape.layer_type(i) for i in range(shape.n_layer)]
 
 

@@ -55,8 +55,9 @@ def read_model(path, state=None):
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
     """Return the checkpoint of a model, a dict, from `weights` {our name: tensor} and its
-    configuration `shape` (GPTConfig or MoEConfig). path: where they are from, for messages.
-    template: the spec of a ChatTemplate. Raises CheckpointError if weights and shape do not fit."""
+    configuration `shape` (GPTConfig or MoEConfig). path: of the weights, for messages. tokenizer: a
+    Tokenizer; template: the spec of a ChatTemplate. Raises CheckpointError if weights and shape do
+    not fit."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -84,8 +85,9 @@ def check_complete(path, weights, shape):
 # .safetensors files
 
 def read_safetensors_model(path):
-    """Return the model in a .safetensors file of ours as a dict with the keys of a checkpoint:
-    "model" {name: tensor}, "config", "spec", and others from its header. Raises CheckpointError."""
+    """Return the model in a .safetensors file that this program wrote, as a dict with the keys of a
+    checkpoint: "model" {name: tensor}, "config", "spec", and others from the file's header. Raises
+    CheckpointError."""
     weights, description = read_safetensors(path)
     args = description.setdefault("model_args", {})
     spec = dict(vocab_size=args.get("vocab_size"), tokenizer=description.get("tokenizer"))

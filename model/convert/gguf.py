@@ -75,8 +75,8 @@ def export_gguf(source, to, precision):
 
 def gguf_tensors(weights, c, kind, arch, names):
     """Return {llama.cpp's name: tensor} of `weights` {our name: tensor}. c: the GPTConfig; kind: a
-    key of FAMILIES; arch: llama.cpp's architecture; names: the package's map of the names in
-    transformers."""
+    key of FAMILIES; arch: llama.cpp's architecture; names: a TensorNameMap of the package gguf,
+    which converts names in transformers to llama.cpp's."""
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
         if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):

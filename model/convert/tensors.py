@@ -42,8 +42,8 @@ EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 def rename(name, table, known_only=True):
     """Return the name of a tensor, MODULE.weight or MODULE.bias, with the module renamed by `table`
-    {module: new module}, in which {} is a number. If the table does not have it: CheckpointError,
-    or the same name unless known_only."""
+    {module: new module}, in which {} is a number. For a module that is not in the table: raise
+    CheckpointError if known_only, else return `name`."""
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
@@ -58,8 +58,9 @@ def rename(name, table, known_only=True):
 
 def complete_weights(weights, shape, kind):
     """Return `weights` {our name: tensor} as other programs have them: without the padding of the
-    vocabulary, with all norms of queries and keys, and for GPT-2 q, k, v concatenated. shape: the
-    GPTConfig. kind: a key of NAMES, e.g. "gpt2"."""
+    vocabulary, with all norms of queries and keys; for "gpt2" and "nanogpt" with q, k, v
+    concatenated, for "gpt2" with all biases. shape: the GPTConfig. kind: a key of NAMES, e.g.
+    "llama"."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)

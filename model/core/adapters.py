@@ -16,9 +16,9 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """nn.Linear `layer` with an adapter of rank r: x (..., in) -> x (base + scale * lora_B
-    lora_A)^T. base (out, in) is the frozen weight, `weight` the merged one; lora_A (r, in) and
-    lora_B (out, r) are trained, and not initialised."""
+    """An nn.Linear `layer` with an adapter of rank r: forward(x (..., in)) returns
+    x (base + scale * lora_B lora_A)^T + bias. base (out, in) is the frozen weight, `weight` the
+    merged one; lora_A (r, in) and lora_B (out, r) are trained, and not initialised."""
 
     def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
@@ -107,10 +107,11 @@ def initial_adapter(name, shape, seed):
 
 
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
-    """Freeze `model`, a GPT WithAdapters, in place, and replace the linear layers in its blocks
-    that match one of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of rank r.
-    Return the model; with r 0 it is unchanged. scale: factor of the adapters. Raises ConfigError
-    for a pattern without a match. Adapters on the meta device are not initialised."""
+    """Freeze `model`, a GPT with the mixin WithAdapters, in place, and replace the linear layers of
+    the blocks that match one of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of
+    rank r. Return the model; with r 0 it is unchanged. seed: of the adapters' initial values, which
+    are not set on the meta device. scale: factor of the adapters. Raises ConfigError for a pattern
+    without a match."""
     if not r:
         return model
     model.requires_grad_(False)
@@ -123,8 +124,8 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 def find_layers(model, targets):
     """Return the names (h.0.attn.q, ...) of the nn.Linear modules in the blocks of a GPT that match
-    one of the patterns `targets`, parts of such names with wildcards: attn.q, mlp, h.3, h.*.mlp.
-    Raises ConfigError for a pattern without a match."""
+    one of the patterns `targets`, parts of names with wildcards: attn.q, mlp, h.3, h.*.mlp. Raises
+    ConfigError for a pattern without a match, and without patterns."""
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
@@ -136,8 +137,9 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return the state dict {name: tensor} of a model with adapters as that of the same model
-    without: copies, with the merged weights in place of base, lora_A and lora_B."""
+    """Return the state dict {name: tensor} of a GPT with adapters, converted to a GPT without
+    adapters: LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. All
+    tensors are copies."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -178,8 +180,8 @@ class PartialStateDict:
 
     def load_backbone(self, weights):
         """Use the tensors `weights` {name: tensor} as the parameters of the model, without copying
-        them, also on the meta device, where they are not filled later. Raises CheckpointError
-        unless the names and shapes are those of all parameters."""
+        them. The model may be on the meta device. Raises CheckpointError unless the names and
+        shapes are those of all parameters."""
         try:
             super().load_state_dict(weights, assign=True)
         except RuntimeError as error:

@@ -48,9 +48,9 @@ def digests(kind=None):
 
 
 def simplify(node):
-    """Return `node`, of the module ast, as nested lists, without docstrings and the definitions in
-    "not_logits" of formulas.json. Unlike ast.dump it leaves out empty fields: their number differs
-    between versions of Python."""
+    """Return `node`, of the module ast or a list of nodes, as nested lists, without docstrings and
+    the definitions in "not_logits" of formulas.json. Unlike ast.dump it leaves out empty fields:
+    their number differs between versions of Python."""
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
         return [simplify(part) for part in node if getattr(part, "name", None) not in ignored

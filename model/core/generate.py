@@ -34,18 +34,18 @@ class SamplingOptions:
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
              stop_token=None, on_token=None, n_vocab=None, min_p=None, lengths=None,
              samples_per_row=1):
-    """Continue idx (B, T) int64 by up to max_new_tokens tokens; return (B, T + new).
+    """Continue idx (B, T) int64 by up to max_new_tokens; return (B * samples_per_row, T + new).
 
     model: a GPT in eval mode. temperature 0: the most likely token. top_k, top_p, min_p: restrict
     the candidates, None: all (arXiv:1904.09751, arXiv:2407.01082).
-    seed: one seed, or a list with one per group of rows, which are then independent.
+    seed: one seed, or a list, one per equal group of consecutive rows, which are then independent.
     stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
     on_token: called with each new column of tokens (B,). Generation stops if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
 
-    When the context is full, its last half is computed again, at the first positions. Raises
+    When the context is full, the last half of it is computed again, at the first positions. Raises
     ValueError if the logits are not finite.
     """
     c = model.config
@@ -83,10 +83,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def remove_rows(cache, active, is_done, n):
-    """Return (cache, active) without finished rows. active (rows,): the numbers of the rows in
-    `cache`, a KVCache; is_done (rows,) bool: finished ones; n: the number of the others. Rows move
-    from the end into finished rows, in place, but only if an eighth has finished: fewer moves.
-    Until then the arguments are returned."""
+    """Return (cache, active) without the finished rows. cache: a KVCache; active (rows,): the index
+    in the batch of each row of the cache; is_done (rows,) bool: finished rows; n: the number of
+    unfinished ones. Rows from the end overwrite finished rows, in place. If less than an eighth has
+    finished, the arguments are returned unchanged, which saves copies."""
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -107,10 +107,11 @@ def create_generators(seed, device):
 
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
-    """Return (cache, pending): a KVCache with `size` tokens per row for the prompts idx (B, T), and
-    the ids (B * samples_per_row, n) that the caller computes next with it: the prompts, cut to the
-    last block_size tokens. With lengths (B,), of right-padded prompts, these are computed here, in
-    one pass, up to the last token of each, which is pending."""
+    """Return (cache, pending) for the prompts idx (B, T): a KVCache for `size` tokens per row, and
+    the ids (B * samples_per_row, n) that the caller passes to the model next. By default the cache
+    is empty, and pending are the prompts, cut to the last block_size tokens. lengths (B,): of
+    right-padded prompts, which are then computed here, in one pass, and pending is the last token
+    of each. samples_per_row: copies of each prompt, next to each other."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -185,8 +186,9 @@ def sample_indices(weights, generators):
 
 def encode_prompt(tokenizer, prompt, parse_special=False):
     """Return the list of ids of the text `prompt`; for an empty one, the end-of-text token, which
-    precedes each document, or 0. parse_special: encode the texts of special tokens as such
-    (default: as ordinary text). Raises ValueError for characters that are not in the vocabulary."""
+    precedes each document, or 0 if the tokenizer has none. parse_special: encode the texts of
+    special tokens as special tokens (default: as ordinary text). Raises ValueError for characters
+    that are not in the vocabulary."""
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
     ids = encode(prompt) if prompt else []
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
@@ -194,9 +196,10 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
 
 def sample_texts(model, spec, config):
     """Return [text]: each of config.sample_prompts (default: a new document) with a continuation of
-    config.sample_tokens tokens, with the same seed at every call. spec: Data.spec; [] if it has no
-    tokenizer. The model is in eval mode; if it is sharded, all ranks must call this. ValueErrors,
-    e.g. of NaN logits, are not raised, but reported in the text."""
+    config.sample_tokens tokens, with the same seed at every call. spec: Data.spec; the result is []
+    if it has no tokenizer. config: a TrainConfig. The model is in eval mode; if it is sharded, all
+    ranks must call this. ValueErrors, e.g. of NaN logits, are not raised, but reported in the
+    text."""
     from data.tokenizer import tokenizer_from_spec
     if not spec.get("tokenizer"):
         return []

@@ -43,8 +43,8 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a KVCache whose tensors are f(tensor, dim) of this one's; dim: the dimension of
-        the rows."""
+        """Return a KVCache in which every tensor of this cache is replaced by f(tensor, dim); dim:
+        the dimension of the rows."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
@@ -57,8 +57,8 @@ class KVCache:
         self.last_token.fill_(-1)
 
     def copy_rows(self, sources, targets):
-        """Overwrite the rows `targets` with the rows `sources`, in place (an index, or a list of
-        indices, each)."""
+        """Overwrite the rows `targets` with the rows `sources`, in place. Each argument is an index
+        or a list of indices."""
         for name, dim in ROW_DIMS.items():
             rows = getattr(self, name).movedim(dim, 0)
             rows[targets] = rows[sources]
@@ -101,10 +101,10 @@ class KVCache:
         return positions, previous
 
     def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of the tokens that start() appended, for the layer with index
-        `layer`. Return (k, v, mask): all keys and values (B, G, S, D) of the layer, in the order of
-        the text, and a mask (B, 1, 1, S), true for the keys of each row, or None if all rows have S
-        keys."""
+        """Store k, v (B, G, T, D) of the T tokens that start() appended, for the layer with index
+        `layer`; G: heads of keys and values, D: head size. Return (k, v, mask): all keys and values
+        (B, G, S, D) of the layer, in the order of the text, where S is the length of the longest
+        row; mask (B, 1, 1, S), true for the keys of each row, or None if all rows have S keys."""
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
                 cached[:, :, self.slots] = new
@@ -114,8 +114,9 @@ class KVCache:
 
 
 def create_cache(model, rows, size=None):
-    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default: block_size),
-    on the device of `model`, a GPT, in the dtype of its weights or, if enabled, of autocast."""
+    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default, and for a
+    model that sets needs_full_cache: block_size), on the device of `model`, a GPT, in the dtype of
+    the weights or, if enabled, of autocast."""
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

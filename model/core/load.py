@@ -33,8 +33,8 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 def read_weights(path):
     """Load the checkpoint at `path` as a dict: "model" {name: tensor}, "config", "spec", ...
     Weights of other programs (nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder,
-    hf:OWNER/NAME) are converted to the same. Warns if the formulas of the logits have changed
-    since. Raises CheckpointError."""
+    hf:OWNER/NAME) are converted to this format. Warns if the code that computes logits has changed
+    since the checkpoint was written. Raises CheckpointError."""
     foreign = (os.path.isdir(path) and not is_sharded(path)) or str(path).startswith("hf:") or (
         str(path).endswith((".safetensors", ".bin")))
     state = None if foreign else load_checkpoint(path)
@@ -83,8 +83,8 @@ def saved_model_type(state):
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
     """Return (model in eval mode, tokenizer or None) of the checkpoint `state`, a dict read from
     `path`. dtype: of the parameters (default: unchanged). backbone: the present path of the frozen
-    model that the checkpoint needs. Sets model.template (None if it has no conversations). Raises
-    CheckpointError."""
+    model that the checkpoint needs. Sets model.template, the ChatTemplate of the checkpoint or
+    None. Raises CheckpointError."""
     if backbone:
         if not (state.get("config") or {}).get("backbone"):
             raise CheckpointError(f"{path}: --backbone: this model has no frozen part")
@@ -138,8 +138,9 @@ def saved_config(values):
 
 
 def upgrade_args(args):
-    """Return `args`, the dict model_args or config of a checkpoint, in the fields of this version.
-    Older versions described imported models by `family`, the JSON of a config.json."""
+    """Return `args`, the dict model_args or config of a checkpoint, converted to the keys of this
+    version: older versions described imported models by the key `family`, the JSON of a
+    config.json."""
     if not args.get("family"):
         return {k: v for k, v in args.items() if k != "family"}
     from model.convert.foreign import upgrade_fields

@@ -25,7 +25,7 @@ class LinearCrossEntropy(nn.Module):
 
     forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), rows from vocab_size on are
     padding without probability; targets (...) int64, IGNORE (-1): not counted. A module, so that
-    the loss can be compiled separately.
+    the loss can be compiled separately. Raises UserError if finish_logits() changes its argument.
     """
 
     def __init__(self):
@@ -48,9 +48,10 @@ class LinearCrossEntropy(nn.Module):
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """Return the mean cross-entropy of softmax(h @ weight.T), h (N, C), weight (V, C), at targets
-    (N,), like LinearCrossEntropy but without chunks, for the compiler: Inductor fuses it into one
-    pass over bfloat16 logits, faster than chunks on a GPU."""
+    """Return the mean cross-entropy of softmax(h @ weight.T) as LinearCrossEntropy does, but
+    without chunks, for the compiler: Inductor fuses it into one pass over bfloat16 logits, faster
+    than chunks on a GPU. h (N, C); weight (V, C), rows from vocab_size on are padding; targets
+    (N,), IGNORE (-1): not counted."""
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
     total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
@@ -59,17 +60,17 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the logits of z (..., V), products of states and output layer: z itself. An edit, e.g.
-    `return 30 * torch.tanh(z / 30)`, changes all losses and sampling. It acts on each element."""
+    """Return the final logits for z (..., V), the product of states and output layer: z itself. A
+    place for edits, e.g. `return 30 * torch.tanh(z / 30)`, which then apply to all losses and to
+    sampling. An edit must act on each element separately and return a new tensor."""
     return z
 
 
 def token_logprobs(model, x, targets):
-    """Return the log probability (N,) float32 of each target, given the normalised states x (N, C)
-    of a GPT before it.
+    """Return the log probability (N,) float32 of each of targets (N,) int64 under a GPT, 0 where
+    the target is IGNORE (-1). x (N, C): the normalised states that predict the targets.
 
-    targets (N,) int64; the result is 0 where the target is IGNORE (-1). Logits are computed in
-    chunks, which the backward pass recomputes.
+    Logits are computed in chunks, which the backward pass recomputes.
     """
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
@@ -79,7 +80,8 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows of a chunk of logits: 32 MB on a CPU, else 256 MB; 256 rows if few fit."""
+    """Return the number of rows, a power of two, in a chunk of float32 logits with n_columns
+    columns: as many as fit in 32 MB on a CPU, otherwise in 256 MB; 256 if fewer than 128 fit."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -235,8 +237,10 @@ def apply_rope(x, rope):
 # attention
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of q (B, H, T, D) to k, v (B, G, S, D); query i is at
-    S - T + i. mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): keys to see, if not causal."""
+    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to keys and values k, v
+    (B, G, S, D), where query i has position S - T + i. dropout: probability, for attention weights.
+    mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key, instead of the
+    causal mask."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -286,7 +290,8 @@ def has_amx():
 
 def attend_one(q, k, v, mask):
     """Return attend() for one query per row (decoding): heads that share keys are the rows of a
-    product. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S), (B, 1, S) or None: keys to see.
+    product. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S) or (B, 1, S), true for the keys
+    that the query sees, None: all.
 
     F.scaled_dot_product_attention is used where it is faster: on a CPU, for one text in float32, or
     in bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan

@@ -53,8 +53,8 @@ class PackedLinear(ConcatLinear):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a
-    ConcatLinear for decoding, and q, k, v of an attention by one of them; return the model. It can
-    no longer be trained. A tied embedding is kept for the input tokens."""
+    ConcatLinear for decoding, and the layers q, k, v of each attention by a single one; return the
+    model, which can no longer be trained. A tied embedding is kept for the input tokens."""
     replace_children(model.requires_grad_(False), linear_class)
     if model.lm_head is None:  # tied: the embedding is kept for the input tokens
         model.lm_head = linear_class(model.wte)

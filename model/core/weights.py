@@ -63,9 +63,10 @@ def inherit_shape(config, model_args):
 
 def take_shape(config, state, path, inherit=None):
     """Return {key: value} that the run `config`, a TrainConfig, inherits from the checkpoint
-    `state`, a dict read from `path`, after all checks. inherit(config, model_args) -> ({key:
-    value}, [contradictions]): the default is inherit_shape of the run's model file. Raises
-    CheckpointError with every key that contradicts the model_args, or that no model can have."""
+    `state`, a dict read from `path`, after all checks. inherit(config, model_args) ->
+    ({key: value}, [contradictions]): the default is inherit_shape of the run's model file; without
+    one, the result is {}. Raises CheckpointError with every key that contradicts the model_args, or
+    that no model can have."""
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -125,9 +126,9 @@ def check_must_match(state, config, spec, path):
 
 
 def check_same(pairs, path, allowed):
-    """Raise CheckpointError unless the values of each pair {name: (of the weights, of this run)}
-    are equal, unknown (None), lists of different lengths, or in `allowed`, the names that
-    --allow_change lists. path: of the weights, for the message."""
+    """Raise CheckpointError if a pair of values in `pairs` {name: (of the weights, of this run)}
+    differs. Not compared: values of None (unknown), lists of different lengths, and the names in
+    `allowed`, which --allow_change lists. path: of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and old != new
@@ -145,7 +146,7 @@ def check_tokenizer(tokenizer, path, spec, config):
 def adopt_weights(model, state, path, log):
     """Return {name in `model`: tensor}, the weights in the checkpoint `state`, a dict read from
     `path`, with which `model` is to start. log(text) is called with the number of tensors, and the
-    names that are missing or not used. Rank 0 only.
+    names that are missing or not used. To be called on rank 0 only.
 
     A model may translate names with a method adopt(weights). Raises CheckpointError if no name, or
     not every shape, matches.

@@ -49,9 +49,9 @@ class CheckpointLM:
         return self.template.jinja
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        """Return the text of a conversation, `messages` [{"role", "content"}], up to the next
-        answer, or up to the end of a last message that the answer continues. Special tokens in
-        messages are marked as text."""
+        """Return the text of a conversation, `messages` [{"role", "content"}], up to the start of
+        the next answer; without add_generation_prompt, up to the end of the last message, the start
+        of an answer. Special tokens in all other messages are marked as text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render(turns, True, self.tok) + start

@@ -44,8 +44,8 @@ CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
-    """An example of a task: the correct choice has the highest likelihood; a single choice is
-    correct if greedy decoding generates it."""
+    """An example of a task. The model is correct if the correct choice has the highest likelihood,
+    or, for a single choice, if greedy decoding generates this choice."""
     task: int        # index of the task
     sequences: list  # [(ids, n)] per choice, with the last n ids scored
     lengths: list    # characters per choice
@@ -59,9 +59,9 @@ class Example(NamedTuple):
 
 @torch.no_grad()
 def score_sequences(model, sequences):
-    """Return [(log probability of the last n ids, whether greedy decoding generates it)] of
-    `sequences` [(list of ids, n)] under `model`, a GPT, in one forward pass. A sequence may have
-    fewer than n ids."""
+    """Return [(log probability of the last n ids, whether greedy decoding generates them)] of
+    `sequences` [(list of ids, n)] under `model`, a GPT, in one forward pass. If n is not below the
+    number of ids, all ids but the first are scored."""
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
@@ -259,6 +259,8 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
+        """Score a batch, a list of Examples, perhaps empty. Return (0 for the loss, sums), tensors:
+        sums["results"] (tasks, 4), see `numbers`, and sums["count"], the number of examples."""
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
         sequences = [pair for e in examples or self.batches[0] for pair in e.sequences]

@@ -125,6 +125,7 @@ class Chapters(nn.Module):
 
 
 class MemoryBlock(RoutedBlock):
+    """A Block that first adds the output of Chapters to the residual stream."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -143,9 +144,9 @@ def is_memory(name):
 
 class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
     """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the frozen
-    backbone; without, all weights are in the model's checkpoint. initial_values: {name: tensor} of
-    parameters of the memory. frozen: a tuple with the backbone, if the model is compared with it,
-    else ()."""
+    backbone; default: none, all weights are in the model's checkpoint. initial_values:
+    {name: tensor} of parameters of the memory. The attribute `frozen` is a tuple with the backbone,
+    if the model is compared with it, otherwise ()."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -162,9 +163,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return is_memory(name) or self.config.train_base
 
     def compute_loss(self, idx, targets, *others):
-        """Return (mean loss, sums {name: tensor}) of text or of conversations: idx, targets, for
-        conversations `chat`, as of ChatGPT; then, if there is old text, idx and targets (B, T) of
-        it, on which the divergence from the backbone is added to the loss."""
+        """Return (mean loss, sums {name: tensor}) of idx, targets, text or conversations. others:
+        of conversations first `chat`, as for ChatGPT.compute_loss; then, if there is old text, idx
+        and targets (B, T) of it, on which the divergence from the backbone is added to the training
+        loss."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
@@ -174,9 +176,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Return (loss, sums) with the divergence from the backbone on old text idx, targets (B,
-        T), added; in eval mode only sums are added, of the loss on it. Row b has the weight of row
-        b of the new text, n_items (B,), so that the split into micro-batches does not matter."""
+        """Return (loss, sums) with old_weight times the KL divergence from the backbone, on the old
+        text idx, targets (B, T), added to the loss; in eval mode, only sums of the loss on the old
+        text are added. n_items (B,): targets per row of the new text; row b of the old text is
+        weighted by them, so that the split into micro-batches does not matter."""
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses
@@ -228,8 +231,8 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 # data
 
 class PairedLoader:
-    """Loader whose batches are those of the loader `new`, followed by those of the loader `old`
-    with the same number, in one tuple. An epoch is that of `new`."""
+    """Loader whose batch is one tuple: the batch of the loader `new`, followed by the batch of the
+    loader `old` with the same number. An epoch has as many samples as in `new`."""
 
     def __init__(self, new, old):
         self.new, self.old = new, old
@@ -255,7 +258,8 @@ class PairedLoader:
 
 def first_batch(loader, n):
     """Return the first n samples that a run visits, which are spread over the data, as a batch: a
-    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, its `new`."""
+    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the attribute
+    `new` is used."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 
@@ -328,8 +332,8 @@ def build_model(config, data):
 
 def freeze(weights, config, data, base=gpt):
     """Return the backbone without a memory, a GPT in eval mode without gradients, which the module
-    `base` (model.gpt or model.chat) builds. Its tensors are `weights` {name: tensor}, or with
-    config.train_base copies, because the model's are trained."""
+    `base` (model.gpt or model.chat) builds. The parameters are `weights` {name: tensor}, or with
+    config.train_base copies of them, because training changes `weights`."""
     with torch.device("meta"):
         backbone = base.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights

@@ -78,9 +78,9 @@ def evaluate_on(model, loaders, config):
 
 def train_lora(args, values, backbone, n_trained):
     """Train adapters of about n_trained parameters with `values`, the dict "config" of the memory's
-    checkpoint: on the new data, and if these are text and there is old text also on both. Yield per
-    run (name, path of the checkpoint, number of parameters, seconds). backbone: the GPT, for the
-    sizes of its layers."""
+    checkpoint, one run on the new data and, if these are text and there is old text, one on both.
+    Yield per run (name, path of the checkpoint, number of parameters, seconds). args:
+    EvaluationOptions; backbone: the GPT, for the sizes of the layers."""
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))
@@ -105,8 +105,9 @@ def train_lora(args, values, backbone, n_trained):
 
 def evaluate_knn(backbone, train_loader, loaders, config):
     """Return, per loader in `loaders`, the mean loss of kNN-LM with `backbone`, a GPT, which
-    searches at most N_STORED tokens of the text of train_loader. The temperature and the share have
-    the lowest loss on the first loader."""
+    searches at most N_STORED tokens of the text of train_loader. The temperature of the distances
+    and the share of the neighbours are those with the lowest loss on the first loader. config: a
+    TrainConfig."""
     n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))

@@ -40,8 +40,9 @@ def knn_losses(model, stored, batches):
 
 def neighbour_probability(states, targets, keys, tokens):
     """Return the probability (temperatures, M) of targets (M,), given states (M, C), at each of
-    TEMPERATURES: the sum of softmax(-squared distance / temperature) over those of the N_NEIGHBOURS
-    nearest keys (N, C) that were followed by the target; tokens (N,): the token after each key."""
+    TEMPERATURES: softmax(-squared distance / temperature) over the N_NEIGHBOURS nearest of keys
+    (N, C), summed over the neighbours whose next token equals the target. tokens (N,): the next
+    token of each key."""
     distances, nearest = torch.cdist(states, keys).topk(min(N_NEIGHBOURS, len(keys)), largest=False)
     scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
     return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)

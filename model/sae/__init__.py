@@ -120,12 +120,13 @@ def keep_largest(x, k):
 
 
 class SparseAutoencoder(nn.Module):
-    """forward(activations (N, D), group) -> (loss, sums, reconstruction (N, C)).
+    """A sparse autoencoder: forward(activations (N, D), group) -> (mean loss, sums, reconstruction
+    (N, C)). D is C, or for a transcoder 2C (input and target).
 
     Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
-    1, and the squared error is about the share of variance that is not explained. Outliers
-    (the first newline or comma in many published models) are replaced by the mean before encoding,
-    and the reconstruction leaves each unchanged.
+    1, and the squared error is about the share of variance that is not explained. Outliers (the
+    first newline or comma in many published models) are replaced by the mean before encoding, and
+    the reconstruction leaves each unchanged.
 
     group: of batchtopk, the number of activations that keep k features each on average in training
     (default: all). A run has groups of one sample, the same at any number of ranks.
@@ -151,8 +152,8 @@ class SparseAutoencoder(nn.Module):
         self.may_have_dead = True  # updated after each step; True only costs time
 
     def initial(self, name, shape, seed):
-        """Return the initial value of a tensor: random directions, and the encoder as the transpose
-        of the decoder, as in sae-lens."""
+        """Return the initial value of the tensor `name`: random directions for the decoder, and the
+        transpose for the encoder, as in sae-lens; `None` for an unknown name."""
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
@@ -167,14 +168,15 @@ class SparseAutoencoder(nn.Module):
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder (F, C). Except for relu, rows are normalised to length 1 here instead
-        of after each step; the gradient is then orthogonal to the row."""
+        """Return the decoder (F, C), float32. Except for the activation function relu, rows are
+        normalised to length 1 here instead of after each step; the gradient is then orthogonal to
+        the row."""
         W = self.W_dec.float()
         return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
 
     def normalise(self, activations):
-        """Return input and target (N, C) of activations (N, D), centred and scaled, outliers 0, and
-        whether each input is an outlier (N, 1)."""
+        """Return (input (N, C), target (N, C), is_outlier (N, 1)) of activations (N, D): input and
+        target are centred and scaled, and 0 where the input is an outlier."""
         c, scale = self.spec["d_in"], self.scale.view(-1)
         x = (activations[..., :c] - self.mean[:c]) * scale[0]
         y = (activations[..., -c:] - self.mean[-c:]) * scale[-1]
@@ -182,7 +184,7 @@ class SparseAutoencoder(nn.Module):
         return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
 
     def encode(self, activations):
-        """Return the features (N, F) of activations (N, D)."""
+        """Return the features (N, F) of activations (N, D), which are not yet normalised."""
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
@@ -198,14 +200,16 @@ class SparseAutoencoder(nn.Module):
         return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
 
     def step_estimate(self, pre):
-        """Return zeros (N, F) whose gradient is an estimate of that of (pre > threshold) with
-        respect to thresholds: of a ramp, i.e. with a rectangle as kernel."""
+        """Return zeros (N, F) whose gradient with respect to the thresholds is an estimate of that
+        of (pre > threshold): the gradient of a ramp of width BANDWIDTH. pre (N, F): features before
+        the nonlinearity."""
         ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
         return ramp - ramp.detach()
 
     def batch_topk(self, x, group):
-        """Return of batchtopk in training (arXiv:2412.06410) the features (N, F) before the
-        nonlinearity, without gradient; the reconstruction (N, C) by each prefix; and sums."""
+        """Return, of batchtopk in training (arXiv:2412.06410), the features (N, F) before the
+        nonlinearity, without gradient; a tuple of reconstructions (N, C), one per prefix; and sums
+        {name: tensor}. x (N, C): normalised activations. group: as for batch_threshold()."""
         bias = self.bias()
         with torch.no_grad():
             pre = torch.addmm(bias, x, self.W_enc).float()  # (N, F)
@@ -221,8 +225,9 @@ class SparseAutoencoder(nn.Module):
         return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
 
     def batch_threshold(self, pre, group):
-        """Return for each row of pre (N, F) the smallest feature to keep (N, 1), so that each group
-        of rows keeps k features per row: 0 or more."""
+        """Return for each row of pre (N, F) the smallest value to keep (N, 1), 0 or more, so that
+        each `group` consecutive rows keep k features per row on average. pre: features before the
+        nonlinearity."""
         n = group * self.keys.k
         smallest = []
         for values in pre.flatten().split(group * pre.size(1)):
@@ -268,9 +273,11 @@ class SparseAutoencoder(nn.Module):
         return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
 
     def auxk_loss(self, x, pre, error, W):
-        """Return the share (N,) of the reconstruction error (N, C) that the largest dead features
-        do not explain (arXiv:2406.04093, A.2). It revives dead features. With fewer than auxk
-        dead features the weight is smaller. W None: only dead features are computed."""
+        """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2): the share
+        of the squared `error` (N, C) of the reconstruction that the auxk largest dead features do
+        not explain, multiplied by the number of dead features / auxk if that is below 1. x (N, C):
+        normalised activations; pre (N, F): features before the nonlinearity; W (F, C): the decoder,
+        None: computed for the dead features only."""
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
@@ -285,7 +292,9 @@ class SparseAutoencoder(nn.Module):
 
 
 class SAEModel(nn.Module):
-    """The autoencoder in training, and spliced into the backbone in evaluations."""
+    """The model of a run: a SparseAutoencoder in training; evaluations also measure the backbone's
+    loss with the reconstruction in place of the activations. config: a TrainConfig; spec:
+    Data.spec."""
 
     def __init__(self, config, spec):
         super().__init__()
@@ -308,7 +317,8 @@ class SAEModel(nn.Module):
         return 6 * (self.sae.W_enc.numel() + self.sae.W_dec.numel())
 
     def backbone(self):
-        """Return the Backbone. CheckpointError if it is not the one of the training run."""
+        """Return the Backbone at config.backbone. Raises CheckpointError if the weights are not
+        those of the training run, or if training had activations and no backbone."""
         c = self.keys
         if self.spec["backbone"] is None:
             raise CheckpointError("backbone: null: it was trained on activations; see --to")
@@ -319,8 +329,9 @@ class SAEModel(nn.Module):
         return backbone
 
     def forward(self, x, targets=None):
-        """Training: x (B, T, D) activations. Evaluation: x, targets (B, T) tokens, with sums of the
-        backbone's loss: unchanged, spliced with the reconstruction, and with zeros instead."""
+        """Return (mean loss, sums {name: tensor}). Training: x (B, T, D) activations. Evaluation:
+        x, targets (B, T) tokens, with sums of the backbone's loss: unchanged, spliced with the
+        reconstruction, and with zeros instead."""
         if targets is None:
             return self.sae(x.flatten(0, 1), x.size(1))[:2]
         backbone = self.backbone()
@@ -369,7 +380,8 @@ class SAEModel(nn.Module):
 # model interface, see train/system.py
 
 def open_data(config, ranks):
-    """Return the Data: activations for training, windows of tokens for evaluations."""
+    """Return the Data of config.data_dir: activations of the backbone for training and windows of
+    tokens for evaluations; without a backbone, prepared activations for both."""
     if config.backbone is None:
         return open_activations(config, ranks)
     backbone = load_backbone(config.backbone, config.layer, ranks.device, config.dtype,
@@ -393,8 +405,9 @@ def build_model(config, data):
 
 def export_sae_lens(model, folder):
     """Write cfg.json and sae_weights.safetensors, which sae_lens.SAE.load_from_disk(folder) reads.
-    The weights include the centring and scaling of the activations. A trained batchtopk autoencoder
-    is jumprelu, with or without prefixes. Raises ConfigError."""
+    model: an SAEModel. The weights include the centring and scaling of the activations. A trained
+    batchtopk autoencoder is exported as jumprelu, with or without prefixes. Raises ConfigError for
+    a transcoder with topk."""
     sae, c, spec = model.sae, model.keys, model.spec
     is_transcoder = c.target != "input"
     scale, mean = sae.scale.view(-1), sae.mean
@@ -427,8 +440,9 @@ def export_sae_lens(model, folder):
 # the baseline
 
 def random_directions(model, k):
-    """Return the baseline of an autoencoder (arXiv:2602.14111): its directions are random. The k
-    that are closest to an activation reconstruct it, with the weights of least squares."""
+    """Return an SAEModel with random directions, the baseline of the SAEModel `model`
+    (arXiv:2602.14111). The k directions that are closest to an activation reconstruct it, with the
+    weights of least squares."""
     c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
     baseline = SAEModel(c, model.spec).eval()
     W = baseline.sae.W_dec  # (F, C)
@@ -443,8 +457,9 @@ def random_directions(model, k):
 
 
 def compare_with_random(model, tokens, n_batches):
-    """Return a table, rows of texts, of the numbers of an autoencoder and of the baseline with as
-    many features per token."""
+    """Return a table, rows of texts, of the numbers of an SAEModel and of the baseline of
+    random_directions() with as many features per token, on n_batches batches of the loader
+    `tokens`. Raises ConfigError for a transcoder."""
     if model.keys.target != "input":
         raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
     table = [["", *NUMBERS]]
@@ -460,8 +475,8 @@ def compare_with_random(model, tokens, n_batches):
 
 @torch.no_grad()
 def find_top_contexts(model, tokens, n_batches, n_contexts):
-    """Find the largest activations of each feature in fixed batches of the loader `tokens`, at most
-    one per window.
+    """Find the largest activations of each feature of an SAEModel in n_batches fixed batches of the
+    loader `tokens`, at most one per window.
 
     Returns the share of tokens at which each feature fires (F,); values (F, n_contexts) in
     descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
@@ -479,8 +494,9 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
 
 
 def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]", escape=str):
-    """Return the text (without a tokenizer, the ids) around a position of row (T,), with the token
-    at the position between the `marks`."""
+    """Return the text (without a tokenizer, the ids) from n_before tokens before a position of row
+    (T,) to n_after tokens after it, with the token at the position between the `marks`. escape:
+    applied to each part."""
     def decode(ids):
         ids = ids.tolist()
         return escape(tokenizer.decode(ids).replace("\n", "\\n") if tokenizer
@@ -506,8 +522,9 @@ class FeatureOptions:
 
 
 def show_features(options):
-    """Print the contexts of the features that fire most strongly, or write them to a page; print
-    the numbers beside the baseline's; or export the autoencoder."""
+    """Print the contexts of the features that fire most strongly, or write them to the page
+    options.html. With options.baseline, print the numbers and those of random directions instead;
+    with options.to, export the autoencoder to this folder instead. options: FeatureOptions."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
     if options.to:
         export_sae_lens(model, options.to)

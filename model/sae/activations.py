@@ -39,8 +39,10 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 # the backbone
 
 class Backbone:
-    """Reads and replaces the residual stream of a frozen GPT after block `layer`; for a transcoder
-    (`target`, a key), it replaces the target. It is no module: in no checkpoint, and not sharded.
+    """A frozen GPT: activations() reads the residual stream after block `layer`, and loss()
+    replaces it. For a transcoder, loss() replaces the target, and activations() reads input and
+    target: of the block's MLP, if `target` is mlp; of `target` N, the outputs of the blocks `layer`
+    and N. It is no module: in no checkpoint, and not sharded.
 
     path: the checkpoint; dtype: the key of the configuration. Raises CheckpointError if the
     checkpoint is missing or no GPT with such a block.
@@ -71,14 +73,16 @@ class Backbone:
 
     @functools.cached_property
     def file_hash(self):
-        """The sha256 of the file, by which earlier versions identified the backbone."""
+        """The sha256 of the file, by which earlier versions identified the backbone; None for a
+        path that is not a file."""
         if not os.path.isfile(self.path):
             return None
         return hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest()
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the activations (B, T - N_SKIPPED, D), float32, for tokens idx (B, T)."""
+        """Return the activations (B, T - N_SKIPPED, D), float32, for tokens idx (B, T), without the
+        first N_SKIPPED tokens. D is C, or for a transcoder 2C (input and target)."""
         rows = []
         def record(module, args, out):
             rows.extend((args[0], out))
@@ -91,8 +95,8 @@ class Backbone:
 
     @torch.no_grad()
     def loss(self, idx, targets, edit):
-        """Return the language model's loss with the target x (B, T - N_SKIPPED, C) replaced by
-        edit(x)."""
+        """Return the mean language-model loss of idx, targets (B, T), with the activations x
+        (B, T - N_SKIPPED, C), of a transcoder those of the target, replaced by edit(x)."""
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
         with self.edited.register_forward_hook(hook):
@@ -100,8 +104,8 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return measure_scale() of the activations of windows that are evenly spaced in the loader
-        `tokens`."""
+        """Return (mean, scale), the result of measure_scale(), of the activations of n_windows
+        windows that are evenly spaced in the loader `tokens`."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
@@ -109,8 +113,9 @@ class Backbone:
 
 
 def measure_scale(x, d_in):
-    """Return ([mean per channel], the scale for a mean variance of 1) of activations x (N, D)
-    without outliers. Of a transcoder the scale is a list: of input and target."""
+    """Return (mean, scale) of activations x (N, D) without outliers: mean, a list of D floats;
+    scale, the factor for a mean variance of 1, a float, or of a transcoder (D = 2 d_in) a list: of
+    input and target."""
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
@@ -149,7 +154,8 @@ class ActivationBuffer:
         self.n_rows = min(size, self.n_rows + len(x))
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
-        """Return n rows (n, dim), a function of the content and `seed`; distinct if possible."""
+        """Return n rows (n, dim), a function of the content and `seed`; distinct if possible.
+        Raises ValueError if the buffer is empty."""
         if not len(self):
             raise ValueError("ActivationBuffer: empty; call add() first")
         # Drawn on the CPU, equal on all devices, and relative to the oldest row, so that a refilled
@@ -191,8 +197,9 @@ class ActivationLoader:
         return (torch.stack(rows),)
 
     def fill(self, step, device):
-        """Return the B buffers of a micro-batch with the windows up to `step`; they are refilled if
-        steps were skipped."""
+        """Return the B ring buffers of the micro-batch with number `step`, one per position in the
+        batch, filled with the windows up to that step; if steps were skipped, new ones on `device`,
+        which are refilled."""
         n = self.accumulation
         micro = step % n
         last, buffers = self.filled.get(micro, (-math.inf, []))

@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 
 def sum_rows(W, index, groups, n, weights):
-    """Return sums (n, C) of weights (E,) times W[index] (E, C), by the ascending groups (E,)."""
+    """Return sums (n, C): row g is the sum of weights[e] * W[index[e]] over the entries e with
+    groups[e] = g. index, weights and groups, which is ascending: (E,)."""
     starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
     return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
 
 
 class ActiveFeatures(torch.autograd.Function):
-    """Entries (E,) at row, column of pre (N, F) = x @ W + bias. x (N, C) has no gradient."""
+    """Active entries of a product: apply(x, W, bias, pre, row, column) returns pre[row, column]
+    (E,), where pre (N, F) is x @ W + bias, with gradients for W (C, F) and bias (F,), but not for x
+    (N, C)."""
 
     @staticmethod
     def forward(ctx, x, W, bias, pre, row, column):

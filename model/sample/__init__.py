@@ -81,7 +81,8 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 def load_compiled(options):
     """Return (model, tokenizer, device) of load_text_model(options), with a model that is compiled
-    to generate one text. Prints a message. Raises UserError if that fails, or ValueError."""
+    to generate one text. Prints a message. Raises UserError if the compilation fails, and
+    ValueError if the model cannot be loaded or compiled."""
     from model.sample.compiled import compile_decoder
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)

@@ -49,8 +49,8 @@ class CompiledDecoder(nn.Module):
                                   fullgraph=True, mode=mode)
 
     def forward(self, idx, cache, last_only=True):
-        """Return logits (B, T or 1, V), of the last token if last_only, for the tokens idx (B, T),
-        which follow those in `cache`, a KVCache that is updated in place."""
+        """Return the logits (B, T, V), or (B, 1, V) of the last token if last_only, for the tokens
+        idx (B, T), which follow those in `cache`, a KVCache that is updated in place."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -63,9 +63,10 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, previous):
-    """Return the logits (1, 1, V) of one token idx (1, 1), and store the token's keys and values in
-    kv (L, 2, 1, G, S, D), in place. positions, previous (1, 1), of KVCache.start. This function is
-    compiled: all inputs and outputs are tensors of fixed shapes."""
+    """Return the logits (1, 1, V) of one token idx (1, 1) by `model`, a GPT, and store the keys and
+    values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions, previous: (1, 1)
+    each, results of KVCache.start. This function is compiled: all inputs and outputs are tensors of
+    fixed shapes."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
@@ -74,10 +75,11 @@ def next_logits(model, idx, kv, positions, previous):
 
 
 class SingleTokenCache:
-    """A KVCache as the graph of a single token sees it: all slots of kv; empty slots are masked.
+    """A KVCache in the compiled graph of a single token, which sees all slots and masks empty ones.
 
-    kv (L, 2, 1, G, S, D), or (2, 1, G, S, D) of one layer, which `update` needs. slot: index of the
-    token in dimension S; mask: true for the slots to see. The new keys and values are merged when
+    kv (L, 2, 1, G, S, D): layers, keys and values, one text, heads, slots for tokens, head size; or
+    (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
+    true for the slots to see; start: result of start(idx). The new keys and values are merged when
     the cache is read, and kept in `new`; a write would make the compiled region copy the cache.
     """
 
@@ -89,6 +91,8 @@ class SingleTokenCache:
         self.new = []  # (2, 1, G, 1, D) per layer
 
     def update(self, layer, k, v):
+        """Return (keys, values, mask) of all slots, including k and v (1, G, 1, D) of the new
+        token, which are also appended to `new`. layer is ignored."""
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
         self.new.append(new)
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
@@ -114,8 +118,9 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Return the output (1, 1, C) of a Block for one token x (1, 1, C), and its new keys and values
-    (2, 1, G, 1, D). kv, slot, mask: the cache of the layer, as for SingleTokenCache."""
+    """Return the output (1, 1, C) of a Block for one token x (1, 1, C), and the new keys and values
+    (2, 1, G, 1, D) of G heads of size D. ropes: of GPTConfig.rope_tables. kv, slot, mask: of this
+    layer, as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 

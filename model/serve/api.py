@@ -38,9 +38,9 @@ class RequestOptions(SamplingOptions):
 # requests
 
 def parse_request(data, chat, engine, template):
-    """Return (RequestOptions, list of Job, whether a stream ends with the usage) of `data`, a
-    request's JSON. chat: whether it has messages instead of a prompt; engine: the Engine that is to
-    run the jobs; template: the ChatTemplate or None. Raises APIError."""
+    """Return (RequestOptions, list of Job, whether a stream ends with the numbers of tokens) of
+    `data`, a request's JSON. chat: whether it has messages instead of a prompt; engine: the Engine
+    that is to run the jobs; template: the ChatTemplate or None. Raises APIError."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -64,7 +64,8 @@ def parse_request(data, chat, engine, template):
 def create_jobs(ids, n_left_out, options, chat, engine):
     """Return options.n Jobs for the prompt `ids`, a list, with max_tokens within the limits of
     `engine` and a seed each. n_left_out: number of messages that are not in the prompt; chat:
-    selects the default of max_tokens. Raises APIError if the prompt is longer than the context."""
+    whether max_tokens is the limit by default, instead of 16. Raises APIError if the prompt is
+    longer than the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -218,6 +219,8 @@ class Answer:
         return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
+        """Return the object "usage", a dict: numbers of tokens of the prompts, the answers, and in
+        total."""
         prompt = sum(len(job.ids) for job in self.jobs[::self.n])
         completion = sum(job.n_generated for job in self.jobs)
         return dict(prompt_tokens=prompt, completion_tokens=completion,

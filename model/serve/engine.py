@@ -66,8 +66,8 @@ class Engine:
 
     The constructor starts the thread that computes. max_tokens: the limit of new tokens that the
     API sets for a job. timeout: seconds until a job ends with an error. end_tokens: ids that end a
-    text, besides the end of text. rows[i] is the job in row i of the cache; the last row replaces a
-    row that is done.
+    text, in addition to the end of text. Attribute rows: the active jobs; rows[i] is in row i of
+    the key-value cache. When a job is done, the last row is moved to that row.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -121,6 +121,8 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
+        """Call `step` in a loop until the engine is closed and all jobs are done: the engine's
+        thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
@@ -163,8 +165,8 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Compute waiting prompts in free rows until PREFILL_TOKENS of them are computed, and
-        sample a first token of each."""
+        """Run the model on waiting prompts, one per free row of the cache, until PREFILL_TOKENS
+        tokens are computed, and sample a first token per prompt."""
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
             with self.changed:

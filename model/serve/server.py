@@ -100,6 +100,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
+        """Start a graceful shutdown at a signal; end the process at once at a second SIGINT or
+        SIGTERM."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -113,8 +115,8 @@ class Server(uvicorn.Server):
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer an ASGI request. The host that it names must be one of self.hosts (see __init__);
-        otherwise the response is an error 400."""
+        """Answer an ASGI request. The name in the Host header must be in self.hosts (with "*":
+        any name); otherwise the response is an error 400."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).lower()
         app = self.app
@@ -164,6 +166,8 @@ class Server(uvicorn.Server):
         return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def post_completion(self, request):
+        """Answer a completion request (text or chat) with JSON or a stream of server-sent events.
+        Raises APIError."""
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -230,8 +234,8 @@ async def cancel_on_disconnect(request, jobs):
 
 async def write_stream(answer, first, events, include_usage):
     """Yield the texts of server-sent events of an Answer: `first`, an event (index, text,
-    finish_reason), those of the async iterator `events`, and "[DONE]". An APIError is the last one.
-    include_usage: also send the numbers of tokens."""
+    finish_reason), those of the async iterator `events`, and "[DONE]". After an APIError, the
+    stream ends with this error instead. include_usage: also send the numbers of tokens."""
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:

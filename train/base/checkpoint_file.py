@@ -74,19 +74,20 @@ def prev_path(path):
 # reading
 
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the verified state saved at `path`, a dict, on the CPU: correct digest, plain types,
-    known format, finite values. Also reads foreign files of plain tensors: nanoGPT's checkpoints,
-    {"model_state_dict": ...}, a bare state dict; the weights are always under "model". Raises
-    CheckpointError."""
+    """Return the checkpoint at `path`, a dict with tensors on the CPU. Verified are the digest, the
+    types, the format version, and that weights and optimizer state are finite. Also reads sharded
+    checkpoints, and foreign files of plain tensors: nanoGPT's checkpoints, {"model_state_dict":
+    ...}, a bare state dict. The weights are always under "model". Raises CheckpointError."""
     state, _ = open_checkpoint(path, values=True)
     return state
 
 
 def open_checkpoint(path, values=False):
-    """Return (state, shards) of a checkpoint, checked like in load_checkpoint(). For a file, shards
-    is `None`. For a sharded checkpoint (a manifest, or a folder with one) shards is a Shards, which
-    reads and verifies the files; unless `values`, the tensors in the state are on the meta device.
-    Raises CheckpointError."""
+    """Return (state, shards) of the checkpoint `path`, verified as in load_checkpoint(). For a
+    single file, shards is `None`. For a sharded checkpoint (a manifest, or the folder of one),
+    shards is a Shards; unless `values`, the tensors in state are then on the meta device, and their
+    data are neither read nor verified (use Shards.read() and Shards.verify()). Raises
+    CheckpointError."""
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
@@ -122,8 +123,9 @@ def open_checkpoint(path, values=False):
 
 
 def verify_digest(path):
-    """Return whether a checkpoint file has a digest, which is verified; in a foreign file without a
-    digest the CRCs are checked. ValueError for a damaged, empty or compressed file."""
+    """Verify the digest at the end of a checkpoint file, and return whether it has one. Without a
+    digest (a foreign file), the CRCs of the ZIP archive are checked. ValueError for a damaged,
+    empty or compressed file."""
     size = os.path.getsize(path)
     if not size:  # also of pipes and devices, which would be read for ever
         raise ValueError("the file is empty")
@@ -153,10 +155,10 @@ def with_model_key(state):
 
 
 def check_content(state, size, device="cpu"):
-    """Raise ValueError unless `state`, read from files of `size` bytes, is a checkpoint: plain
-    tensors on `device`, builtin types in the keys that the program reads, and no more data in
-    memory than in the files. A few bytes of pickle can share objects so often that printing them
-    would not terminate."""
+    """Raise ValueError unless `state`, read from files of `size` bytes, is a checkpoint: dense
+    tensors on the device type `device` under "model" and "optimizer", no tensors in the other keys
+    that the program reads, and not much more data in memory than in the files. A few bytes of
+    pickle can share objects so often that printing them would not terminate."""
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
@@ -188,7 +190,8 @@ def check_content(state, size, device="cpu"):
 
 
 def describe_load_error(error):
-    """Return a text about why a file could not be read as a checkpoint, from its exception."""
+    """Return a message for the user from `error`, the exception raised while reading a checkpoint
+    file."""
     if isinstance(error, FileNotFoundError):
         if "." not in os.path.basename(error.filename):
             return "no such file; a model of the Hugging Face hub is hf:OWNER/NAME"
@@ -228,9 +231,10 @@ def describe_mismatches(tensors, expected, dtypes=True):
 
 
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
-    """Raise CheckpointError with the `changes` {name: (value in the checkpoint, new value)} that
-    are not in `allowed`, which is --allow_change; no error if all are. path: the checkpoint.
-    alternatives: text, more remedies. fits: whether the tensors would fit with the changes."""
+    """Raise CheckpointError with a list of the `changes` {name: (value in the checkpoint, new
+    value)} whose names are not in `allowed`, the value of --allow_change ("all" allows every name).
+    path: the checkpoint. alternatives: more remedies, a text for the message. fits: whether the
+    tensors would fit with the changes; if so, the message recommends --allow_change."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:

@@ -44,8 +44,8 @@ def underscores(argv):
 
 
 def add_dashes(argv, parser):
-    """Return `argv` with name=value as --name=value where `parser`, an ArgumentParser, has this
-    option."""
+    """Return `argv` with NAME=VALUE as --NAME=VALUE if `parser`, an ArgumentParser, has the option
+    --NAME. The value of a preceding option is not changed."""
     options = {name: action for action in parser._actions for name in action.option_strings}
     out = []
     previous = ""
@@ -91,8 +91,8 @@ def make_parser(cls, prog, epilog=None):
 
 
 def make_options(cls, values):
-    """Return an instance of the dataclass `cls` from the texts {field: str, list of str or `None`}.
-    ValueError lists all invalid values. A missing or empty value means the default."""
+    """Return an instance of the dataclass `cls` from `values` {field name: text or list of texts}.
+    A missing field, `None` or [] means the default. ValueError lists all invalid values."""
     options = {}
     problems = []
     for f in fields(cls):
@@ -109,10 +109,10 @@ def make_options(cls, values):
 
 
 def command(cls, work, **how):
-    """Return the main function of a command: main(argv=None) calls work(options), an instance of
-    the dataclass `cls` parsed from the arguments, and returns the exit code. how: arguments of
-    run_command. Where the module is the program (python -m), run it and exit: this is then the last
-    line of the module."""
+    """Return the main function of a command: main(argv=None) parses `argv` into `options`, an
+    instance of the dataclass `cls`, calls work(options) and returns the exit code. how: keyword
+    arguments of run_command(). If the module of `cls` runs as the program (python -m), run the
+    command and exit instead: the call must be the last line of the module."""
     main = partial(run_command, cls, work, **how)
     if cls.__module__ == "__main__":
         sys.exit(main())
@@ -120,16 +120,16 @@ def command(cls, work, **how):
 
 
 def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
-    """Parse `argv` (default: sys.argv[1:]), call work(options) and return the exit code of the
-    command.
+    """Parse `argv` (default: sys.argv[1:]) into `options`, an instance of the dataclass `cls`, call
+    work(options) and return the exit code of the command.
 
-    cls: the dataclass of the options. prog: the command's module, if `cls` is in a different
-    module. If `load` is given, unknown arguments are allowed, load(unknown arguments) is the second
-    argument of `work` (train.config.load_argv: the configuration of a run), and the exit code is
-    the result of `work`.
+    prog: the command's module, if `cls` is in a different module. If `load` is given, unknown
+    arguments are allowed, load(unknown arguments) is the second argument of `work`
+    (train.config.load_argv: the configuration of a run), and the exit code is the result of `work`.
 
-    Exit codes: 0; 2 after a UserError, ValueError or OSError, which is printed in one message; 130
-    after Ctrl-C, with `interrupt_message`.
+    Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError or
+    OSError; 130 after Ctrl-C (128 + N after signal N), with `interrupt_message`. Each exception is
+    printed as one message.
     """
     name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
@@ -151,8 +151,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 
 def report_error(error, prefix=""):
     """Print the message of an error that the user can fix, after `prefix`, on stderr and return the
-    exit code: error.exit_code, or 2. The failed import of a package, which is a bug, is raised
-    again."""
+    exit code: error.exit_code, or 2. On ranks other than 0, the prefix is the rank, and the message
+    is delayed. A ModuleNotFoundError for a package, which is a bug, is raised again."""
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
         raise error
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
@@ -163,14 +163,14 @@ def report_error(error, prefix=""):
 
 
 def interrupt_code(stop):
-    """Return the exit code of a KeyboardInterrupt: 130 after Ctrl-C, or 128 + the signal's number
-    in its arguments."""
+    """Return the exit code for the KeyboardInterrupt `stop`: 130 after Ctrl-C, or 128 +
+    stop.args[0], the number of a signal."""
     return 128 + (stop.args[0] if stop.args else 2)
 
 
 def format_table(rows):
-    """Return rows, lists of strings of equal length, as aligned text: the first column to the left,
-    the others right."""
+    """Return `rows`, a list of rows with equally many strings, as a text with aligned columns: the
+    first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]),
                                 *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)

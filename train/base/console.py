@@ -17,8 +17,9 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """A text stream with lines and, on a terminal (`live`), one live line below them, both written
-    by show(). stream: e.g. sys.stdout; `None`: no output. `color`: whether to use colors."""
+    """Console output: lines of text and, on a terminal, one live line below them, which is
+    rewritten in place. show() writes both. stream: e.g. sys.stdout; `None`: no output. Attributes:
+    `live`, whether live lines are possible; `color`, whether to use colors."""
 
     def __init__(self, stream):
         self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
@@ -30,8 +31,9 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line (`None`: none), which becomes `live` (`None`: it stays,
-        "": it is cleared; text only if the attribute `live` is True). Never raises."""
+        """Print `line` above the live line (`None`: print no line), and replace the live line by
+        `live` (`None`: keep it, "": clear it). Pass a text as `live` only if self.live is True.
+        Never raises."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
@@ -45,9 +47,9 @@ class Console:
 
 
 class LineFile:
-    """A file that grows by lines: write(line) appends one at once, and close() closes the file,
-    which the first write opens. A failure, e.g. if `path` is a link, does not raise: the first one
-    is a warning."""
+    """A text file to which lines are appended: the first write(line) opens it, each line is written
+    at once, and close() closes it. Failures, e.g. if `path` is a symbolic link, are not raised; the
+    first one is printed on stderr as a warning."""
 
     def __init__(self, path):
         self.path = path

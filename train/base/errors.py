@@ -97,8 +97,9 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 
 def printable(text):
-    """Return `text` with control characters escaped (as in \\x1b). Names of files and tensors,
-    labels and generated text are untrusted and could contain terminal escape sequences."""
+    """Return `text` with control characters (except newline and tab) and bidirectional overrides
+    escaped, as in \\x1b. Names of files and tensors, labels and generated text are untrusted and
+    could contain terminal escape sequences."""
     return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
 
 

@@ -56,9 +56,9 @@ def describe(field):
 # parsing by type
 
 def parse_value(field, raw):
-    """Convert `raw` (str, list or dict of str, or a Python value) to the type of the dataclass
-    `field` and check the limits. An empty value or null is `None`, if the type has it. ValueError
-    states the expected type or limit."""
+    """Return `raw` (str, list or dict of str, or a Python value) converted to the type of the
+    dataclass `field`, after checking the limits. An empty value or null becomes `None`, if the type
+    allows `None`. ValueError states the expected type or limit."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -94,7 +94,9 @@ def convert(raw, function, expected):
 
 
 def base_type(annotation):
-    """Return the type (bool, int, float, list, dict, str) of an annotation, e.g. `int | None`."""
+    """Return the type bool, int, float, list or dict of an annotation, without parameters and
+    alternatives, e.g. int for `int | None` and list for `list[str]`; str for any other annotation.
+    """
     for base in (bool, int, float, list, dict):
         if annotation is base or str(annotation).startswith(base.__name__):
             return base
@@ -157,8 +159,9 @@ def check_limits(value, meta):
 
 
 def parse_mixture(data_dir):
-    """Return {folder: weight} of the text "folder:weight,folder:weight", or {} if `data_dir` is a
-    single folder. ValueError for an invalid weight and for a missing or repeated folder."""
+    """Return {folder: weight} of the text "folder:weight,folder:weight", or {} if `data_dir` has no
+    comma or no weights (a single folder). ValueError for an invalid weight and for a missing or
+    repeated folder."""
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
         return {}

@@ -49,7 +49,8 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
 @contextmanager
 def reporting_full_disk(path):
-    """Context in which a full disk is a UserError with the name `path` of what is written."""
+    """Context manager that turns the OSError of a full disk or an exceeded quota into a UserError
+    that names `path`, the file being written."""
     try:
         yield
     except OSError as error:
@@ -66,7 +67,7 @@ def write_text(path, text):
 
 
 def add_link(source, target):
-    """Make `target` a second name of the file `source`, atomically, replacing an existing file; a
+    """Make `target` a hard link to the file `source`, atomically, replacing an existing file; a
     copy if the file system has no hard links."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process with the same number
@@ -87,8 +88,8 @@ def add_link(source, target):
 
 @contextmanager
 def exclusive_lock(folder):
-    """Context in which no other process has this lock on `folder`; waits for it. Without effect if
-    the system or the file system has no locks."""
+    """Context manager that holds an exclusive lock on `folder`, after waiting until no other
+    process holds it. Without effect if the system or the file system has no locks."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl

@@ -45,7 +45,7 @@ def keep_freed_memory():
 
 
 def return_freed_memory():
-    """Release all memory that malloc keeps to the system once, e.g. after writing a copy of a large
-    state. Without effect for other C libraries than glibc."""
+    """Release all unused memory that malloc holds, once, to the operating system, e.g. after
+    writing a copy of a large state. Without effect for C libraries other than glibc."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

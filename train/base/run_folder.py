@@ -33,13 +33,14 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """out_dir at `path`, which open() locks (on rank 0) until the context exits. save() writes
-    checkpoints in the background, one at a time, from a snapshot that training does not change: a
-    file by rank 0, or shards by every rank. wait() waits for it; file(name) is a path in the
-    folder.
+    """The folder `path` of a run (out_dir): a context manager that on exit waits for a save in
+    progress and releases the lock of open(). save() writes a checkpoint file, on rank 0, in the
+    background, one at a time, from a snapshot that training does not change. Shards are written by
+    every rank with prepare(), start(), write_shards(), save_manifest() and write(). file(name)
+    returns a path in the folder.
 
     keep_last: number of numbered checkpoints to keep; 0: all. save_precision: dtype of
-    model.safetensors, which each save then also writes.
+    model.safetensors, which each save of a file then also writes.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -76,9 +77,10 @@ class RunFolder:
         """Save `state`, the dict of a checkpoint, as ckpt.pt, if `is_best` also as ckpt_best.pt, if
         `is_numbered` also as ckpt_NNNNNNN.pt. logger: has info(text), warn(text).
 
-        Returns when a snapshot exists (or at once if `state` is a `private` copy). A thread writes
-        it; if that fails it warns, and training continues with the old file intact. The `last` save
-        is written before this returns and raises CollectiveExit.
+        Returns when a snapshot exists (at once if `state` is a `private` copy), which a thread then
+        writes; without memory for a snapshot, when the file is written. A failure is a warning: the
+        old file is intact, and training continues. With `last`, the file is written before save()
+        returns, and a failure raises CollectiveExit.
         """
         links = self.prepare(state["iter_num"], is_best, is_numbered)
 
@@ -87,8 +89,9 @@ class RunFolder:
         self.start(write, state, logger, last, private)
 
     def prepare(self, iter_num, is_best, is_numbered):
-        """Wait for the save in progress, and return the paths, besides ckpt.pt, of the checkpoint
-        of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt if `is_numbered`."""
+        """Wait for the save in progress, and return a list of additional paths (besides ckpt.pt)
+        for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt if
+        `is_numbered`. Creates the folder again if it was deleted."""
         self.wait()
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
@@ -97,9 +100,9 @@ class RunFolder:
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
     def start(self, write, state, logger, last=False, private=False):
-        """Call write(snapshot of the nested `state`) in a thread; a `private` state is not copied.
-        Without enough memory for a snapshot, or for the `last` save, call write(state) before
-        returning."""
+        """Call write(state) in a thread, with a snapshot of the nested `state`, or `state` without
+        a copy if it is `private`. Without enough memory for a snapshot, or for the `last` save,
+        call write(state) in this thread, before returning. logger: has info(text)."""
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
@@ -135,8 +138,9 @@ class RunFolder:
 
     def write(self, save, logger, last=False, state=None):
         """Call save(path of ckpt.pt), then update the mirror, delete old numbered checkpoints, and
-        write model.safetensors from `state` if save_precision is set. If save() fails, that is a
-        warning of `logger`; for the `last` save, CollectiveExit. Later failures are warnings."""
+        write model.safetensors from `state` if save_precision is set. A failure of save() is a
+        warning, logger.warn(text); with `last` it raises CollectiveExit. Later failures are
+        warnings."""
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
@@ -173,9 +177,10 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
-        """Move ckpt.pt, ckpt_prev.pt and ckpt_best.pt of steps after `iter_num`, and damaged ones,
-        to old_1/ (or old_2/, ...), since a run that resumes there would replace these files. An
-        earlier best checkpoint is kept. log(text) is called if files were moved."""
+        """Move those of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that are damaged or of a step after
+        `iter_num` to old_1/ (or old_2/, ...), with a copy of metrics.jsonl: a run that resumes at
+        that step would replace them. An earlier best checkpoint stays. log(text) is called if files
+        were moved."""
         def is_later(name):
             try:
                 return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
@@ -235,8 +240,8 @@ def snapshot(state):
 
 
 def copy_to_host(t):
-    """Return a copy of a tensor on the CPU; from a GPU in pinned memory, complete after the next
-    synchronization."""
+    """Return a copy of the tensor `t` on the CPU. The copy of a GPU tensor is in pinned memory, and
+    is complete only after torch.cuda.synchronize()."""
     out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     return out.copy_(t.detach(), non_blocking=t.is_cuda)
 
@@ -285,8 +290,9 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 
 def restarted_job(folder):
-    """Return (name of torchrun's job, "" without torchrun, whether torchrun has restarted it after
-    an attempt that used `folder`). Then the same command line continues what it has begun."""
+    """Return (job, restarted): the name of torchrun's job, "" without torchrun; and whether
+    torchrun has restarted this job after an attempt that used `folder`. A restarted job resumes the
+    run in `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     mark = pathlib.Path(folder, ".job")  # written by find_checkpoint() of each attempt
@@ -303,8 +309,9 @@ def numbered_checkpoints(folder):
 
 
 def move_files(folder, names):
-    """Move the files `names` in `folder`, with the shards that their manifests name, to the first
-    free of old_1/, old_2/, ... in it; return the path of that folder."""
+    """Move the files `names` in `folder`, and the shards that are named in them if they are
+    manifests, to a new subfolder: the first of old_1/, old_2/, ... that does not exist. Return the
+    path of the subfolder."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints

@@ -48,9 +48,11 @@ def new_folder(iter_num):
 
 
 def write_shards(folder, rank, parts):
-    """Write the parts {name: [offsets in the whole tensor, tensor]} that a rank has into `folder`,
-    durably. Return ({file: {"size", "sha256"}}, {name: chunk}); a chunk is the part of a tensor
-    that starts at byte `start` of `file`: a dict with file, start, offsets and shape."""
+    """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, to one
+    .safetensors file in `folder` for weights (names "model.*") and one for the others, durably.
+    Return ({file: {"size", "sha256"}}, {name: chunk}). A chunk is the position of a part, a dict:
+    it starts at byte `start` of `file`, and has these `offsets` in the whole tensor and this
+    `shape`."""
     files = {}
     chunks = {}
     for subfolder in ("", "optimizer/"):
@@ -75,9 +77,10 @@ def write_shards(folder, rank, parts):
 
 
 def make_manifest(root, folder, state, written):
-    """Return the manifest, in bytes, of the shards in `folder` of the folder `root`. state: nested,
-    with tensors on the meta device. written: [(files, chunks) by write_shards() of every rank].
-    ValueError if a file is not in the folder or a tensor is incomplete."""
+    """Return the content, bytes, of the manifest of the shards in the subfolder `folder` of `root`.
+    state: the nested dict of the checkpoint, with tensors on the meta device. written: a list of
+    the (files, chunks) that write_shards() returned on every rank. ValueError if a file is not in
+    the folder or a tensor is incomplete."""
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     tensors = {name: dict(dtype=names[t.dtype], shape=list(t.shape), chunks=[])
                for name, t in named_tensors(state)}
@@ -96,8 +99,9 @@ def make_manifest(root, folder, state, written):
 
 
 def encode(value, path=()):
-    """Return a nested state as plain JSON types, for json.dumps: other types become {"$TYPE": ...},
-    a tensor its dotted name. path: the keys that lead to `value`."""
+    """Return a nested state as plain JSON types, for json.dumps. A tensor becomes {"$tensor":
+    dotted name}; tuples, bytes and other types become {"$TYPE": ...}. path: the keys that lead to
+    `value`."""
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):
@@ -154,9 +158,9 @@ class Shards:
         return decode(self.plain, tensor)
 
     def check(self):
-        """Raise ValueError, naming the file or tensor, unless the folder has exactly these files,
-        of these sizes, and the chunks of each tensor are the whole tensor. Digests are not
-        verified."""
+        """Raise ValueError, naming the file or tensor, unless the folder has exactly the files in
+        self.files, with their sizes, and the chunks of each tensor form the whole tensor. Digests
+        are not verified."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
@@ -193,8 +197,8 @@ class Shards:
         return torch.empty(t["shape"], dtype=SAFETENSORS_DTYPES[t["dtype"]], device="meta")
 
     def read(self, name, first=0, shape=None):
-        """Return the tensor `name` on the CPU, or the part of this `shape` from row `first`. Other
-        rows are not read. ValueError if a file is too short."""
+        """Return the tensor `name` on the CPU or, with `shape`, the part of that shape that starts
+        at row `first` (dimension 0). Other rows are not read. ValueError if a file is too short."""
         whole = self.meta(name)
         out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
         if not out.numel():
@@ -217,8 +221,8 @@ class Shards:
 
 
 def rows_of(chunk):
-    """Return (first row, number of rows) of a chunk, a dict with offsets and shape; a 0-dim tensor
-    is a row."""
+    """Return (first row, number of rows) of a chunk, a dict with offsets and shape, in the whole
+    tensor. A 0-dim tensor counts as one row."""
     return (*chunk["offsets"], 0)[0], (*chunk["shape"], 1)[0]
 
 
@@ -228,8 +232,9 @@ def is_sharded(path):
 
 
 def folder_named_in(path):
-    """Return the folder of shards that the file `path`, a manifest, names, relative to the run's
-    folder; `None` if it is no manifest or no file. Also of a manifest that is damaged elsewhere."""
+    """Return the folder of shards named at the start of the manifest `path`, relative to the run's
+    folder, e.g. "shards/0001000_ab12cd". `None` if `path` is not a file or does not start as a
+    manifest. The rest of the file is not checked."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -266,8 +271,9 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Link the files of shards that the manifest `path` names into the folder `target` too (copied
-    without hard links). Without effect if `path` is no manifest, or the files are missing."""
+    """Add hard links to the shards of the manifest `path` in the same subfolder of the folder
+    `target` (copies without hard links). Without effect if `path` is no manifest, or the files are
+    missing."""
     folder = folder_named_in(path) or ""
     source = os.path.join(os.path.dirname(path), folder)
     if folder and os.path.isdir(source):
@@ -276,8 +282,9 @@ def link_shards(path, target):
 
 
 def unnamed_shards(root):
-    """Return the folders of shards (pathlib.Path) that no checkpoint ckpt*.pt in `root`, a run's
-    folder, names: of failed saves, of checkpoints that were replaced, and copied ones."""
+    """Return the folders of shards (a list of pathlib.Path) in `root`, a run's folder, to which no
+    checkpoint ckpt*.pt in `root` refers: of failed saves, of replaced checkpoints, and copied ones.
+    """
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()

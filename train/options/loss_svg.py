@@ -100,8 +100,9 @@ def smooth(points, share=0.02):
 # axes
 
 class Axis:
-    """A linear or logarithmic mapping of values to pixels from `start` to `end`: axis(value) is a
-    pixel. The range is that of `values` with a margin; with from_zero it begins at 0."""
+    """A linear or (with `log`) logarithmic mapping of numbers to pixels from `start` to `end`;
+    axis(value) returns the pixel. The range of the axis is that of `values` with a margin; with
+    from_zero it begins at 0."""
 
     def __init__(self, values, start, end, from_zero=False, log=False):
         self.start = start
@@ -123,8 +124,9 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, spacing):
-        """Return round values on the axis, about `spacing` pixels apart: multiples of 1, 2 or 5
-        times a power of ten; if logarithmic, such powers, and values between a few of them."""
+        """Return a list of round values on the axis. Linear: multiples of 1, 2 or 5 times a power
+        of ten, about `spacing` pixels apart. Logarithmic: powers of ten, and values between them if
+        the range is less than two powers of ten; `spacing` has no effect."""
         if self.log:
             digits = (1, 1.5, 2, 3, 4, 5, 7) if self.high - self.low < 2 else (1,)
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -147,7 +149,9 @@ def tick_label(value):
 # the picture
 
 class Curve(NamedTuple):
-    """A line of a chart: points [(x, y), ...], SVG color, name in the legend ("": none)."""
+    """A line of a chart. points: [(x, y), ...]; color: of SVG; name: in the legend ("": none);
+    line: solid, faint or dashed; start: the vertical axis may cut off values in this share of the
+    horizontal axis."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -158,8 +162,8 @@ class Curve(NamedTuple):
 def loss_svg(runs, x="iter", metric="loss"):
     """Return the text of an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the
     metric, solid in training and dashed in validation (val_NAME), above one for the learning rate.
-    x: iter, tokens or time. Names are without the folder that the runs share. The axis of several
-    runs follows the values after their start, whose differences are small."""
+    x: iter, tokens or time. Parent folders that all names share are removed from the legend. With
+    several runs, the vertical axis fits the values after the start, whose differences are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -201,9 +205,10 @@ def draw_chart(panels, x_label, log_x=False):
 
 
 def draw_panel(name, curves, x, top, height):
-    """Return a list of SVG elements: grid, vertical axis and curves. x: the horizontal Axis; top,
-    height: pixels. The axis is logarithmic if its values span more than a factor of 3: the start of
-    a loss would flatten the rest. Values before Curve.start may be cut off."""
+    """Return a list of SVG elements (strings) of a panel: grid, vertical axis and `curves`, a list
+    of Curves. x: the horizontal Axis; top, height: pixels. The vertical axis is logarithmic if
+    values span more than a factor of 3 (not for the learning rate): the start of a loss would
+    flatten the rest. Values before Curve.start may be cut off."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

@@ -20,8 +20,9 @@ from train.base.run_folder import restarted_job
 
 
 class Mirror:
-    """Copies of the checkpoints of the run folder `folder` in a store, config.mirror: fetch() at
-    the start, update() after a save, finish() at the end. Raises SetupError for other URLs."""
+    """Copies of the checkpoints of the run folder `folder` in a store, config.mirror: the URL
+    s3://... or gs://..., or a folder. Call fetch() at the start of the run, update() after a save,
+    finish() at the end. SetupError if the URL is not supported."""
 
     def __init__(self, config, folder):
         fsspec = require("fsspec", "mirror")
@@ -43,10 +44,10 @@ class Mirror:
         return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
 
     def fetch(self, log):
-        """Unless the run folder has a checkpoint or config.resume_file is set, copy the newest
-        complete copy in the store, if any, to ckpt.pt, and the best to ckpt_best.pt. log: is called
-        with a line per file. CheckpointError: unusable store, only incomplete copies, or copies
-        although resume is "never"."""
+        """Copy the newest complete copy in the store, if any, to ckpt.pt in the run folder, and the
+        best to ckpt_best.pt, unless the run folder has a checkpoint or config.resume_file is set.
+        log(text) is called per file. CheckpointError: unusable store, only incomplete copies, or
+        copies although config.resume is "never"."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
@@ -112,8 +113,9 @@ class Mirror:
                 logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
 
     def copy(self, logger):
-        """Copy ckpt_best.pt if it is new, and ckpt.pt; then delete all but the last two copies.
-        Without effect if ckpt.pt was already copied. Failures are a logger.warn."""
+        """Copy ckpt_best.pt, if it has changed, and ckpt.pt to the store; then delete all but the
+        last two copies of ckpt.pt. Without effect if ckpt.pt was already copied. Failures are
+        warnings, logger.warn(text)."""
         with self.lock:
             if not self.pending:  # it was copied by the thread before
                 return
@@ -153,8 +155,8 @@ class Mirror:
             os.unlink(link)
 
     def is_copy(self, local, remote):
-        """Return whether the file `remote` in the store exists with the size and the last KiB,
-        which has the digest, of the file `local`."""
+        """Return whether the file `remote` in the store exists and has the same size and the same
+        last KiB, which contains the digest, as the file `local`."""
         return self.fs.exists(remote) and (self.fs.size(remote), self.fs.tail(remote)) == (
             self.disk.size(local), self.disk.tail(local))
 

@@ -23,9 +23,11 @@ MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIO
 
 
 def samples_per_period(weights):
-    """Return the number of samples of each source per period, [int], for weights [float].
+    """Return the number of samples per source in a period of the mixture, [int], for weights
+    [float].
 
-    Exact if all shares are multiples of 1 / n with n up to MAX_PERIOD; else rounded, maybe to 0.
+    Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD;
+    else rounded, maybe to 0.
     """
     exact = [Fraction(str(w)) for w in weights]  # 0.7 is 7 / 10
     shares = [w / sum(exact) for w in exact]
@@ -38,10 +40,12 @@ def samples_per_period(weights):
 
 
 def interleave(counts):
-    """Return the index of the source of each of the sum(counts) places of a period, [int].
+    """Return the order of the sources in a period: a list of sum(counts) source indices, in which
+    source i occurs counts[i] times, spread evenly.
 
-    Of the first n places, for any n, source i has counts[i] / sum(counts) * n, with a difference of
-    at most 1 - 1 / (2 k - 2) for k >= 2 sources: Tijdeman, The chairman assignment problem (1980).
+    Among the first n items, for any n, source i occurs counts[i] / sum(counts) * n times, with a
+    difference of at most 1 - 1 / (2 k - 2) for k >= 2 sources: Tijdeman, The chairman assignment
+    problem (1980).
     """
     period = sum(counts)
     k = len(counts)
@@ -60,8 +64,8 @@ def interleave(counts):
 
 
 class Mixture(Loader):
-    """A Loader of samples of several loaders {name: loader}; counts[i] samples per period are of
-    loader i.
+    """A Loader that mixes the samples of several `loaders` {name: Loader}: per period of
+    sum(counts) samples, counts[i] are from loader i, in the order of interleave(counts).
 
     An epoch has as many samples as all loaders together. Every validation batch is from one source,
     in the order of the names, and equals that of a run on only this source.
@@ -85,8 +89,9 @@ class Mixture(Loader):
                          first.val_batch_size, first.seed, first.rank, first.world_size)
 
     def by_source(self, g):
-        """Yield (name, loader, positions in g, sample numbers in the source) for each source that
-        has some of the samples g, (m,) int64."""
+        """Yield (name, loader, positions, numbers) for each source that has some of the samples
+        `g`, (m,) int64, sample numbers in the mixture. positions: their indices in `g`; numbers:
+        their sample numbers in the source; both are int64 arrays."""
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -110,7 +115,8 @@ class Mixture(Loader):
         return {name: loader.fingerprint() for name, loader in self.loaders.items()}
 
     def passes(self, n):
-        """Yield a log line per source: the share, and the epochs of a run of n samples."""
+        """Yield a line of text per source, for the log: the share of the samples, and the number of
+        epochs over the source in a run of n samples of the mixture."""
         for name, loader in self.loaders.items():
             share = self.shares[name]
             yield (f"  {name}: {100 * share:.4g}% of the samples, "
@@ -120,7 +126,8 @@ class Mixture(Loader):
     # validation
 
     def fixed_batches(self, count):
-        """Return [(source, index in the source)] of the validation batches, `count` per source."""
+        """Return the list of all validation batches, (source name, index in the source): `count`
+        per source, or fewer if a source is smaller."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -135,9 +142,9 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Return the sums over all sources, {name: tensor}, from {source: {name: tensor}}. They are
-        scaled so that sum / count is the mean of the sources' means, weighted by the shares;
-        "count" is the total."""
+        """Combine sums of metrics per source, {source: {name: tensor}}, into sums over all sources,
+        {name: tensor}. The name "count" is the number of terms. Sums are scaled so that sum / count
+        is the mean of the sources' means, weighted by the shares; "count" is the total."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         factors = {name: self.shares[name] * n / sums["count"]
                    for name, sums in sums_by_source.items()}
@@ -149,7 +156,8 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the name of a source in logged numbers: web for the folder data/bin/web."""
+    """Return the name of a data folder in the names of logged metrics: web for the folder
+    data/bin/web."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 

@@ -1,5 +1,5 @@
-"""The ranks of a run: whether their code, settings and versions are equal, the data of a step, the
-speed of the network, and the time that each rank works per step."""
+"""The ranks of a run: whether their code, settings and versions are equal, the bytes that a step
+sends, the speed of the network, and the time that each rank works per step."""
 
 import hashlib
 import os
@@ -37,9 +37,10 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 # before the first step
 
 def check_ranks(config, ranks, log):
-    """Log the nodes and processes of a run, and warn of different versions, and if a launcher has
-    started more than this run; log is called with texts. A collective. Raises SetupError, on all
-    ranks, if code or configuration differ."""
+    """Log the nodes and processes of a run with log(text), and warn if versions or devices differ
+    between ranks, or if a launcher has started more nodes or processes than this run has. A
+    collective: every rank must call it. Raises SetupError, on all ranks, if code or configuration
+    differ."""
     rows = [{}] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(rows, describe_rank(config, ranks), group=ranks.control)
@@ -89,16 +90,16 @@ def describe_rank(config, ranks):
 
 
 def differences(rows, names):
-    """Return a list with a text for each of `names` whose values in `rows`, a list of a dict per
-    rank, differ: "torch: 2.8 on rank 0; 2.9 on rank 1"."""
+    """Return a list of texts, one per name in `names` whose value differs between ranks: "torch:
+    2.8 on rank 0; 2.9 on rank 1". rows: a list with a dict {name: value} per rank."""
     columns = {name: group_ranks([row.get(name) for row in rows]) for name in names}
     return [f"{name}: " + "; ".join(f"{value} on {members}" for value, members in groups)
             for name, groups in columns.items() if len(groups) > 1]
 
 
 def group_ranks(values):
-    """Return [(value, name of the ranks that have it: "rank 0", "ranks 1-3")] of a list with a
-    value per rank."""
+    """Group the ranks by equal value. values: a list with a value per rank. Return [(value, text
+    that lists the ranks)], e.g. [("2.8", "rank 0"), ("2.9", "ranks 1-3")]."""
     groups = {}
     for rank, value in enumerate(values):
         groups.setdefault(repr(value), (value, []))[1].append(rank)
@@ -111,9 +112,10 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """`count` collectives of one kind per step, e.g. "all_reduce". nbytes: size of their tensors,
-    the sum over all `count`; of all_gather and reduce_scatter that of the whole tensors, not of the
-    shards. ranks: a range, the members of the group that contains rank 0."""
+    """The collectives of one kind in a training step: `count` calls, e.g. of "all_reduce". nbytes:
+    size of the tensors of all calls together; for all_gather and reduce_scatter, of the whole
+    tensors, not of the shards. ranks: a range, the members of the process group that contains rank
+    0."""
     kind: str
     ranks: range
     count: int
@@ -121,8 +123,8 @@ class Collective:
 
 
 def step_collectives(model, config, world_size, dtype):
-    """Return the list of Collectives of a step of the bare `model` (on any device, not sharded)
-    with AdamW and config.distributed. dtype: of matrix products."""
+    """Return a list of Collectives: the communication in a training step of `model` (on any device,
+    not wrapped or sharded) with AdamW and config.distributed. dtype: of matrix products."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
@@ -153,13 +155,15 @@ def step_collectives(model, config, world_size, dtype):
 
 
 def padded_numel(params, shard_size):
-    """Return the number of elements of `params`, with the rows that make the shards equal."""
+    """Return the number of elements of all `params`, with the first dimension of each padded to a
+    multiple of shard_size, as FSDP pads it to make the shards equal."""
     return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
 
 
 def bytes_sent(collectives, per_node):
-    """Return (bytes that a rank sends in the node, bytes that a node sends to others) per step of a
-    list of Collectives, by rings over ranks that are numbered node by node, `per_node` in each."""
+    """Return (bytes that a rank sends within the node, bytes that a node sends to other nodes) per
+    step, for a list of Collectives that use ring algorithms. The ranks are numbered node by node,
+    with `per_node` ranks per node."""
     within = between = 0.0
     for c in collectives:
         n = len(c.ranks)
@@ -175,8 +179,9 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Time an all-reduce within and between nodes, and log it with the bytes that a step of `model`
-    sends. A collective. Without effect for one rank, or nodes of different sizes."""
+    """Measure the speed of an all-reduce within and between nodes, and log it with log(text), with
+    the bytes that a training step of `model` sends. A collective: every rank must call it. Without
+    effect for one rank, or nodes of different sizes."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -193,8 +198,9 @@ def log_network(config, model, ranks, log):
 
 
 def all_reduce_speed(groups, device):
-    """Return the bytes per second that each rank sends in all-reduces, side by side in all
-    `groups`, lists of ranks that together are all ranks. A collective."""
+    """Return the bytes per second that each rank sends in an all-reduce, while all `groups` run one
+    at the same time. groups: lists of ranks, equally long, with each rank in one of them. A
+    collective: every rank must call it."""
     group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
     x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(x, group=group)  # the first one connects
@@ -208,9 +214,10 @@ def all_reduce_speed(groups, device):
 # slow ranks
 
 class RankClock(Clock):
-    """A Clock that compares the ranks, with hooks on model and optimizer. The work of a rank in a
-    step ends with the last gradient; then it waits. Under FSDP ranks wait for each other in every
-    block, and only the time until the forward pass, e.g. for data, is a rank's own."""
+    """A Clock that also measures how long each rank works per step, with hooks on model and
+    optimizer, to find slow ranks. The work of a rank in a step ends with the last gradient; then it
+    waits for the others. Under FSDP ranks wait for each other in every block, and only the time
+    until the forward pass, e.g. for data, is measured."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -246,8 +253,10 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step as Clock.lap; set `numbers` for the log line (work_ms,
-        slowest_ms, slowest_rank); warn(text) if a rank stays slow. A collective."""
+        """Return the seconds per step since the last call, at the end of step `it`, as Clock.lap
+        does. Set the attribute `numbers` for the log line: work_ms (median of the ranks),
+        slowest_ms, slowest_rank. Call warn(text) if a rank stays slow. A collective: every rank
+        must call it."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -20,7 +20,8 @@ PROJECT = "ironGPT"
 
 
 def check_trackers(names):
-    """Raise SetupError if a package of these trackers (tensorboard, wandb, mlflow) is missing."""
+    """Raise SetupError if a package that a tracker in `names` (tensorboard, wandb, mlflow) needs is
+    not installed."""
     for name in names:
         for package in TRACKERS[name].packages:
             # A plain folder has a spec, without an origin.
@@ -60,8 +61,8 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call a method of all trackers: "record" with a record of metrics.jsonl, a dict, or
-        "close" with the status: finished, failed or stopped."""
+        """Call tracker.METHOD(*args) of every tracker. method: "record", with a record of
+        metrics.jsonl, a dict; or "close", with the status: finished, failed or stopped."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method)(*args)
@@ -76,7 +77,8 @@ def tracked_numbers(record):
 
 
 class TensorBoard:
-    """Event files in out_dir/tensorboard: tensorboard --logdir out."""
+    """Tracker that writes event files to out_dir/tensorboard, for tensorboard --logdir out. log:
+    the run's Logger."""
     packages = ["tensorboard"]
     id = None
 
@@ -95,8 +97,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; offline without a login or WANDB_MODE. A resumed run shows the steps that
-    it repeats twice."""
+    """Tracker for Weights & Biases; offline without a login or WANDB_MODE. log: the run's Logger.
+    run_id: of the run to resume, or `None`; steps that it repeats are shown twice."""
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):
@@ -124,8 +126,9 @@ class WandB:
 
 
 class MLflow:
-    """A run in MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of out_dir. A resumed
-    run shows the steps that it repeats twice."""
+    """Tracker that writes to MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of
+    out_dir. log: the run's Logger. run_id: of the run to resume, or `None`; steps that it repeats
+    are shown twice."""
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):

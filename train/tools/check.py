@@ -71,8 +71,8 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 
 class Case:
-    """A configuration that is checked, the folder of the runs, and `run`, the Run opened after the
-    first run, which the checks examine."""
+    """The model type and configuration under test. folder: of the training runs. `run`: the Run
+    opened from the first of them, which the checks examine."""
 
     def __init__(self, config, folder):
         self.config = config
@@ -109,8 +109,9 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, log, killed_at):
-    """Run one rank in this process, which has imported torch, with the output in the file `log`.
-    environment: {variable: value}. killed_at: kill it at the evaluation of this step."""
+    """Train as rank `rank` of a run in this process, a fork that has imported torch, with the
+    output appended to the file `log`. environment: {variable: value}. killed_at: the process kills
+    itself at the evaluation of this step; `None`: never."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -187,9 +188,10 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context manager in which the n-th call of torch.topk or Tensor.topk of each pass returns the
-    values at the indices that it chose in the first pass: with other choices the loss would jump.
-    n_used: number of calls in this pass; set it to 0 before each pass. Last dimension only."""
+    """Context manager that repeats the choices of torch.topk and Tensor.topk: in each pass of a
+    model, the n-th call returns the values at the indices of the n-th call in the first pass, since
+    other choices would make the loss jump. n_used: number of calls in this pass; set it to 0 before
+    each pass. Last dimension only."""
 
     def __init__(self):
         super().__init__()
@@ -288,8 +290,9 @@ def check_decoding(case):
 
 
 def check_initial(case):
-    """Compare initial(), which fills a sharded model, with the values of a new model. Return a text
-    for the report, or raise AssertionError; SetupError if there is no initial()."""
+    """Compare the values of initial(name, shape, seed), the model's function that fills a sharded
+    model, with the weights of a new model. Return a text for the report, or raise AssertionError;
+    SetupError if the model has no initial()."""
     model = case.build()[1]
     state = model.state_dict()
     initial = hook(model, "initial")
@@ -375,8 +378,9 @@ def fingerprint(case, changes):
 
 
 def check_keys(case):
-    """Set each key of the model to other values, with and without other keys. Return a text for the
-    report; AssertionError names keys without effect."""
+    """Check that each configuration key of the model has an effect on the results: set it to other
+    values, alone and together with other keys. Return a text for the report; AssertionError names
+    the keys without effect."""
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")

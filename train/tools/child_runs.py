@@ -1,4 +1,4 @@
-"""Runs of run_train.py as processes, for train.tools.repeat and train.tools.scaling.
+"""Runs of run_train.py as processes, for train.tools.chain, .repeat and .scaling.
 
 The folder of a run is named by a digest of its configuration and data. A run that was stopped
 resumes there. The result is read from its metrics.jsonl; a complete run has a result.json and is
@@ -27,11 +27,11 @@ POLL_SECONDS = 0.1
 
 
 class ChildRun:
-    """A run of run_train.py in a process, with a folder below `out`, for train_all.
+    """A run of run_train.py in a process, with a folder below `out`, for train_all().
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
-    fingerprint: of the data. After train_all, `value` is the last of the metric, or None after a
-    crash, and `seconds` the time of training.
+    fingerprint: of the data. Attributes after train_all(): `value`, the last value of the metric,
+    or `None` after a crash; `seconds`, the time of training.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
@@ -51,8 +51,8 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Set, print (with `note`) and save the `value` and `seconds` of a run that has ended, now
-        or in an earlier command, from the metrics.jsonl. metric: the name, e.g. val_loss."""
+        """Set `value` and `seconds` from metrics.jsonl, save them and print them (with `note`), for
+        a run that has ended, now or in an earlier command. metric: the name, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl")
         minutes = [x for x, _ in curve(records, "iter", "time")] or [0.0]
         values = [to_number(r[metric]) for r in records if metric in r] or [None]
@@ -67,9 +67,10 @@ class ChildRun:
 
 
 def train_all(runs, metric, out, jobs):
-    """Train the ChildRuns, up to `jobs` at a time; complete runs are not repeated. metric: the name
-    of the result. UserError if another process uses the folder `out`, or under torchrun.
-    KeyboardInterrupt after a signal, when the processes have saved a checkpoint and ended."""
+    """Train the ChildRuns in `runs`, up to `jobs` at a time; complete runs are not repeated.
+    metric: the name of the result, e.g. val_loss. UserError if another process uses the folder
+    `out`, or under torchrun. KeyboardInterrupt after a signal, when the processes have saved a
+    checkpoint and ended."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
 
@@ -103,9 +104,9 @@ def train_all(runs, metric, out, jobs):
 
 
 def start_process(arguments, environment, log):
-    """Start run_train.py with these arguments and environment; return the Popen. Output is appended
-    to the file `log`. It has a session, so that Ctrl-C does not reach it, which would be a second
-    signal."""
+    """Start run_train.py with these `arguments` and `environment` (all variables), and return the
+    subprocess.Popen. Output is appended to the file `log`. The process is in a separate session:
+    Ctrl-C does not reach it, which would be a second signal."""
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],
@@ -114,7 +115,8 @@ def start_process(arguments, environment, log):
 
 
 def split_devices(jobs):
-    """Return `jobs` dicts of environment variables: a GPU, or a share of the CPU cores, each."""
+    """Return a list of `jobs` dicts of environment variables, one per simultaneous run: each
+    assigns a GPU, or a share of the CPU cores."""
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]

@@ -85,15 +85,16 @@ def estimate(config):
 
 
 def check_memory(memory, available, ranks):
-    """Raise CollectiveExit, on all ranks, if {purpose: bytes} is more than the bytes `available` on
-    any rank. A collective."""
+    """Raise CollectiveExit, on all ranks, if the sum of `memory` {purpose: bytes} exceeds
+    `available`, in bytes, on any rank. A collective: every rank must call it."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
-    """Return (seconds per optimizer step, peak bytes of memory besides the state of the run).
-    dtype: of autocast. compiled: compile the model. available: bytes of memory.
+    """Return (seconds per optimizer step, peak bytes of memory without weights, gradients and
+    optimizer state). data: a Data. dtype: of autocast. compiled: compile the model. available:
+    bytes of memory.
 
     On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
     micro-batch as large as time and memory allow; larger ones are extrapolated.

@@ -47,8 +47,9 @@ SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters
 # the search space
 
 def read_space(path, config):
-    """Return ({key: Optuna distribution}, stages) of a YAML file. stages: a list of {"trials":
-    number, "max_iters": steps, 0: of `config`, "narrow": share}. ConfigError lists all problems."""
+    """Return (space, stages) of a YAML file. space: {key: Optuna distribution}. stages: a list of
+    {"trials": number, "max_iters": steps per trial, 0: as in `config`, "narrow": share of each
+    range to keep around the best values so far}. ConfigError lists all problems."""
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -98,8 +99,8 @@ def read_dimension(name, raw, known):
 
 
 def narrow_dimension(dist, best, share):
-    """Return a copy of the Optuna distribution `dist` around the `best` value: `share` of the
-    range, or of choices only this one (all if share is 1)."""
+    """Return a copy of the Optuna distribution `dist`, with the range narrowed to `share` (0 to 1)
+    of it around the value `best`. Of choices only `best` is kept (all if share is 1)."""
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
@@ -162,9 +163,9 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the Optuna study of stage `number` in out/study.db; its first trial has the
-    parameters `start` {key: value}. Stages have a study each, as values of runs of different
-    lengths are not comparable. ConfigError for a different search."""
+    """Open or create the Optuna study of stage `number` in out/study.db; the first trial has the
+    parameters `start` {key: value}. Each stage is a study, as results of runs of different lengths
+    are not comparable. ConfigError if the study has another configuration or space."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
@@ -187,8 +188,8 @@ def open_study(config, space, number, stage, start, out):
 
 @contextlib.contextmanager
 def database_errors(out, others=()):
-    """Context in which errors of the database of the studies, and the exception types `others`,
-    become a UserError."""
+    """Context manager that turns errors of the database out/study.db, and exceptions of the types
+    in `others`, into a UserError."""
     path = os.path.join(out, "study.db")
     try:
         yield
@@ -205,15 +206,17 @@ def database_errors(out, others=()):
 
 
 def finished_trials(study):
-    """Return the list of complete and pruned trials of a study, which count; an interrupted trial
-    does not, and is queued again."""
+    """Return the list of complete and pruned trials of a study. Interrupted trials do not count,
+    since they are queued again."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 
 
 def run_trial(study, config, space, stage, out):
-    """Train a trial of a stage and return it, an optuna.FrozenTrial. Parameters that fail are
-    pruned, so that the sampler avoids them; errors of every trial, and interrupts, are raised."""
+    """Train the next trial of a stage and return it, an optuna.FrozenTrial. If training fails, e.g.
+    with a non-finite loss or out of memory, the trial is marked as pruned, so that the sampler
+    avoids these parameters. Interrupts and other exceptions are raised, and the trial is queued
+    again."""
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
@@ -245,8 +248,10 @@ def run_trial(study, config, space, stage, out):
 
 
 def train_trial(trial, config):
-    """Train `config` without console output and return the best value of the metric after step 0.
-    Raises TrialPruned if Optuna stops the trial, BadNumbers for a non-finite metric."""
+    """Train `config` without console output and return the best value of
+    config.early_stopping_metric in the evaluations after step 0. trial: an optuna.Trial.
+    TrialPruned if Optuna stops the trial, BadNumbers for a non-finite metric, UserError without
+    evaluations."""
     values = []
 
     def on_evaluation(it, numbers):

@@ -38,8 +38,8 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
     diverges.
 
     Each of the `steps` optimizer steps uses a rate that is a constant factor above the previous
-    one. Return a dict: the lists lr and loss, smoothed (a list), suggestion (a rate or None) and
-    why (text if there is none). Writes nothing.
+    one. Return a dict: lr, loss and smoothed (lists with an item per step), suggestion (a rate or
+    `None`) and why (a text if there is no suggestion). Prints the progress; writes no files.
     """
     console = sys.stdout
     rates = np.geomspace(low, high, steps).tolist()

@@ -43,9 +43,10 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
 
 
 def log_table(log, config, data, model, probe, flops):
-    """Log a table of memory and time, a line per method (DDP, FSDP, HSDP), for config.world_size
-    GPUs of the type config.gpu. model, probe: on the meta device, the second one to be changed;
-    flops: per step. SetupError if the memory depends on the data."""
+    """Log a table of memory and time with log(text), a line per method (DDP, FSDP, HSDP), for
+    config.world_size GPUs of the type config.gpu. model, probe: two copies of the model on the meta
+    device, of which `probe` is changed. flops: per step. SetupError if the memory depends on the
+    data."""
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     activations = activation_bytes(probe, data.train.get_batch(torch.device("cpu"), 0), dtype)
@@ -75,9 +76,10 @@ def log_table(log, config, data, model, probe, flops):
 
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
-    """Return {name: number} of a rank and of a step with config.distributed: memory in bytes,
-    seconds, efficiency, sensible, ... gpu: a Gpu. activations: bytes per sample. flops: per step.
-    """
+    """Return the estimated costs of a run with config.distributed, {name: number}: memory (bytes
+    per rank); per step: collectives (calls), within and between (bytes sent in and between nodes),
+    seconds, efficiency; save (bytes of a checkpoint), stall (seconds per save), sensible (bool).
+    gpu: a Gpu. activations: bytes per sample. flops: per step."""
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -102,8 +104,9 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return {"weights", "gradients", "optimizer": bytes per rank} between two steps with AdamW.
-    model: on any device, not sharded."""
+    """Return the bytes per rank that are in use between two steps, with AdamW and
+    config.distributed: {"weights", "gradients", "optimizer": bytes}. model: on any device, not
+    sharded."""
     shards = config.replica_size(world_size)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     grad_copies = 2 if shards == 1 < world_size else 1  # the second one is in DDP's buckets
@@ -113,9 +116,9 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes of the weights that a rank has besides its shard, in the precision `dtype`
-    of matrix products: all under DDP (shards: 1); under FSDP the root and two blocks, and gradients
-    of one and the root."""
+    """Return the bytes per rank of temporary copies of weights during a step, in the precision
+    `dtype` of matrix products. DDP (shards: 1): all weights, or 0 for float32. FSDP: the weights of
+    the root module and two blocks, and the float32 gradients of the root and one block."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
@@ -125,8 +128,9 @@ def copied_weights(model, shards, dtype):
 
 
 def activation_bytes(model, batch, dtype):
-    """Return the bytes per sample that the forward pass of `model` (on the meta device; changed)
-    keeps for backward. dtype: of autocast. SetupError if they depend on the values of the batch."""
+    """Return the bytes per sample that the forward pass of `model` keeps for the backward pass.
+    model: on the meta device; it is changed. dtype: of autocast. SetupError if the bytes depend on
+    the values of the batch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

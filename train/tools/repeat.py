@@ -54,18 +54,18 @@ def compare(values, base, mode="min"):
 
 
 def student_quantile(freedom):
-    """Return the 97.5% quantile of Student's t distribution, to 0.1%. freedom: 1 or more. The
-    Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5) is too low for 1 and 2, which are
-    given."""
+    """Return the 97.5% quantile of Student's t distribution, to 0.1%. freedom: degrees of freedom,
+    1 or more. Computed by the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5), which is
+    too low for 1 and 2: these are tabulated."""
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
 def make_table(results, seeds, config):
-    """Return the table, rows of texts with a header, of {(size, change): {seed: ChildRun}} without
-    crashed runs. seeds: the number of seeds. The verdict on a change is that of all sizes where
-    these agree, else unclear."""
+    """Return a table, a list of rows of strings with a header, of the results {(size, change):
+    {seed: ChildRun}} without crashed runs. seeds: the number of seeds. The verdict on a change is
+    that of all sizes if they agree, else unclear."""
     table = [COLUMNS]
     metrics = {setting: {seed: run.value for seed, run in runs.items()}
                for setting, runs in results.items()}

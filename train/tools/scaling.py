@@ -39,8 +39,8 @@ BOOTSTRAP_FITS = 200
 # the law
 
 class Law(NamedTuple):
-    """A scaling law of the loss, L(N, D) = E + A / N^alpha + B / D^beta: loss(n, d), best(budget).
-    """
+    """A scaling law of the loss, L(N, D) = E + A / N^alpha + B / D^beta. N: FLOPs per token / 6,
+    about the number of weights; D: tokens. loss(n, d) returns L; best(budget) the best N and D."""
     E: float
     A: float
     B: float
@@ -59,7 +59,8 @@ class Law(NamedTuple):
 
 
 def fit_law(n, d, loss):
-    """Fit a Law to runs, arrays n, d, loss (P,): minimise the Huber loss of errors of log L."""
+    """Return the Law fitted to P runs by minimising the Huber loss of the errors of log L. n: FLOPs
+    per token / 6; d: tokens; loss: the final loss; all are arrays (P,)."""
     from scipy.optimize import least_squares
     log_sizes = np.stack([0 * n, np.log(n), np.log(d)])  # (3, P)
     mean = log_sizes.mean(1, keepdims=True)
@@ -97,7 +98,8 @@ def prediction_interval(law, n, d, loss, at):
 
 @dataclass
 class SmallRun:
-    """A run of a model of `depth` layers for a budget of FLOPs."""
+    """A run of a model of `depth` layers for a budget of FLOPs. n: FLOPs per token / 6. d: tokens.
+    arguments: of run_train.py. loss: after training; `None` before, or after a crash."""
     budget: float
     depth: int
     n: float                   # FLOPs per token / 6
@@ -108,10 +110,10 @@ class SmallRun:
 
 def depth_keys(depth, width, config):
     """Return {key: value} of a model of `depth` layers: depth + 1 heads of size `width`, and the
-    rates of `config` scaled by the square root of its n_embd over the model's.
+    learning rates of `config` multiplied by sqrt(config.n_embd / n_embd).
 
-    With width 32 and config.n_embd 128, depth, n_embd, rates x: 1, 64, 1.41; 3, 128, 1.00; 7, 256,
-    0.71.
+    With width 32 and config.n_embd 128: depth 1 has n_embd 64 and rates x 1.41; depth 3 has 128 and
+    x 1.00; depth 7 has 256 and x 0.71.
     """
     n_embd = width * (depth + 1)
     rates = {name: rate * math.sqrt(config.n_embd / n_embd) for name in ("learning_rate", "min_lr")
@@ -120,9 +122,10 @@ def depth_keys(depth, width, config):
 
 
 def make_planner(arguments, config, width, data):
-    """Return plan(budget, depth) -> SmallRun, which raises UserError if the model does not define
-    its FLOPs. arguments: of run_train.py. config: the TrainConfig of these. width: per head. data:
-    the Data of the run."""
+    """Return a function plan(budget, depth), which returns the SmallRun of a model of `depth`
+    layers for `budget` FLOPs, and raises UserError if the model does not define the number of
+    FLOPs. arguments: of run_train.py. config: the TrainConfig of `arguments`. width: per head.
+    data: the Data of the run."""
     @functools.cache
     def count_flops(depth):
         c = load_config(None, vars(config) | depth_keys(depth, width, config))

@@ -52,8 +52,8 @@ class WatchOptions:
 
 def read_run(folder, stamps):
     """Return (records of metrics.jsonl, {name: value for the page}) of the run in the folder
-    `folder`, a Path. stamps: [(modification time, size)] of its files, at least one, from which the
-    values "started" and "changed" are the first and the last time."""
+    `folder`, a Path. stamps: [(modification time, size)] of the run's files, at least one; the
+    values "started" and "changed" are the first and the last of the times."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     step, evaluation = (next((r for r in reversed(records) if name in r), {})
                         for name in ("loss", "val_loss"))
@@ -79,8 +79,9 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: [(modification time, size) of each of FILES that exists]} of the `n` newest
-    runs below the folder `top`, the newest last."""
+    """Return {folder: [(modification time, size), ...]} of the `n` newest runs below the folder
+    `top`, the newest last, with a pair per existing file in FILES. A run is a folder with
+    metrics.jsonl or train.log."""
     found = {}
     for folder, subfolders, files in os.walk(top):
         depth = len(Path(folder).relative_to(top).parts)
@@ -97,9 +98,9 @@ def find_runs(top, n):
 # the server
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server on 127.0.0.1 and options.port of the paths in TYPES: page, state and chart,
-    which are computed from the runs in options.folder when one is requested. options: WatchOptions.
-    """
+    """An HTTP server on 127.0.0.1 and options.port with the paths / (the page), /state (JSON) and
+    /chart (SVG). They are computed on request from the runs in options.folder. options: a
+    WatchOptions."""
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
@@ -111,7 +112,7 @@ class Server(ThreadingHTTPServer):
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
-        """Return the content (bytes) of one of the paths in TYPES, at most MIN_INTERVAL_SECONDS
+        """Return the content (bytes) of the path /, /state or /chart, at most MIN_INTERVAL_SECONDS
         old."""
         with self.lock:
             if time.monotonic() >= self.next_update:
