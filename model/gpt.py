@@ -281,23 +281,20 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (mean loss, sums {name: 0-dim tensor}) of idx, targets (B, T), or without targets
-        logits (B, T or 1 if last_only, vocab_size). others: more tensors of a batch, in subclasses.
-        cache: a KVCache of earlier tokens, updated."""
+        """Return (mean loss, sums) of idx, targets (B, T), as score() does; without targets logits
+        (B, T or 1 if last_only, vocab_size). cache: a KVCache of earlier tokens, updated."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, sums {name: 0-dim tensor}) of idx, targets (B, T), as score() does.
-        Subclasses override it."""
+        """Return (mean loss, sums) of idx, targets (B, T), as score(). Subclasses override it."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, sums {name: 0-dim tensor}) of targets (B, T), -1: not
-        counted, from normalised states x (B, T, C). sums: "count", the number of counted targets;
-        in eval mode also "bytes", the bytes of text of these targets, 0 without a tokenizer."""
+        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, from states
+        x (B, T, C). Sums: "count" of targets; in eval mode "bytes" of text, 0 if unknown."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
@@ -306,10 +303,9 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
-        """Return the states (B, T, C) of token ids idx (B, T) after the final norm. cache: a
-        KVCache, updated, which provides positions and previous tokens. Without a cache: mask, as
-        for Attention.forward; positions (B, T), default: from 0; previous (B, T): the token before
-        each, -1: none, default: from idx. Raises ValueError if T exceeds block_size."""
+        """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
+        sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
+        from 0; previous (B, T): the token before each, -1: none, default: from idx."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -344,9 +340,7 @@ class GPT(nn.Module):
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: mean} of `sums` {name: tensor} over all batches, without "loss" and
-        "count"; of an evaluation also "ppl" (perplexity) and "bpb" (bits per byte of text), `None`
-        if undefined."""
+        """Return {name: mean} of sums; of an evaluation also "ppl", "bpb" (bits per byte)."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))

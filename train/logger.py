@@ -80,8 +80,7 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with the time on each line. On the console, print `line`
-        (`None`: nothing) and show `live` below it (`None`: unchanged), see Console.show."""
+        """Append `text` to train.log, with times; on the console show(line, live)."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
         self.console.show(line, live)
@@ -101,8 +100,7 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step. record: {name: number}, with "iter"; max_iters and eta_s are only
-        shown on the console."""
+        """Log a step, `record` {name: number}; max_iters and eta_s are for the console only."""
         if self.is_main:
             self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
             line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
@@ -302,9 +300,7 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, at the end of step `it`. batches: a
-        Prefetcher, of which `seconds` is set to 0; warn(text) is called if that time, spent waiting
-        for data, is a large share."""
+        """Return the seconds per step since the last lap; warn if batches.seconds is too large."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

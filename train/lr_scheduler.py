@@ -46,8 +46,7 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (warm-up steps, step at which the decay ends, final learning rate) of a TrainConfig
-    `c`, with the defaults for keys that are `None`."""
+    """Return (warm-up steps, step at which the decay ends, final rate), with defaults if unset."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr

@@ -102,9 +102,8 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: learning rate (default: by the
-    schedule). Return the mean loss, or `None` if a signal arrived before the last micro-batch: the
-    gradients are then discarded."""
+    """Do one optimizer step on the global batch, on all ranks. lr: default, by the schedule. Return
+    the mean loss; `None`, without a step, after a signal before the last micro-batch."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -180,8 +179,7 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators, on the CPU and the device, by (seed, it, rank), where `it` is the
-    step: a resumed run has equal dropout masks."""
+    """Seed torch's generators by (seed, step, rank): a resumed run has equal dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -227,9 +225,7 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Log a step every log_interval steps, and the last one; add the loss to the mean for the next
-    evaluation line. A step with a float16 overflow is ignored. sums: {name: tensor}, over all
-    ranks."""
+    """Count the loss for the mean in the next evaluation line; every log_interval steps, log."""
     c = run.config
     p = run.progress
     it = p.iter_num

@@ -60,9 +60,8 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the final logits for z (..., V), the product of states and output layer: z itself. A
-    place for edits, e.g. `return 30 * torch.tanh(z / 30)`, which then apply to all losses and to
-    sampling. An edit must act on each element separately and return a new tensor."""
+    """Return the logits (..., V) for z, the output of the last layer: z. A place for edits of all
+    losses and of sampling: `return 30 * torch.tanh(z / 30)`, elementwise and not in place."""
     return z
 
 
@@ -80,8 +79,7 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the number of rows, a power of two, in a chunk of float32 logits with n_columns
-    columns: as many as fit in 32 MB on a CPU, otherwise in 256 MB; 256 if fewer than 128 fit."""
+    """Return a power of two of rows that fit in 256 MB (CPU: 32 MB); 256 if fewer than 128 fit."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -237,10 +235,8 @@ def apply_rope(x, rope):
 # attention
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to keys and values k, v
-    (B, G, S, D), where query i has position S - T + i. dropout: probability, for attention weights.
-    mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key, instead of the
-    causal mask."""
+    """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
+    G, S, D). mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)

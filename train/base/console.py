@@ -31,9 +31,8 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line (`None`: print no line), and replace the live line by
-        `live` (`None`: keep it, "": clear it). Pass a text as `live` only if self.live is True.
-        Never raises."""
+        """Print `line`, if any, above the live line, and replace that by `live` (`None`: keep it,
+        "": clear it; a text only if self.live). Never raises."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
