@@ -365,8 +365,8 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def resume_command(config, ranks):
-    """Return the command line, a text, that resumes this run; with several nodes, the command for
-    each of them. config: TrainConfig; ranks: a Ranks."""
+    """Return the command line, a text, that resumes this run; with several nodes, the one to start
+    on every node. config: TrainConfig; ranks: a Ranks."""
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
