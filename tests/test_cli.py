@@ -49,6 +49,7 @@ def test_defaults_are_those_of_the_dataclass():
     ("--no-compile", dict(compile=False)), ("--ckpt=a=b", dict(ckpt="a=b")),
     ("checkpoint=x top_k=4 z=1", dict(ckpt="x", top_k=4, files=["z=1"])),
     ("--force mode=slow", dict(force=True, mode="slow")),
+    ("--ckpt=x mode=slow", dict(ckpt="x", mode="slow")),
     ("--field mode=slow mode=slow", dict(field=["mode=slow"], mode="slow"))])
 def test_options_become_values_of_their_type(argv, changes):
     code, options = parsed(*argv.split())

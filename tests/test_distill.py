@@ -20,7 +20,7 @@ from test_grpo import made, rewarded, settings  # noqa: F401  a fixture
 
 from model import distill, grpo
 from model.core.init import stable_hash
-from model.core.load import load_model
+from model.core.load import load_model, saved_config
 from model.core.weights import load_frozen
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
@@ -142,6 +142,15 @@ def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, mes
 def test_a_space_after_the_comma_is_not_part_of_a_path(data_dir, tmp_path, teacher):
     go(data_dir, tmp_path, **changes(f"{teacher}, {teacher}", max_iters=1))
     assert len(set(load_checkpoint(tmp_path / "ckpt.pt")["spec"]["teacher"].split(","))) == 1
+
+
+def test_the_batch_of_a_teacher_need_not_suit_the_ranks(monkeypatch):
+    """a teacher that was trained with 8 samples per step on 2 ranks of HSDP, read by 3 ranks"""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    config = saved_config(dict(batch_size=4, gradient_accumulation_steps=2, distributed="hsdp",
+                               shard_size=2))
+    assert (config.batch_size, config.gradient_accumulation_steps) == (4, 2)
+    assert config.world_size is None
 
 
 def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):

@@ -67,6 +67,16 @@ def test_starts_as_the_base_and_trains_the_adapters_only(data_dir, base, tmp_pat
             assert module.lora_B.abs().max() > 0
 
 
+def test_the_context_of_a_run_is_kept(data_dir, base, tmp_path):
+    """windows of 512 tokens, the default of block_size, on a backbone of 32 -> loaded for sampling,
+    the model has the context that was trained"""
+    go(data_dir, base, tmp_path, block_size=512, batch_size=1, gradient_accumulation_steps=1,
+       max_iters=1, eval_interval=1)
+    model, _ = load_model(tmp_path / "ckpt.pt")
+    assert model.config.block_size == 512
+    assert model(torch.zeros(1, 512, dtype=torch.int64)).shape[1] == 512
+
+
 def test_adapters_begin_as_those_of_peft():
     """A is uniform to 1 / sqrt(in), which is kaiming_uniform of a = sqrt 5, and B zero."""
     a = initial_adapter("h.0.attn.q.lora_A", (64, 400), 1)

@@ -12,7 +12,7 @@ import torch
 from conftest import run
 from runs import SMALL, assert_same, assert_same_file, go, metrics, run_program, tensors
 
-from train.base.errors import Stopped
+from train.base.errors import SetupError, Stopped
 from train.checkpoint import load_checkpoint
 from train.lr_scheduler import SpikeDetector
 
@@ -189,6 +189,33 @@ def test_the_best_one_survives_a_resume(tmp_path, data_dir, whole):
     assert best["iter_num"] == 10 and best["best_val_loss"] == best["progress"]["val_loss"]
     go(data_dir, tmp_path, **PLAIN)
     assert_same_file(whole / "plain" / "ckpt_best.pt", tmp_path / "ckpt_best.pt")
+
+
+NAMES = ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt", "metrics.jsonl")
+
+
+def test_a_refused_branch_changes_no_file(tmp_path, data_dir):
+    """--resume FILE with a metric that the model does not have -> refused, and the folder is as
+    before, so that the run can go on from its last step"""
+    go(data_dir, tmp_path, **PLAIN, keep_last=9)
+    before = {n: (tmp_path / n).read_bytes() for n in NAMES}
+    with pytest.raises(SetupError, match="have no 'val_accuracy'"):
+        go(data_dir, tmp_path, **PLAIN, keep_last=9, resume=str(tmp_path / "ckpt_0000010.pt"),
+           early_stopping_metric="val_accuracy", allow_change=["early_stopping_metric"])
+    assert {n: (tmp_path / n).read_bytes() for n in NAMES} == before
+    assert not (tmp_path / "old_1").exists()
+
+
+def test_a_branch_that_is_finished_is_the_latest(tmp_path, data_dir):
+    """a run of 10 steps that was extended to 20; --resume its last checkpoint of 10 with max_iters
+    10 -> finished, and it is ckpt.pt, from which the next start continues"""
+    go(data_dir, tmp_path, **PLAIN, keep_last=9, max_iters=10)
+    go(data_dir, tmp_path, **PLAIN, keep_last=9, max_iters=20)
+    result = go(data_dir, tmp_path, **PLAIN, keep_last=9, max_iters=10,
+                resume=str(tmp_path / "ckpt_0000010.pt"))
+    assert result["finished"] == "max_iters 10 reached"
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 10
+    assert max(m["iter"] for m in metrics(tmp_path)) == 10
 
 
 def test_metrics_after_a_torn_line(tmp_path, data_dir, whole):

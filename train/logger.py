@@ -216,7 +216,7 @@ def drop_lines_from(path, iter, evaluated=False):
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
-            stays = evaluated and (b'"val_loss"' in line or b'"test_loss"' in line)
+            stays = b'"test_loss"' in line or evaluated and b'"val_loss"' in line
             if whole and int(whole[1]) < iter + stays:
                 target.write(line)
 

@@ -45,6 +45,8 @@ class Progress:
     overflows: int = 0                 # float16 steps without an update, in total
     overflows_in_a_row: int = 0
     finished: str = ""                 # reason why the run is over; "": it is not
+    # Whether the evaluation of step 0 may be the best: not with untrained weights.
+    first_eval_counts: bool = True
     history: list = field(default_factory=list)  # the numbers of every evaluation
 
     def state_dict(self):
@@ -139,6 +141,11 @@ class Run:
         self.sharded = c.shards_model(ranks.world_size)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         self.raw_model = self.build_model(model)
+        self.raw_model.train()  # load_model() and from_pretrained() return models in eval mode
+        # An interrupted step is repeated after the resume, except where the forward pass may change
+        # buffers (BatchNorm): a stop then waits for the end of the step.
+        buffers = dict(self.raw_model.named_buffers()).keys()
+        self.can_repeat_step = buffers.isdisjoint(self.raw_model.state_dict())
         checkpoint.make_savable(self.raw_model)
         self.model = self.raw_model
         # Over all ranks; 0: unknown.
@@ -198,8 +205,10 @@ class Run:
         if self.start.kind == "init_from":
             is_trained = checkpoint.load_weights(
                 self.raw_model, self.start, c, self.data.spec, self.ranks, self.log.info)
-        # Trained weights may be the best before the first step, those with a new head not.
-        self.first_eval_counts = is_trained or not all(
+            self.start.state = None  # frees the memory
+        # Trained weights may be the best before the first step, those with a new head not. A
+        # resumed run has the value of its start.
+        self.progress.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
         if not isinstance(self.optimizer, AdamW):  # of a fork
@@ -276,11 +285,41 @@ class Run:
                for key in ("early_stopping_metric", "early_stopping_mode")):
             p.best_metric = p.loss_of_best = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
-        has_best = os.path.exists(self.folder.file("ckpt_best.pt"))
-        if c.resume_file and not distributed.max_over_ranks(int(has_best), self.ranks):
-            p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
         if self.model is not self.raw_model and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
+
+    def take_folder(self):
+        """Make the files of out_dir those of this run from here on: metrics.jsonl without steps
+        that are repeated; after --resume FILE, later checkpoints are moved to a subfolder. Call it
+        when nothing can refuse the run any more. All ranks must call."""
+        p = self.progress
+
+        def find_best():
+            self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
+            return os.path.exists(self.folder.file("ckpt_best.pt"))
+        self.log.start(p.iter_num, p.evaluated == p.iter_num)
+        if self.config.resume_file and not distributed.broadcast_from_rank0(find_best, self.ranks):
+            p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
+            if p.iter_num and p.evaluated == p.iter_num:  # FILE may be the best of the new branch
+                self.note_best(p.history[-1])
+
+    def note_best(self, numbers):
+        """Compare an evaluation, `numbers` {val_NAME: number}, with the best; if it is better, it
+        becomes the best, and the next save also writes ckpt_best.pt. Return its value of
+        early_stopping_metric, `None` if no item counted."""
+        p = self.progress
+        metric = numbers.get(self.config.early_stopping_metric)
+        if metric is None:
+            return self.log.warn(f"{self.config.early_stopping_metric} has no value: this "
+                                 "evaluation cannot be the best")
+        # `sign` makes lower values better for every metric. Between equal metrics (an accuracy that
+        # is 0 at the start) the lower loss is better.
+        rank = (self.stopping.sign * metric, numbers["val_loss"])
+        if rank < (p.best_metric, p.loss_of_best):
+            self.best_before = p.best_metric, p.loss_of_best
+            p.best_metric, p.loss_of_best = rank
+            self.best_due = True
+        return metric
 
     def order_buckets(self, it):
         """Compute gradients of the first micro-batch of step `it` and discard them. DDP orders its
@@ -288,11 +327,14 @@ class Run:
         the order: without this, the first step after a resume would differ in the last bit."""
         if self.before_step:
             self.before_step(it)
+        state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
         batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
         with self.autocast():
             loss, _ = self.forward(*batch)
         loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
+        for name, tensor in self.raw_model.named_buffers():  # of BatchNorm
+            tensor.copy_(state[name])
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step: at an interval, before step 0 if
@@ -412,16 +454,11 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run.open_model(stack, model)
         run.open_optimizer()
         run.open_monitors(stack)
-        start = run.start
-        if start.kind == "resume":
-            if run.config.resume_file and ranks.is_main and not run.config.eval_only:
-                run.folder.archive_later_checkpoints(start.state["iter_num"], run.log.info)
-            run.restore(start)
-            run.log.info(f"Resuming from {start.path} at iter {run.progress.iter_num}")
-        elif start.kind == "scratch":
+        if run.start.kind == "resume":
+            run.restore(run.start)
+            run.log.info(f"Resuming from {run.start.path} at iter {run.progress.iter_num}")
+        elif run.start.kind == "scratch":
             run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
-        if not run.config.eval_only:  # which does not change metrics.jsonl
-            run.log.start(run.progress.iter_num, run.progress.evaluated == run.progress.iter_num)
         run.clock.start(run.progress.iter_num)
         yield run
 

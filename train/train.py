@@ -51,13 +51,17 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
         with open_run(config, ranks, model, on_evaluation, data) as run:
             check_metric_names(run)
             # A run either only evaluates, or is already finished, or trains.
-            if run.config.eval_only:
+            if run.config.eval_only:  # changes no file but train.log
                 validate(run)
-            elif run.limits_reached():
-                report_finished(run)
             else:
-                with run.signals:  # from here on, SIGTERM and Ctrl-C save a checkpoint
-                    training_loop(run)
+                run.take_folder()  # nothing can refuse the run from here on
+                if run.progress.iter_num and run.config.resume_file:
+                    save(run)  # resumed from a given FILE: make this branch the latest one
+                if run.limits_reached():
+                    report_finished(run)
+                else:
+                    with run.signals:  # from here on, SIGTERM and Ctrl-C save a checkpoint
+                        training_loop(run)
             p = run.progress
             return dict(iter_num=p.iter_num, val_loss=p.val_loss, best_val_loss=p.best_val_loss,
                         finished=p.finished, history=p.history, test=run.test_numbers)
@@ -70,8 +74,6 @@ def training_loop(run):
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
-    if p.iter_num and c.resume_file:
-        save(run)  # resumed from a given FILE: make this branch the latest one of the folder
     # At the top of the loop the state is exactly that of iter_num steps. Only here does a run
     # stop, evaluate and save, in this order: a stop must not wait for an evaluation, and
     # ckpt_best.pt is written right after the evaluation that selected it.
@@ -129,7 +131,8 @@ def train_step(run, lr=None):
     # has an effect) the first step is not compiled: the first log line comes soon.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            stop = run.signals.stop  # read here too: on a CPU, a step may last minutes
+            # Read here too: on a CPU, a step may last minutes.
+            stop = run.signals.stop if run.can_repeat_step else 0
             if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 run.optimizer.zero_grad(set_to_none=True)
                 return None
@@ -325,19 +328,10 @@ def update_best_and_schedules(run, numbers):
     run.progress.finished."""
     c = run.config
     p = run.progress
-    # The metric that selects ckpt_best.pt and stops the run early; by default val_loss.
-    metric = numbers[c.early_stopping_metric]  # None if no item counted
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
-    if not p.iter_num and not run.first_eval_counts:
-        metric = None  # of untrained weights: neither the best nor the first that others improve on
-    if metric is not None:
-        # `sign` makes lower values better for every metric. Between equal metrics (an accuracy that
-        # is 0 at the start) the lower loss is better.
-        rank = (run.stopping.sign * metric, numbers["val_loss"])
-        if rank < (p.best_metric, p.loss_of_best):
-            run.best_before = p.best_metric, p.loss_of_best
-            p.best_metric, p.loss_of_best = rank
-            run.best_due = True
+    # The metric that selects ckpt_best.pt and stops the run early; by default val_loss. That of
+    # untrained weights is neither the best nor the first that others improve on.
+    metric = run.note_best(numbers) if p.iter_num or p.first_eval_counts else None
     # The plateau schedule always follows the loss.
     if c.lr_schedule == "plateau" and run.plateau.update(numbers["val_loss"]):
         run.log.info(f"val_loss has not improved for {c.plateau_patience + 1} evaluations: "
@@ -356,9 +350,12 @@ def check_metric_names(run):
     if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
             run.tasks or run.average or hook(run.data.val, "source_of")(0, c.eval_iters)):
         return
-    # A metric may be None for one batch, but the name is always present.
+    # One batch is enough to learn the names, unless no item in it counts.
     with run.clock.away():
-        names = list(evaluate_validation(run, 1))  # one batch is enough to learn the names
+        try:  # nothing is logged
+            names = list(evaluate_validation(run, 1))
+        except SetupError:
+            names = list(evaluate_validation(run, c.eval_iters))
     if c.early_stopping_metric not in names:
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{c.early_stopping_metric!r}; choose one of {', '.join(names)}")

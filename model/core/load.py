@@ -117,13 +117,16 @@ def build_empty_model(state):
     """Build the model that a checkpoint `state`, a dict, describes, on the current default device
     and without loading the weights. Raises ValueError if the checkpoint describes no model."""
     kind, weights = saved_model_type(state), state.get("model", {})
+    args = state.get("model_args") or {}
     if kind == "gpt":
-        return load_model_type("gpt").module.GPT(
-            read_model_args(state.get("model_args") or {}, weights))
+        return load_model_type("gpt").module.GPT(read_model_args(args, weights))
     if not state.get("spec"):
         raise ValueError(f"no spec of its data in it, from which a model of {kind} is built")
     build, spec = load_model_type(kind).build_model, state["spec"]
     config = saved_config(state["config"])
+    if "n_layer" in args:  # with the context of the run, which may be longer than the backbone's
+        config = config.replace(block_size=args["block_size"])
+        config.origins = {"block_size": "overrides"}
     check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
 
@@ -132,7 +135,9 @@ def saved_config(values):
     """Return the TrainConfig of a checkpoint, upgraded to this version. values: the dict "config"
     of the checkpoint. No key counts as set by the user. Raises ConfigError for invalid values."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
-    config = load_config(None, values)
+    # Its batch need not suit the ranks of this process.
+    config = load_config(None, values | dict(distributed="ddp", world_size=1))
+    config = config.replace(world_size=None)
     config.origins = {}
     return config
 

@@ -18,9 +18,9 @@ FAULTS = [
     ("train/robust.py", 'return "skip" if on_spike == "skip" else', 'return'),
     ("train/train.py", "p.loss_sum += loss", "p.loss_sum = loss"),
     ("train/setup.py", "return last or (self.completes(", "return (self.completes("),
-    ("train/train.py", "(run.stopping.sign * metric,", "(metric,"),
+    ("train/setup.py", "(self.stopping.sign * metric,", "(metric,"),
     ("train/train.py", "p.evaluated = p.iter_num", "p.evaluated = -1"),
-    ("train/setup.py", "run.log.start(run.progress.iter_num, ", "run.log.start(10**9, "),
+    ("train/setup.py", "self.log.start(p.iter_num, ", "self.log.start(10**9, "),
     # numbers
     ("train/evaluate.py", "to(precise) * n}", "to(precise)}"),
     ("train/evaluate.py", "rows[:n - first, :-1]", "rows[:, :-1]"),

@@ -53,7 +53,8 @@ def add_dashes(argv, parser):
         name, equals, _ = argument.partition("=")
         # An argument after an option without a value, other than a flag, is the value.
         action = options.get(previous)
-        is_value = action.nargs != 0 if action else previous.startswith("--")
+        is_option = previous.startswith("--") and "=" not in previous
+        is_value = action.nargs != 0 if action else is_option
         is_setting = equals and f"--{name}" in options and not is_value
         out.append(f"--{argument}" if is_setting else argument)
         previous = argument
