@@ -24,7 +24,7 @@ from model.core.load import load_model
 from model.dpo import PreferenceGPT
 from model.gpt import GPTConfig
 from train import device
-from train.base.errors import DataError
+from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train
@@ -358,6 +358,30 @@ def test_adapters_alone(made, tmp_path):
         (ours, _), (theirs, _) = load_model(tmp_path / "out/ckpt.pt"), load_model(tmp_path / name)
         torch.testing.assert_close(ours(idx), theirs(idx))
     assert theirs.template and theirs.state_dict().keys() == before["model"].keys()
+
+
+@pytest.mark.parametrize("kind", ["chat", "dpo"])
+def test_a_model_without_adapters_starts_from_merged_weights_only(made, tmp_path, monkeypatch,
+                                                                  kind):
+    """The refusal names the command, after which no weight is lost."""
+    from model.convert import main
+    monkeypatch.chdir(tmp_path)
+    train(load_config(None, settings(made, "out", lora_rank=2, learning_rate=0.1)))
+    start = settings(made, "next", model=kind, data_dir=str(made / "chats"), max_iters=0)
+    def prepare(path):
+        if kind == "dpo":
+            assert data_pairs.main([str(made / "pairs.jsonl"), "--out", "pairs", "--reference",
+                                    path, "--force"]) == 0
+            start["data_dir"] = "pairs"
+        return load_config(None, start | dict(init_from=path))
+    with pytest.raises(CheckpointError, match="adapters that this model does not") as refused:
+        train(prepare("out/ckpt.pt"))
+    command = re.search("python -m model.convert (.*)", str(refused.value))[1]
+    assert main(shlex.split(command)) == 0
+    train(prepare("merged.safetensors"))
+    (ours, _), (theirs, _) = load_model("out/ckpt.pt"), load_model("next/ckpt.pt")
+    idx = torch.arange(40)[None]
+    torch.testing.assert_close(ours(idx), theirs(idx))
 
 
 def test_pairs_of_other_formulas_are_named(made, tmp_path, capsys):

@@ -12,6 +12,7 @@ import torch
 
 from data.tokenizer import is_same_tokenizer
 from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
+from model.core.adapters import is_adapter
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError
@@ -149,10 +150,14 @@ def adopt_weights(model, state, path, log):
     names that are missing or not used. To be called on rank 0 only.
 
     A model may translate names with a method adopt(weights). Raises CheckpointError if no name, or
-    not every shape, matches.
+    not every shape, matches, or if the model lacks adapters: the frozen weights would be lost too.
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
+    if any(is_adapter(n) and n not in own for n in weights):
+        raise CheckpointError(f"{path}: adapters that this model does not have: set lora_rank and "
+                              "lora_targets as in its run, or merge them: python -m model.convert "
+                              f"--ckpt {path} --to merged.safetensors")
     matches = {n: t for n, t in weights.items() if n in own}
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
