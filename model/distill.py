@@ -172,6 +172,7 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
 # model interface, see train/system.py
 
 inherit_shape = gpt.inherit_shape
+as_gpt = gpt.as_gpt
 
 
 def sample(model, data, config):

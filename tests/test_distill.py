@@ -19,6 +19,7 @@ from runs import (
 from test_grpo import made, rewarded, settings  # noqa: F401  a fixture
 
 from model import distill, grpo
+from model.convert import main as convert
 from model.core.init import stable_hash
 from model.core.load import load_model, saved_config
 from model.core.weights import load_frozen
@@ -160,6 +161,27 @@ def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):
         go(data_dir, tmp_path / "out", **changes(str(tmp_path / "other/ckpt.pt"), max_iters=8))
 
 
+def test_the_result_is_exported_and_gets_adapters(data_dir, tmp_path, teacher):
+    go(data_dir, tmp_path / "out", **changes(teacher, max_iters=2))
+    ours = assert_exported(tmp_path / "out/ckpt.pt", tmp_path)
+    go(data_dir, tmp_path / "lora", model="lora", backbone=str(tmp_path / "out/ckpt.pt"),
+       max_iters=0)
+    idx = torch.arange(8)[None]  # adapters start at zero
+    torch.testing.assert_close(load_model(tmp_path / "lora/ckpt.pt")[0](idx), ours(idx))
+
+
+def assert_exported(ckpt, folder):
+    """Export `ckpt` in both forms, which compute the same; return the model."""
+    ours, _ = load_model(ckpt)
+    idx = torch.arange(8)[None]
+    for name in ("hf", "gpt.safetensors"):
+        assert convert(["--ckpt", str(ckpt), "--to", str(folder / name)]) == 0
+        theirs, _ = load_model(folder / name)
+        torch.testing.assert_close(ours(idx), theirs(idx))
+        assert (theirs.template is None) == (ours.template is None)
+    return ours
+
+
 @pytest.mark.matrix(124)
 def test_killed_and_resumed(data_dir, tmp_path, teacher):
     """kill -9 while a model learns from a teacher (distillation) -> the end is exact"""
@@ -273,6 +295,7 @@ def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path):
     said = python("-m", "model.sample", "--ckpt", tmp_path / "out/ckpt.pt", "--chat", "--prompt",
                   "7?", "--max_new_tokens", "3")
     assert said.returncode == 0, said.stderr
+    assert_exported(tmp_path / "out/ckpt.pt", tmp_path)
 
 
 @pytest.mark.matrix(124)

@@ -292,10 +292,17 @@ def test_a_backbone_that_knows_fewer_ids_than_the_data_is_refused(data_dir, base
         go(data_dir, tmp_path / "small.pt", tmp_path / "out")
 
 
-def test_adapters_are_no_backbone(data_dir, base, tmp_path):
-    go(data_dir, base, tmp_path / "out", max_iters=1)
-    with pytest.raises(ValueError, match="a checkpoint of --model lora; expected a gpt or chat"):
+def test_adapters_are_no_backbone(data_dir, base, tmp_path, monkeypatch):
+    """Merged by the command of the message, they are one."""
+    last = go(data_dir, base, tmp_path / "out", max_iters=1)
+    message = "a checkpoint of --model lora; expected a gpt or chat"
+    with pytest.raises(ValueError, match=message) as refused:
         go(data_dir, tmp_path / "out" / "ckpt.pt", tmp_path / "two")
+    monkeypatch.chdir(tmp_path)
+    command = str(refused.value).split("python -m model.convert ")[1]
+    assert main(command.split()) == 0
+    again = go(data_dir, "gpt.safetensors", tmp_path / "two", max_iters=0)
+    assert again["history"][0]["val_loss"] == pytest.approx(last["history"][-1]["val_loss"])
     weights = torch.load(base, weights_only=True)["model"]
     torch.save(dict(model=weights, model_args={}), tmp_path / "bare.pt")  # of another program
     message = "a checkpoint of --model gpt; expected a gpt or chat model with its model_args"
