@@ -18,6 +18,7 @@ from runs import (
     configure,
     go,
     metrics,
+    on_two_ranks,
     run_program,
     tensors,
 )
@@ -758,6 +759,17 @@ def test_new_activations_are_the_same_on_two_ranks(tmp_path, data_dir, backbone,
     assert one.keys() == two.keys() and "model.sae.threshold" in one
     for name in one:
         assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
+
+
+@pytest.mark.parametrize("keys", [RUNS[0], RUNS[2]], ids=str)
+def test_batchtopk_in_bfloat16_is_about_the_same_sharded(tmp_path, data_dir, backbone, keys):
+    """The sharded weights are rounded, those of one rank are not."""
+    options = dict(backbone=str(backbone), dtype="bfloat16") | SAE | keys
+    one = go(data_dir, tmp_path / "one", **options)["history"]
+    two = on_two_ranks(tmp_path / "two", SMALL | options | dict(data_dir=str(data_dir),
+                                                                distributed="fsdp"))
+    for a, b in zip(one, two, strict=True):
+        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=0.1)
 
 
 @pytest.fixture(scope="module")

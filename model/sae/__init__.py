@@ -216,10 +216,11 @@ class SparseAutoencoder(nn.Module):
             threshold = self.batch_threshold(pre, group)  # (N, 1)
             row, column = ((pre >= threshold) & (pre > 0)).nonzero(as_tuple=True)  # (E,)
         values = ActiveFeatures.apply(x, self.W_enc, bias, pre, row, column)
-        values = values / self.W_dec.norm(dim=1)[column]
+        W = self.W_dec.float()  # embedding_bag takes one dtype; sharded, it may be bfloat16
+        values = values / W.norm(dim=1)[column]
         ends = torch.tensor([*self.keys.prefixes, len(bias)], device=x.device)  # (P,)
         section = row * len(ends) + torch.bucketize(column, ends, right=True)
-        parts = sum_rows(self.W_dec, column, section, len(x) * len(ends), values)
+        parts = sum_rows(W, column, section, len(x) * len(ends), values)
         outs = parts.view(len(x), len(ends), -1).cumsum(1) + self.b_dec  # (N, P, C)
         fired = torch.bincount(column, minlength=len(bias))  # (F,)
         return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
