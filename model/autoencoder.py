@@ -286,7 +286,8 @@ class MultimodalAutoencoder(nn.Module):
         standardised modalities x {name: (N, D) or (N, K, D)}."""
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
-            return self.linear(features.flatten(1))
+            # Sharded, the parameters may be in bfloat16.
+            return F.linear(features.flatten(1), *(p.float() for p in self.linear.parameters()))
 
     def forward(self, *arrays):
         c = self.keys

@@ -18,6 +18,7 @@ from runs import (
     configure,
     go,
     metrics,
+    on_two_ranks,
     run_program,
     tensors,
 )
@@ -631,6 +632,17 @@ def test_two_ranks_with_a_linear_path(tmp_path, holes, way):
                                     lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
                                val_ridge=1e-5)
+
+
+def test_a_linear_path_in_bfloat16_is_about_the_same_sharded(tmp_path, holes):
+    settings = RIDGE | dict(max_iters=6, eval_interval=3, dtype="bfloat16", dropout=0.0,
+                            modality_dropout=0.0)
+    one = go(holes / "data", tmp_path / "one", **settings)["history"]
+    two = on_two_ranks(tmp_path / "two", SMALL | settings | dict(data_dir=str(holes / "data"),
+                                                                 distributed="fsdp"))
+    for a, b in zip(one, two, strict=True):
+        for name in ("val_loss", "val_correlation", "val_ridge"):
+            assert b[name] == pytest.approx(a[name], rel=0.02), name
 
 
 def test_rows_without_a_target_a_split_or_a_modality(holes, linear, tmp_path, capsys):
