@@ -191,6 +191,9 @@ def open_data(config, ranks):
     if unknown := weighted - meta["modalities"].keys():
         raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
                            f"{config.data_dir} are {', '.join(meta['modalities'])}"])
+    if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
+        raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
+                           "1; expected mse"])
     if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
                         "PyTorch modules; rename the files and prepare them again")

@@ -705,6 +705,17 @@ def test_bad_configuration(tmp_path, folder, changes, words):
     assert code == 2 and words in text and "Traceback" not in text
 
 
+def test_one_dimension_has_no_correlation(tmp_path):
+    a = np.random.default_rng(0).normal(size=(60, 3))
+    for dims in (1, 2):
+        folder = tmp_path / str(dims)
+        features.prepare_features(dict(a=a), a[:, :dims], str(folder), 0.2, np.arange(60) // 5)
+        options = SYSTEM | dict(matching="correlation", max_iters=1)
+        code, text = run_program(folder, tmp_path / f"out{dims}", **options)
+        assert code == (2 if dims == 1 else 0), text
+        assert ("matching: correlation is over the dimensions of the target" in text) == (dims == 1)
+
+
 def test_validation_rows_are_needed_by_evaluations_only(tmp_path, capsys):
     folder = tmp_path / "data"
     features.prepare_features(dict(a=np.eye(40)), None, str(folder), 0.2, np.arange(40) // 5)
