@@ -38,6 +38,7 @@ from model.grpo import (
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
+from train.lr_scheduler import SpikeDetector
 from train.robust import run_reporting_errors
 from train.train import train
 
@@ -506,6 +507,20 @@ def test_it_learns_from_rewards(made, tmp_path):
     answers = [text.split("### Assistant:\n")[1].split("\n")[0]
                for text in samples.split("=== iter 24 ===")[1:]]
     assert len(answers) == 3 and all(c < "@" for answer in answers for c in answer)
+
+
+@pytest.mark.parametrize("norm, n", [("tokens", 97), ("answer", 60)])
+def test_steps_with_a_rare_reward_are_no_spikes(made, tmp_path, monkeypatch, capsys, norm, n):
+    """One answer in n has one; the loss of most steps is 0, without a deviation. With the norm
+    `answer` the loss of the others is the error of rounding."""
+    monkeypatch.setattr(SpikeDetector.__init__, "__defaults__", (6.0, 8))
+    (tmp_path / "rare.py").write_text("import zlib\ndef reward(prompt, answer, row):\n"
+                                      f"    return zlib.crc32(answer.encode()) % {n} == 0\n")
+    train(load_config(None, settings(made, tmp_path / "out", reward=str(tmp_path / "rare.py"),
+                                     grpo_norm=norm, max_iters=60, eval_interval=0)))
+    flat = [line["flat"] for line in metrics(tmp_path / "out") if "flat" in line]
+    assert flat.count(1) > 20 and len(flat) - flat.count(1) > 2
+    assert "spike" not in capsys.readouterr().out
 
 
 def test_the_answer_that_is_held_back(made, tmp_path):

@@ -128,7 +128,8 @@ class ReduceOnPlateau:
 class SpikeDetector:
     """Detector of loss spikes: update(loss) returns whether a loss is more than `sigma` standard
     deviations above the mean of the last `window` normal losses (OLMo 2's criterion,
-    arXiv:2501.00656), once half of the window is filled."""
+    arXiv:2501.00656), once half of the window is filled, and while these losses have one sign: one
+    that varies around 0, as GRPO's, does not measure the fit."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma
@@ -136,7 +137,7 @@ class SpikeDetector:
 
     def update(self, loss):
         """Return whether `loss` is a spike; otherwise add it to the window of normal losses."""
-        if len(self.losses) >= self.losses.maxlen // 2:
+        if len(self.losses) >= self.losses.maxlen // 2 and min(self.losses) * max(self.losses) > 0:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))
             if not loss <= mean + self.sigma * max(deviation, 1e-3 * abs(mean)):
