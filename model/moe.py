@@ -355,7 +355,12 @@ class MoE(RoutedGPT):
 # model interface, see train/system.py
 
 sample = gpt.sample
-inherit_shape = gpt.inherit_shape
+
+
+def inherit_shape(config, model_args):
+    if config.balance_rate and model_args.get("balance_rate"):  # both have biases: this run's rate
+        model_args = model_args | dict(balance_rate=config.balance_rate)
+    return gpt.inherit_shape(config, model_args)
 
 
 def build_model(config, data):

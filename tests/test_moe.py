@@ -22,6 +22,7 @@ from model.moe import (
     router_losses,
 )
 from train.base.errors import ConfigError
+from train.checkpoint import load_checkpoint
 from train.config import load_config
 
 OWN = dict(model="moe", n_experts=4, experts_per_token=2)
@@ -170,6 +171,24 @@ def test_balance_is_part_of_a_checkpoint_but_of_no_gradient(tmp_path, data_dir):
     model = build_model(tiny(**BALANCED, expert_hidden=8), SPEC)
     assert model.h[0].mlp.shared.up.weight.shape == (8, 32)
     assert not torch.equal(model.h[0].mlp.shared.up.weight, model.h[0].mlp.up.weight[0])
+
+
+def test_a_run_that_starts_from_weights_has_its_own_balance_rate(tmp_path, data_dir):
+    """From its file or the command line; but with a rate above 0, or without the bias, as those."""
+    code, text = run_program(data_dir, tmp_path / "one", **OWN | BALANCED, max_iters=1)
+    assert code == 0, text
+    settings = dict(init_from=str(tmp_path / "one/ckpt.pt"), max_iters=0, model="moe")
+    for i, (file, args, rate) in enumerate([
+            (dict(balance_rate=0.02), [], 0.02), ({}, ["--balance_rate=0.02"], 0.02),
+            ({}, [], 0.01), ({}, ["--balance_rate=0"], None)]):
+        out = tmp_path / str(i)
+        code, text = run_program(data_dir, out, *args, **settings, **file)
+        if rate:
+            assert code == 0, text
+            state = load_checkpoint(out / "ckpt.pt")
+            assert state["config"]["balance_rate"] == state["model_args"]["balance_rate"] == rate
+        else:
+            assert code == 2 and "balance_rate: it has 0.01, the configuration says 0.0" in text
 
 
 def test_split_into_micro_batches_changes_no_gradient():
