@@ -671,13 +671,22 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
     assert "pip install scikit-learn" in capsys.readouterr().err
 
 
-def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, tmp_path, capsys):
+def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, tmp_path, capsys,
+                                                                      monkeypatch):
+    """Also if the folder was called as data sets of the hub are: nothing is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # which would download
     state = load_checkpoint(trained / "ckpt.pt")
-    state["config"]["data_dir"] = str(tmp_path / "gone")
-    save_checkpoint(tmp_path / "ckpt.pt", state)
     path = write_jsonl(tmp_path / "a.jsonl", make_rows(3))
-    assert evaluate_main(["--ckpt", str(tmp_path / "ckpt.pt"), "--data", path]) == 0
-    assert "The temperature is 1" in capsys.readouterr().out
+    for folder in (str(tmp_path / "gone"), "data/reviews"):
+        state["config"]["data_dir"] = folder
+        save_checkpoint(tmp_path / "ckpt.pt", state)
+        assert evaluate_main(["--ckpt", "ckpt.pt", "--data", path]) == 0
+        assert "The temperature is 1" in capsys.readouterr().out
+        for args in ([], ["--data", path, "--baseline"]):
+            assert evaluate_main(["--ckpt", "ckpt.pt", *args]) == 2
+            message = capsys.readouterr().err
+            assert folder in message and "no such file or folder" in message
 
 
 def test_the_weight_of_the_evidence_changes_the_loss_only(labels, tmp_path):

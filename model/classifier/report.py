@@ -51,7 +51,8 @@ def evaluate_checkpoint(args):
     args.out and print the report. args: ReportOptions; data and out are set if empty. Raises
     UserError."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), expect="classifier")
-    own_data = load_checkpoint(args.ckpt)["config"]["data_dir"]
+    # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
+    own_data = os.path.abspath(load_checkpoint(args.ckpt)["config"]["data_dir"])
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
