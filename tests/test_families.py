@@ -810,6 +810,16 @@ def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name
                      rope_frequencies(8, 10000.0, (8.0, 1.0, 4.0, 32.0)))
 
 
+def test_gguf_has_the_whole_context_if_no_layer_has_a_window(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    ckpt, to = str(tmp_path / "ckpt.pt"), str(tmp_path / "m.gguf")
+    for layers, length in (("F", 16), ("FFFW", 16), ("FFW", 4)):
+        make(ckpt, window=4, layer_types=layers, n_layer=3, qkv_bias=True)
+        assert convert.main(["--ckpt", ckpt, "--to", to]) == 0
+        reader = gguf.GGUFReader(to)
+        assert reader.get_field("qwen2.context_length").contents() == length, layers
+
+
 def test_gguf_of_experts_has_their_shape(folders, tmp_path):
     gguf = pytest.importorskip("gguf")
     path, theirs = folders("qwen3moe")

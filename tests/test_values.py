@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass, fields
 
 import pytest
+import torch
 from conftest import REPO
 
+from model.gpt import GPT, GPTConfig
 from train.base.errors import ConfigError
 from train.base.fields import base_type, fields_by_name, parse_value
 from train.config import (
@@ -393,7 +395,8 @@ def test_what_a_key_needs_is_a_key_and_one_of_its_values():
         known = fields_by_name(config_class(model))
         for f in known.values():
             name, _, values = f.metadata.get("needs", "model").partition("=")
-            assert {*values.split("|")} <= {"", *known[name].metadata.get("choices", ())}, f.name
+            choices = "FWfw" if name == "layer_types" else known[name].metadata.get("choices", ())
+            assert {*values.split("|")} <= {"", *choices}, f.name
 
 
 def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
@@ -405,6 +408,24 @@ def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
     assert load_config(None, ["model=sae", "l1=1"]).unused_keys() == dict(l1="sae=relu")
     for path in (REPO / "train" / "configs").glob("[!h]*.yaml"):
         assert not load_config(path).unused_keys(), path
+
+
+@pytest.mark.parametrize("layers, unused", [
+    ("F", {"window", "window_rope_theta"}), ("Ff", {"window", "window_rope_theta"}),
+    ("Fw", {"window_rope_theta"}), ("FW", set()), ("W", set())])
+def test_a_window_has_no_effect_without_a_layer_that_has_one(layers, unused):
+    """Beside the logits of a model of two layers with other values."""
+    given = dict(layer_types=layers, window=4, window_rope_theta=50.0)
+    assert load_config(None, given).unused_keys().keys() == unused
+
+    def logits(**changes):
+        torch.manual_seed(1)
+        shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)
+        model = GPT(GPTConfig(**shape | given | changes))
+        return model.logits(model.trunk(torch.arange(16)[None]))
+    found = {name for name, other in dict(window=5, window_rope_theta=9000.0).items()
+             if torch.equal(logits(), logits(**{name: other}))}
+    assert found == unused
 
 
 # --- lengths

@@ -20,7 +20,8 @@ from train.base.fields import fields_by_name, key, parse_mixture
 #   shape=True    the key is part of a model's shape and is inherited with the weights (init_from)
 #   reads=True    the key names a file that the run reads, which --resume never must not move;
 #                 reads="apart": a model of any shape
-#   needs="NAME=A|B"  the key has no effect unless NAME is A or B; needs="NAME": unless NAME is set
+#   needs="NAME=A|B"  the key has no effect unless NAME is A or B, or has the letter A or B;
+#                 needs="NAME": unless NAME is set
 
 
 free_key = functools.partial(key, free=True)
@@ -193,12 +194,14 @@ class GPTKeys:
     norm_position: str = key("pre", "position of the norms", choices=["pre", "post", "both"])
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
-    window: int | None = key(None, "tokens that a layer of type W sees", ge=1)
+    window: int | None = key(None, "tokens that a layer of type W sees", ge=1,
+                             needs="layer_types=W|w")
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
                                    "ORIGINAL_LENGTH", check=parse_rope_scaling)
-    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0)
+    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0,
+                                           needs="layer_types=W")
     max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
     pad_id: int | None = key(None, "id that fills up texts, for exports (default: none)", ge=0)
@@ -303,11 +306,11 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
 
     def has_effect(self, f):
         """Return whether the key of the dataclass field `f` has an effect: `needs` in the metadata
-        names another key that must be set ("NAME") or have one of the values ("NAME=A|B"). True
-        without `needs`."""
+        names another key that must be set ("NAME"), or have one of the values or of the letters A
+        and B ("NAME=A|B"). True without `needs`."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
-        return str(value) in values.split("|") if values else value
+        return {str(value), *str(value)} & {*values.split("|")} if values else value
 
     @property
     def evaluates(self):

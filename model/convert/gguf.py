@@ -9,7 +9,7 @@ import re
 
 from data.hub import model_name
 from data.tokenizer_hf import GPT2_PATTERN, split_at, tokenizer_json
-from model.convert.families import FAMILIES, find_family, mismatches, refuse
+from model.convert.families import FAMILIES, find_family, list_layers, mismatches, refuse
 from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError, require
@@ -95,10 +95,10 @@ def write_shape(writer, source, arch):
     """Write the shape of a Source to `writer`, a GGUFWriter, in the keys of llama.cpp's
     architecture `arch`."""
     c = source.shape
-    length = c.full_context
     # No windows in llama.cpp: only texts that fit into one are computed the same.
+    windows = [c.window for letter in list_layers(c) if letter in "Ww"]
     values = dict(name=model_name(source.path), vocab_size=c.vocab_size,
-                  context_length=min(length, c.window or length), embedding_length=c.n_embd,
+                  context_length=min([c.full_context, *windows]), embedding_length=c.n_embd,
                   block_count=c.n_layer, feed_forward_length=c.n_hidden, head_count=c.n_head,
                   head_count_kv=c.n_kv_head, key_length=c.head_dim, value_length=c.head_dim)
     if hasattr(c, "n_experts"):

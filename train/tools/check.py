@@ -387,7 +387,8 @@ def check_keys(case):
     shared = fields(GPTKeys) if isinstance(case.run.raw_model, GPT) else ()
     changes = {f.name: [{f.name: v} for v in candidates(f, getattr(c, f.name))]
                for f in (*own, *([] if inherits else shared))
-               if hasattr(c, f.name) and c.has_effect(f) and f.name not in NO_EFFECT_ON_LOSS}
+               if hasattr(c, f.name) and c.replace(**OPTIONS).has_effect(f)
+               and f.name not in NO_EFFECT_ON_LOSS}
     pending = {name for name in changes if changes[name]}
     n_keys = len(pending)
     for other in [{}, OPTIONS, *(change for f in own for change in changes.get(f.name, ()))]:
