@@ -410,22 +410,27 @@ def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
         assert not load_config(path).unused_keys(), path
 
 
-@pytest.mark.parametrize("layers, unused", [
-    ("F", {"window", "window_rope_theta"}), ("Ff", {"window", "window_rope_theta"}),
-    ("Fw", {"window_rope_theta"}), ("FW", set()), ("W", set())])
-def test_a_window_has_no_effect_without_a_layer_that_has_one(layers, unused):
-    """Beside the logits of a model of two layers with other values."""
-    given = dict(layer_types=layers, window=4, window_rope_theta=50.0)
-    assert load_config(None, given).unused_keys().keys() == unused
+@pytest.mark.parametrize("other, given, unused", [
+    (dict(window=5, window_rope_theta=9000.0), dict(layer_types=layers), unused)
+    for layers, unused in (("F", {"window", "window_rope_theta"}), ("W", set()), ("FW", set()),
+                           ("Ff", {"window", "window_rope_theta"}), ("Fw", {"window_rope_theta"}))
+] + [(dict(rope_theta=50.0, rope_scaling="2"), dict(pos="rope"), set()),
+     (dict(rope_theta=50.0, rope_scaling="2"), dict(pos="learned"), {"rope_theta", "rope_scaling"}),
+     (dict(qk_norm_type="all"), dict(qk_norm=True), set()),
+     (dict(qk_norm_type="all"), {}, {"qk_norm_type"})])
+def test_keys_of_attention_without_effect_are_those_that_change_no_logits(other, given, unused):
+    """Of a model of two layers with other values of these keys."""
+    given = dict(window=4, window_rope_theta=70.0) | given if "window" in other else given
+    assert load_config(None, given | other).unused_keys().keys() == unused
 
     def logits(**changes):
         torch.manual_seed(1)
         shape = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64)
         model = GPT(GPTConfig(**shape | given | changes))
+        for p in model.parameters():  # norms begin as ones, of which all kinds are the same
+            p.data += torch.randn(p.shape) * 0.2
         return model.logits(model.trunk(torch.arange(16)[None]))
-    found = {name for name, other in dict(window=5, window_rope_theta=9000.0).items()
-             if torch.equal(logits(), logits(**{name: other}))}
-    assert found == unused
+    assert {k for k in other if torch.equal(logits(), logits(**{k: other[k]}))} == unused
 
 
 # --- lengths

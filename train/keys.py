@@ -181,7 +181,7 @@ class GPTKeys:
     norm: str = key("rms", "normalisation", choices=["rms", "layer"])
     norm_eps: float = key(1e-5, "epsilon of the normalisation", gt=0)
     pos: str = key("rope", "rotary (half-split) or learned positions", choices=["rope", "learned"])
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", gt=0)
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", gt=0, needs="pos=rope")
     mlp: str = key("swiglu", "feed-forward layer; gelu is GPT-2's, gelu_exact nanoGPT's",
                    choices=["swiglu", "geglu", "gelu", "gelu_exact", "relu2"])
     tie_weights: bool = key(True, "share the token embedding with the output layer")
@@ -190,7 +190,8 @@ class GPTKeys:
     # Options of imported models (Llama 3, Qwen, Mistral, Gemma 3, ...), inherited with the weights.
     head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
-    qk_norm_type: str = key("plain", "weights of qk_norm", choices=["plain", "head", "all"])
+    qk_norm_type: str = key("plain", "weights of qk_norm", needs="qk_norm",
+                            choices=["plain", "head", "all"])
     norm_position: str = key("pre", "position of the norms", choices=["pre", "post", "both"])
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
@@ -199,7 +200,7 @@ class GPTKeys:
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
-                                   "ORIGINAL_LENGTH", check=parse_rope_scaling)
+                                   "ORIGINAL_LENGTH", check=parse_rope_scaling, needs="pos=rope")
     window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0,
                                            needs="layer_types=W")
     max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
