@@ -336,6 +336,22 @@ def test_command_line_streams_the_prompt_and_a_continuation(checkpoint):
     assert done.returncode == 0 and done.stdout.startswith("the quick b"), done.stderr
 
 
+@pytest.mark.parametrize("text", ["None", "null", "~", "NONE "])
+def test_a_prompt_may_be_a_word_for_nothing(checkpoint, monkeypatch, capsys, text):
+    """As it is in Python. A system message too."""
+    args = ["--ckpt", str(checkpoint), "--prompt", text, "--max_new_tokens=9", "--top_k=1"]
+    assert main(args) == 0
+    model, tokenizer = load_model(checkpoint, "cpu")
+    idx = torch.tensor([[*text.encode()]])
+    ids = generate(model, idx, 9, temperature=0, stop_token=256)[0].tolist()
+    assert capsys.readouterr().out == tokenizer.decode([i for i in ids if i != 256])
+    heard, loaded = [], (types.SimpleNamespace(template=""), tokenizer, "cpu")
+    monkeypatch.setattr("model.sample.load_for_decoding", lambda options: loaded)
+    monkeypatch.setattr("model.chat.talk", lambda *args, **sampling: heard.append(args[2:]))
+    assert main([*args, "--chat", f"--system={text}"]) == 0
+    assert heard == [([text], 9, text)]
+
+
 def test_weights_are_not_read_in_another_precision(capsys):
     assert main(["--ckpt", "x.pt", "--dtype", "float16"]) == 2
     assert "dtype: must be one of auto, float32, bfloat16" in capsys.readouterr().err

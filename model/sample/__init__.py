@@ -65,12 +65,13 @@ def load_for_decoding(options):
 @dataclass
 class SampleOptions(SamplingOptions, LoadOptions):
     """Generate text with a checkpoint, which contains the tokenizer."""
-    prompt: str = key("", "text to continue (default: a new document)")
+    prompt: str = key("", "text to continue (default: a new document)", text=True)
     temperature: float | None = key(None, "0: always the most likely token (default: 0.8; with "
                                     "--chat 0)", ge=0)
     num_samples: int = key(1, "number of texts, generated in one batch", ge=1)
     chat: bool = key(False, "talk with a chat model")
-    system: str | None = key(None, "--chat: system message, before the first question")
+    system: str | None = key(None, "--chat: system message, before the first question",
+                             text=True)
     compile: bool = key(False, "compile the decoding of one text: some ten seconds, then about "
                         "twice the speed on a CPU")
 

@@ -29,7 +29,8 @@ def key(default, help, **meta):
 
     Limits: choices, gt, ge, lt, le (of each item of a list), check (a function that raises
     ValueError). path=True: a leading ~ is expanded. text=True: a list whose items may contain
-    commas. Any other metadata is for users of the fields, e.g. train/keys.py.
+    commas, or a text that may be the word "null". Any other metadata is for users of the fields,
+    e.g. train/keys.py.
     """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
@@ -63,7 +64,8 @@ def parse_value(field, raw):
     meta = field.metadata
     choices = meta.get("choices", ())
     text = str(raw).strip().lower()
-    if text in ("null", "none", "~", "") and text not in choices:
+    is_text = kind is str and meta.get("text")
+    if text in ("null", "none", "~", "") and text not in choices and not is_text:
         if "None" in str(field.type):
             return None
         if kind is not str or text:
