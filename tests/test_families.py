@@ -101,6 +101,8 @@ def test_its_logits_come_in_and_go_out(folders, tmp_path, name):
     wanted = logits_of(theirs, idx)
     assert_close(logits_of(model, idx), wanted)
     assert_close(logits_of(folders.load(export(path, tmp_path / "out")), idx), wanted)
+    architecture, = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+    assert architecture == ("LlamaForCausalLM" if name == "mistral" else type(theirs).__name__)
     for file in ("config.json", "generation_config.json"):  # where its answers end
         ends = json.loads((tmp_path / "out" / file).read_text())
         assert (ends["bos_token_id"], ends["eos_token_id"]) == (0, [1, 2])
