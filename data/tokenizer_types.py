@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -63,12 +64,14 @@ class Tokenizer:
     """Base class of the tokenizers: encode(text) -> ids, decode(ids) -> text.
 
     Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special ({text: id} of
-    special tokens). Subclasses implement encode_array, bytes_of and spec.
+    special tokens), start ([id] of the tokens that begin a prompt, e.g. Llama's <s>). Subclasses
+    implement encode_array, bytes_of and spec.
     """
     kind: str
     n_vocab: int
     eot_token: int | None
     special = {}
+    start = []
     nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
@@ -85,6 +88,11 @@ class Tokenizer:
         """Return the list of token ids of `text`; the texts of special tokens in it, e.g.
         <|endoftext|>, become the ids of these tokens."""
         return self.encode(text)
+
+    def begin(self, ids):
+        """Return the list `ids` of a prompt, after the ids `start` if it does not begin with them.
+        """
+        return ids if ids[:len(self.start)] == self.start else self.start + ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of an iterable of token ids; invalid UTF-8 becomes replacement
@@ -240,6 +248,7 @@ class JsonTokenizer(Tokenizer):
         special = {i for i in self.special.values() if i != eot_token}
         self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
+        self.start = [i for i in find_start(content) if i < self.n_vocab]
         is_id = type(eot_token) is int and eot_token in ids
         if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
@@ -284,6 +293,14 @@ class JsonTokenizer(Tokenizer):
 
     def spec(self):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
+
+
+def find_start(content):
+    """Return the list of ids that `content`, the dict of a tokenizer.json, puts before a text."""
+    processor = content.get("post_processor") or {}
+    return [i for part in processor.get("processors", [processor])
+            for p in itertools.takewhile(lambda p: "SpecialToken" in p, part.get("single", []))
+            for i in part["special_tokens"][p["SpecialToken"]["id"]]["ids"]]
 
 
 def check_growth(content):

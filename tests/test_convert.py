@@ -370,6 +370,31 @@ LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
           r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
+def save_llama(folder, single="<s> $A"):
+    """Write a tiny Llama whose vocabulary are bytes, <s>, </s> and special tokens to `folder`, and
+    return its model and tokenizer in `transformers`. single: what a text becomes."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    names = ["<s>", "</s>", *(f"<{i}>" for i in range(62))]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    theirs = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    theirs.add_special_tokens(names)
+    theirs.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
+            single=single, special_tokens=[("<s>", 256), ("</s>", 257)])])
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token="<s>",
+                                                  eos_token="</s>")
+    theirs.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = shake(transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=256, eos_token_id=257)))
+    model.save_pretrained(folder)
+    return model, theirs
+
+
 def train_tokenizer(kind, special=("<end>", "<turn>")):
     """Tokenizers of the kinds of Llama 3 and of some that tiktoken cannot do: Gemma's, SmolLM's,
     Mistral's, T5's."""

@@ -16,7 +16,16 @@ from conftest import TINY, run
 from fake_hub import FakeHub
 from runs import metrics
 from templates import ANSWERED, CONVERSATIONS, TEMPLATES
-from test_convert import assert_close, export, ids, logits_of, make, shake, train_tokenizer
+from test_convert import (
+    assert_close,
+    export,
+    ids,
+    logits_of,
+    make,
+    save_llama,
+    shake,
+    train_tokenizer,
+)
 
 from data import chat_template
 from data import render as chat_render
@@ -29,14 +38,14 @@ from model import chat as talking
 from model import convert, sample
 from model.chat import ChatGPT
 from model.convert import families
-from model.core.generate import generate
+from model.core.generate import encode_prompt, generate
 from model.core.kv_cache import create_cache
 from model.core.load import read_weights, saved_config
 from model.core.ops import rope_frequencies
 from model.core.weights import inherit_shape
 from model.sample import load_model
 from model.sample.compiled import compile_decoder
-from model.serve.api import parse_request
+from model.serve.api import parse_prompt, parse_request
 from model.serve.engine import Engine
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, DataError, UserError
@@ -632,6 +641,46 @@ def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypa
     engine.close()
     assert job.ids == asked[0].tolist() and pieces[-1][-1] == "stop"
     assert "".join(text for text, _ in pieces) == theirs.decode(said)
+
+
+def test_a_prompt_begins_as_in_transformers(tmp_path, monkeypatch):
+    """With <s>, which the tokenizer puts before a text: as typed, as a request, of an exported
+    folder, and for llama.cpp. Training data have no <s>."""
+    import transformers
+    model, _ = save_llama(tmp_path / "a")
+    texts = []
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: (
+        texts.append(generate(*args, **how)), texts[-1])[1])
+    assert convert.main(["--ckpt", str(tmp_path / "a"), "--to", str(tmp_path / "b")]) == 0
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert theirs.bos_token == "<s>" and theirs("").input_ids == [256]
+        ours = load_model(folder)[1]
+        for prompt in ("ab", "", "The fox, "):
+            asked = theirs(prompt, return_tensors="pt").input_ids.long()
+            assert sample.main(["--ckpt", str(folder), "--prompt", prompt, "--temperature=0",
+                                "--max_new_tokens=20", "--dtype=float32"]) == 0
+            wanted = model.generate(asked, max_new_tokens=20, do_sample=False)
+            assert torch.equal(texts.pop(), wanted)
+            assert parse_prompt(prompt, ours, False) == asked[0].tolist()
+            assert parse_prompt("<s>" + prompt, ours, True) == asked[0].tolist()  # not twice
+            assert ours.encode(prompt) == asked[0, 1:].tolist()
+    gguf = pytest.importorskip("gguf")
+    assert convert.main(["--ckpt", str(tmp_path / "b"), "--to", str(tmp_path / "m.gguf")]) == 0
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents()
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == 256
+
+
+@pytest.mark.parametrize("single, start", [("<s> $A </s>", [256]), ("$A </s>", []), ("$A", []),
+                                           ("</s> <s> $A", [257, 256])])
+def test_only_what_the_tokenizer_puts_before_a_text_begins_a_prompt(tmp_path, single, start):
+    _, theirs = save_llama(tmp_path, single)
+    ours = load_model(tmp_path)[1]
+    text = ours.encode("ab")
+    assert encode_prompt(ours, "ab") == start + text
+    assert theirs("ab").input_ids[:len(start) + 2] == start + text
+    assert encode_prompt(ours, "") == (start or [257])
 
 
 def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from quiz import Quiz
+from test_convert import save_llama
 
 from data.chat_template import DEFAULT_SPEC, ChatTemplate
 from model import convert
@@ -55,6 +56,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def llama(folder):
+    """A folder with a tiny Llama whose texts begin with <s>, and its export."""
+    save_llama(folder / "llama")
+    assert convert.main(["--ckpt", str(folder / "llama"), "--to", str(folder / "export")]) == 0
+    return folder / "llama"
+
+
+@pytest.fixture(scope="module")
 def trained(data_dir, tmp_path_factory):
     return Quiz(data_dir, tmp_path_factory.mktemp("quiz"))
 
@@ -99,6 +108,38 @@ def test_the_harness_agrees(folder, capsys, monkeypatch):
             assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), abs=1e-4)
     answers = [s["filtered_resps"][0] for s in kept[0]["samples"]["local_writing"]]
     assert len(set(answers)) > 1 and not any("e" in text for text in answers)
+
+
+@pytest.mark.parametrize("name", ["llama", "export"])
+def test_the_harness_agrees_about_a_tokenizer_that_begins_texts(folder, llama, name):
+    """Also without a question. The tasks of a run agree too."""
+    names, path = ["local_choice", "local_rolling", "local_unasked"], str(folder / name)
+    (folder / "unasked.yaml").write_text((folder / "choice.yaml").read_text().replace(
+        "local_choice", "local_unasked").replace("'{{question}}'", "''"))
+    ours, theirs = compare(folder, path, names)
+    for task in names:
+        for a, b in zip(ours[task], theirs[task], strict=True):
+            assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), rel=1e-5)
+    model, tokenizer = load_model(path)
+    reader = tasks.ExampleReader(tokenizer, None, model.config.block_size)
+    for task, changes in (("local_choice", {}), ("local_unasked", dict(question=""))):
+        for sample in theirs[task]:
+            row = reader.parse(sample["doc"] | changes, 0)
+            wanted = [float(p) for p, _ in sample["filtered_resps"]]
+            found = [p for p, _ in tasks.score_sequences(model, row.sequences)]
+            assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def compare(folder, path, names):
+    """The samples {task: [dict]} of the tasks `names`, by our adapter and by `hf`, of a model."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    ours = lm_eval.evaluate(lm_eval.HarnessOptions(
+        tasks=names, ckpt=path, device="cpu", include_path=str(folder), batch_size=4))
+    theirs = simple_evaluate(
+        "hf", model_args=dict(pretrained=path, dtype="float32", logits_cache=False), tasks=names,
+        batch_size=4, device="cpu", task_manager=TaskManager(include_path=str(folder)))
+    return ours["samples"], theirs["samples"]
 
 
 def test_the_harness_agrees_about_a_chat_model(folder, tmp_path):

@@ -108,6 +108,7 @@ def export_folder(source, to, precision):
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     model_max_length=shape.full_context)
         keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
+        keys |= dict(bos_token=tokenizer.decode(tokenizer.start[:1])) if tokenizer.start else {}
         if template:
             keys |= template.special_tokens | dict(chat_template=template.jinja)
         write_json(to, "tokenizer.json", tokenizer_json(tokenizer))

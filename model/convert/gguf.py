@@ -157,7 +157,7 @@ def write_tokenizer(writer, source):
     starts = {t["content"]: t["id"] for t in added}
     bos = tokenizer.eot_token if source.shape.bos_id is None else source.shape.bos_id
     writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"), bos))
-    writer.add_add_bos_token(bool(template and template.implicit_start))
+    writer.add_add_bos_token(bool(tokenizer.start or template and template.implicit_start))
     if template:
         writer.add_chat_template(template.jinja)
         if ends := [i for i in template.ends if i != tokenizer.eot_token]:

@@ -185,12 +185,12 @@ def sample_indices(weights, generators):
 
 
 def encode_prompt(tokenizer, prompt, parse_special=False):
-    """Return the list of ids of the text `prompt`; for an empty one, the end-of-text token, which
-    precedes each document, or 0 if the tokenizer has none. parse_special: encode the texts of
-    special tokens as special tokens (default: as ordinary text). Raises ValueError for characters
-    that are not in the vocabulary."""
+    """Return the list of ids of the text `prompt`, which begins with tokenizer.start. Without any
+    ids: the end-of-text token, which precedes each document, or 0 if the tokenizer has none.
+    parse_special: encode the texts of special tokens as special tokens (default: as ordinary text).
+    Raises ValueError for characters that are not in the vocabulary."""
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
-    ids = encode(prompt) if prompt else []
+    ids = tokenizer.begin(encode(prompt) if prompt else [])
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 

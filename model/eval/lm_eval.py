@@ -16,7 +16,7 @@ import torch
 
 from data.chat_template import encode_marked, parse_messages
 from model.core.detokenizer import Detokenizer
-from model.core.generate import generate
+from model.core.generate import encode_prompt, generate
 from model.core.load import BACKBONE, load_model
 from model.eval.tasks import score_sequences
 from model.gpt import GPT
@@ -43,7 +43,8 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        return self.tok.eot_token
+        """The id before a text that is scored from its first token on."""
+        return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
         return self.template.jinja
@@ -57,7 +58,8 @@ class CheckpointLM:
         return self.template.render(turns, True, self.tok) + start
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        return encode_marked(string, self.tok) if self.template else self.tok.encode(string)
+        ids = encode_marked(string, self.tok) if self.template else self.tok.encode(string)
+        return ids if add_special_tokens is False else self.tok.begin(ids)
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):

@@ -145,7 +145,8 @@ class ExampleReader:
             before = template.prompt_ids([("user", question)], self.tokenizer)
             return before, [encode(text) for text in texts]
         before = encode(question.rstrip())
-        return before, [encode(question + delimiter + text)[len(before):] for text in texts]
+        return self.tokenizer.start + before, [
+            encode(question + delimiter + text)[len(before):] for text in texts]
 
     def encode_answer(self, question, answer, delimiter):
         """Return (ids of the question, [ids of the answer and its end]), like `encode` of one text.
@@ -156,7 +157,7 @@ class ExampleReader:
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
             if ids[:len(before)] != before:  # a token spans the boundary
                 ids = before + self.tokenizer.encode(f"{delimiter}{answer}\n")
-            return before, [ids[len(before):]]
+            return self.tokenizer.start + before, [ids[len(before):]]
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
         first, last = np.flatnonzero(mask)[[0, -1]]
