@@ -12,6 +12,7 @@ from test_convert import save_llama
 
 from data.chat_template import DEFAULT_SPEC, ChatTemplate
 from model import convert
+from model.core.generate import encode_prompt, generate
 from model.core.load import load_model
 from model.eval import lm_eval, tasks
 from model.gpt import GPT, GPTConfig
@@ -130,6 +131,21 @@ def test_the_harness_agrees_about_a_tokenizer_that_begins_texts(folder, llama, n
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("length", ["max_gen_toks: 9", "max_new_tokens: 9", "max_tokens: 9",
+                                    "max_completion_tokens: 9", "max_tokens: 5, max_gen_toks: 9"])
+def test_the_harness_agrees_about_the_length_and_special_tokens_of_answers(folder, llama, length):
+    text = (folder / "writing.yaml").read_text().replace("local_writing", "local_length")
+    (folder / "length.yaml").write_text(text.replace("max_gen_toks: 6", length))
+    answers, wanted = ([sample["filtered_resps"] for sample in samples["local_length"]]
+                       for samples in compare(folder, str(llama), ["local_length"]))
+    assert answers == wanted
+    model, tokenizer = load_model(llama)
+    docs = [json.loads(line)["question"] for line in open(folder / "docs.jsonl")]
+    written = [generate(model, torch.tensor([encode_prompt(tokenizer, text)]), 9, 0)[0, -9:]
+               for text in docs]
+    assert {*tokenizer.special.values()} & {*torch.cat(written).tolist()}
+
+
 def compare(folder, path, names):
     """The samples {task: [dict]} of the tasks `names`, by our adapter and by `hf`, of a model."""
     from lm_eval import simple_evaluate
@@ -204,18 +220,20 @@ def test_a_prompt_keeps_half_of_the_context_however_long_the_answer_may_be(folde
     assert asked == [kept]
 
 
-def test_the_folder_of_the_results_is_created_before_the_evaluation(tmp_path, monkeypatch):
-    def evaluate(options):
+def test_the_file_of_the_results_is_created_before_the_evaluation(folder, tmp_path, monkeypatch,
+                                                                  capsys):
+    """Once nothing is left to refuse."""
+    def evaluate(*args, **options):
         raise ValueError("hours later")
-    monkeypatch.setattr(lm_eval, "evaluate", evaluate)
-    assert lm_eval.main(["--tasks", "x", "--out", str(tmp_path / "none" / "r.json")]) == 2
-    assert (tmp_path / "none").is_dir()
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path, monkeypatch,
-                                                                        capsys):
-    monkeypatch.setattr(lm_eval, "evaluate", lambda options: pytest.fail("hours later"))
-    assert lm_eval.main(["--tasks", "x", "--out", str(tmp_path)]) == 2
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
+    args = ["--ckpt", str(folder / "ckpt.pt"), "--include_path", str(folder), "--out"]
+    out = tmp_path / "none" / "r.json"
+    assert lm_eval.main([*args, str(out), "--tasks", "local_nothing"]) == 2
+    assert "the harness has no local_nothing" in capsys.readouterr().err
+    assert not out.parent.exists()
+    assert lm_eval.main([*args, str(out), "--tasks", "local_choice"]) == 2
+    assert "hours later" in capsys.readouterr().err and out.exists()
+    assert lm_eval.main([*args, str(tmp_path), "--tasks", "local_choice"]) == 2
     assert "Is a directory" in capsys.readouterr().err
 
 

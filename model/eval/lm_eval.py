@@ -25,7 +25,9 @@ from train.base.errors import DataError, require
 from train.base.fields import key
 from train.distributed import get_device
 
-MAX_NEW_TOKENS = 256  # per answer, if a task does not specify it
+# Names of a task's option, the tokens per answer, and the default, as in the harness.
+LENGTH_NAMES = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
+MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
@@ -90,11 +92,11 @@ class CheckpointLM:
 
     def generate_text(self, text, options):
         """Return the continuation of `text` up to the first stop string of options["until"],
-        without it. options: the dict of a task, with max_gen_toks and, if do_sample, temperature,
-        top_k and top_p; otherwise greedy."""
+        without it and special tokens. options: the dict of a task, with one of LENGTH_NAMES and, if
+        do_sample, temperature, top_k and top_p; otherwise greedy."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        n = options.get("max_gen_toks", MAX_NEW_TOKENS)
+        n = next((n for k in LENGTH_NAMES if (n := options.get(k)) is not None), MAX_NEW_TOKENS)
         size = self.model.config.block_size
         n_context = max(size - n, size // 2)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
@@ -109,7 +111,8 @@ class CheckpointLM:
                        options.get("top_k"), options.get("top_p"), seed=0,
                        stop_token=self.ends, on_token=is_complete, n_vocab=self.tok.n_vocab)
         ids = itertools.takewhile(lambda i: i not in self.ends, out[0, len(prompt):].tolist())
-        text = self.tok.decode(list(ids))
+        special = self.tok.special.values()
+        text = self.tok.decode([i for i in ids if i not in special])
         for stop in until:
             text = text.split(stop)[0]
         return text
@@ -133,8 +136,8 @@ class HarnessOptions:
 
 
 def evaluate(options):
-    """Return the harness's results, a dict, of the model options.ckpt on options.tasks. options:
-    HarnessOptions. Raises UserError."""
+    """Return the harness's results, a dict, of the model options.ckpt on options.tasks. The file
+    options.out is created, if specified. options: HarnessOptions. Raises UserError."""
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -151,6 +154,9 @@ def evaluate(options):
     manager = TaskManager(include_path=o.include_path)
     if unknown := set(o.tasks).difference(manager.all_tasks):
         raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; see `lm-eval ls tasks`")
+    if o.out:  # not after hours of evaluation
+        Path(o.out).parent.mkdir(parents=True, exist_ok=True)
+        open(o.out, "a").close()
     lm_class = type("TemplateCheckpointLM", (CheckpointLM, TemplateLM), {})
     lm = lm_class(model, tokenizer, o.batch_size, model.template if o.apply_chat_template else None)
     return simple_evaluate(lm, tasks=o.tasks, num_fewshot=o.num_fewshot, limit=o.limit,
@@ -160,9 +166,6 @@ def evaluate(options):
 def report(options):
     """Evaluate the model options.ckpt, print a table, and write all results to the file
     options.out, if specified. options: HarnessOptions. Raises UserError."""
-    if options.out:  # not after hours of evaluation
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        open(options.out, "a").close()
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))
