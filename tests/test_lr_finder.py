@@ -160,6 +160,15 @@ def test_keys_that_need_evaluations_are_no_obstacle(tmp_path, data_dir, needs):
     assert len(lr_finder.find_lr(config, 1e-5, 1e-4, 10)["loss"]) == 10
 
 
+def test_a_length_in_epochs_is_enough_and_a_refusal_leaves_no_folder(tmp_path, data_dir, capsys):
+    """max_iters is far beyond the limit of epochs, as GPT-2's with a small text is."""
+    args = ["--steps=10", *arguments(data_dir, tmp_path / "a", max_iters=10**8)]
+    assert lr_finder.main(args) == 2 and not (tmp_path / "a").exists()
+    assert "give the length in epochs, e.g. --max_epochs 3" in capsys.readouterr().err
+    assert lr_finder.main([*args, "--max_epochs=3"]) == 0
+    assert len(json.loads((tmp_path / "a/lr_finder.json").read_text())["lr"]) == 10
+
+
 @pytest.mark.parametrize("args, message", [
     (["--from", "1", "--to", "0.1"], "expected --from below --to"),
     (["--steps", "3"], "--steps: must be at least 10"), (["--stesp=3"], "unknown key 'stesp'"),

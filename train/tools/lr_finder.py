@@ -48,7 +48,7 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
           contextlib.redirect_stdout(io.StringIO())):
         probe = config.probe(
             out_dir=folder, lr_schedule="constant", warmup_iters=0, warmup_ratio=None,
-            warmup_epochs=None, max_epochs=None, on_spike="warn", spike_sigma=1e9)
+            warmup_epochs=None, on_spike="warn", spike_sigma=1e9)
         with open_run(probe, ranks) as run, contextlib.suppress(BadNumbers):
             for lr in rates:
                 losses.append(train_step(run, lr))
@@ -134,7 +134,10 @@ def run_sweep(options, config):
         sweep = find_lr(config, options.low, options.high, options.steps)
         if env_rank() == 0:
             report_sweep(sweep, config)
-    return run_reporting_errors(config, job)
+    code = run_reporting_errors(config, job)
+    if not os.listdir(config.out_dir):  # refused
+        os.rmdir(config.out_dir)
+    return code
 
 
 main = command(SweepOptions, run_sweep, load=load_argv)
