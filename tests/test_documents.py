@@ -369,6 +369,17 @@ def test_a_switch_of_a_file_gives_way_to_the_command_line(tmp_path):
     assert (c.early_stopping_patience, c.dtype) == (5, "bfloat16")
 
 
+def test_a_name_means_that_of_its_group(page):
+    """The same names at the top of the file are those of training and early stopping."""
+    code, output = page("scheduler: {name: ReduceLROnPlateau, patience: 7, factor: 0.3}\n"
+                        "training: {evaluation: {batch_size: 64, eval_steps: 50}}\n"
+                        "batch_size: 8\npatience: 4\n")
+    assert code == 0 and "evaluation.batch_size ignored: evaluations use batch_size" in output
+    expected = dict(lr_schedule="plateau", plateau_patience=7, lr_factor=0.3, batch_size=8,
+                    eval_interval=50, early_stopping_patience=4)
+    assert expected.items() <= yaml.safe_load(output).items()
+
+
 def test_rates_of_groups_are_merged_and_a_pair_has_two_numbers(page):
     _, output = page("lr_groups: {wte: 0.5}\n", "memory_lr=1e-3", "lora_lr=2e-3")
     assert yaml.safe_load(output)["lr_groups"] == {
