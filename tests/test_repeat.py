@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -177,6 +178,24 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
         file.write_text(f"weight_decay: {decay}\n")
         go("--seeds", "2", f"--config={file}", "--resume=never")
         assert capsys.readouterr().out.count("(cached)") == there
+
+
+def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
+    """Other weights under the name of the first ones; then a run of each is there."""
+    go("--seeds", "2")
+    weights = sorted(tmp_path.glob("repeat/base,_seed_?_*/ckpt.pt"))
+    start, tasks = tmp_path / "w.pt", tmp_path / "t.jsonl"
+    tasks.write_text("{}")
+    capsys.readouterr()
+    for source, there in ((weights[0], 0), (weights[0], 2), (weights[1], 0)):
+        shutil.copy2(source, start)
+        assert go("--seeds", "2", f"--init_from={start}")[0] == 0
+        assert capsys.readouterr().out.count("(cached)") == there
+    folders = set()
+    for text in ("{}", "{}\n"):
+        tasks.write_text(text)
+        folders.add(child_runs.ChildRun("a", [f"--eval_tasks={tasks}"], "", tmp_path).folder)
+    assert len(folders) == 2
 
 
 def test_two_at_once_are_refused(go, tmp_path, capsys):

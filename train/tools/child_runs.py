@@ -1,8 +1,9 @@
 """Runs of run_train.py as processes, for train.tools.chain, .repeat and .scaling.
 
-The folder of a run is named by a digest of its configuration and data. A run that was stopped
-resumes there. The result is read from its metrics.jsonl; a complete run has a result.json and is
-not started again. A crash is a result without a value; the next command tries the run again.
+The folder of a run is named by a digest of its configuration and data, and of the size and time of
+other files that it reads. A run that was stopped resumes there. The result is read from its
+metrics.jsonl; a complete run has a result.json and is not started again. A crash is a result
+without a value; the next command tries the run again.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import torch
 from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
-from train.config import REPOSITORY, load_argv, to_yaml
+from train.config import REPOSITORY, input_files, load_argv, to_yaml
 from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 
@@ -35,7 +36,11 @@ class ChildRun:
     """
 
     def __init__(self, name, arguments, fingerprint, out):
-        identity = to_yaml(load_argv(arguments)) + str(fingerprint)
+        config = load_argv(arguments)
+        files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
+        states = [os.stat(file) for file in files if os.path.exists(file)]
+        identity = to_yaml(config) + str(fingerprint) + "".join(
+            f" {state.st_size} {state.st_mtime_ns}" for state in states)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]
         self.name = name
