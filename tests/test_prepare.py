@@ -920,6 +920,23 @@ def test_one_process_at_a_time_prepares_a_folder(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "o"]
 
 
+@pytest.mark.skipif(os.system("unshare -rm mount -t tmpfs none /mnt 2>&-"), reason="needs mounts")
+def test_a_mount_point_is_prepared_twice(tmp_path):
+    """As a volume is: first with what a kill left in it, then over what is there."""
+    text, volume = tmp_path / "a.txt", tmp_path / "volume"
+    text.write_text("abc " * 500)
+    volume.mkdir()
+    command = f"{sys.executable} -m data.prepare {text} --out {volume}"
+    subprocess.run(["unshare", "-rm", "sh", "-ec", f"mount -t tmpfs none {volume}; "
+                    f"mkdir {volume}/.tmp; echo > {volume}/.tmp/text; {command}; "
+                    f"echo mine > {volume}/mine; {command} --tokenizer char; "
+                    f"cp -a {volume} {tmp_path}/copy"], cwd=REPO, check=True)
+    quiet([text], tmp_path / "b", tokenizer="char")
+    names = {p.name for p in (tmp_path / "copy").iterdir()}
+    assert names == {p.name for p in (tmp_path / "b").iterdir()} | {"mine"}
+    assert np.array_equal(both(tmp_path / "copy"), both(tmp_path / "b"))
+
+
 def test_results_come_in_order():
     assert list(encode.map_in_order(abs, iter(range(-50, 0)))) == list(range(50, 0, -1))
 

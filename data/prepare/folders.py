@@ -20,7 +20,8 @@ from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
 REPOSITORY = Path(__file__).parents[2]
-LOCK = ".lock"  # the file of lock_folder
+LOCK = ".lock"   # the file of lock_folder
+INSIDE = ".tmp"  # the temporary folder inside a mount point
 # Files of an earlier preparation, which are removed if they are not replaced.
 PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|tiktoken)"
             r"|meta\.json\..+")
@@ -38,7 +39,7 @@ def check_replaceable(out, model, sources, force):
     """Raise DataError unless `out` is missing or empty, or was prepared from the same `sources`, a
     list of names without "-", for --model `model`, or `force` is set; OSError if `out` is a file.
     """
-    if not os.path.lexists(out) or not os.listdir(out) or force:
+    if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:
         meta = read_meta(out, allow_incomplete=True)
@@ -51,8 +52,8 @@ def check_replaceable(out, model, sources, force):
 
 @contextmanager
 def new_folder(out, model, sources, force=False):
-    """Context manager that yields a temporary folder next to `out`; at the end, its files, one of
-    which must be meta.json, are moved to `out`.
+    """Context manager that yields a temporary folder next to `out`, or in it if it is a mount
+    point; at the end, its files, one of which must be meta.json, are moved to `out`.
 
     Until then, and after an exception, `out` does not change. Files of an earlier preparation are
     removed, all other files in `out` are kept. Raises DataError if `out` has files that were not
@@ -63,6 +64,8 @@ def new_folder(out, model, sources, force=False):
     out = os.path.realpath(out)  # a link to a folder is preserved
     parent, name = os.path.split(out)
     folder = os.path.join(parent, f".{name}.tmp")
+    if os.path.ismount(out):  # e.g. a Docker volume: no file can be renamed into it
+        folder = os.path.join(out, INSIDE)
     os.makedirs(folder, exist_ok=True)
     lock = lock_folder(folder)
     try:
