@@ -123,6 +123,13 @@ def has_type(value, kind):
     return isinstance(value, kind)
 
 
+def is_prepared(folder):
+    """Return whether a folder has a train.bin whose preparation was not interrupted. Raises
+    DataError for a damaged meta.json."""
+    return (os.path.exists(os.path.join(folder, "train.bin"))
+            and not read_meta(folder, allow_incomplete=True).incomplete)
+
+
 def prepared_model(folder):
     """Return the model type that a folder of data was prepared for, e.g. "gpt", also if it has a
     train.bin without meta.json; `None` if it is unknown or meta.json is damaged."""

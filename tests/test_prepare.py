@@ -17,6 +17,7 @@ import pytest
 from fake_hub import FakeHub
 from processes import Fork, python, run_python
 
+import run_train
 from data import prepare as prepare_module
 from data.meta import read_meta
 from data.prepare import corpora, encode, ensure_dataset, main, prepare
@@ -977,6 +978,29 @@ def test_ensure_leaves_existing_data_alone(tmp_path):
     (tmp_path / "stdlib" / "train.bin").write_bytes(b"\0\0")
     ensure_dataset(str(tmp_path / "stdlib"))
     assert os.listdir(tmp_path) == ["stdlib"] and os.listdir(tmp_path / "stdlib") == ["train.bin"]
+
+
+def test_the_first_command_prepares_again_what_a_kill_left(tmp_path, monkeypatch, capsys):
+    """The kill is between the renames of train.bin and meta.json."""
+    class Killed(BaseException):
+        pass
+
+    def replace(source, target):
+        if target == str(folder / "meta.json") and (folder / "train.bin").exists():
+            raise Killed
+        rename(source, target)
+    folder = tmp_path / "stdlib"
+    (tmp_path / "a.py").write_text("pass\n" * 2000)
+    monkeypatch.setattr(prepare_module, "STDLIB", str(tmp_path / "a.py"))
+    rename = os.replace
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", replace)
+        with pytest.raises(Killed):
+            ensure_dataset(str(folder))
+    assert read_meta(folder, allow_incomplete=True).incomplete
+    assert run_train.main(["--config=train/config_test.yaml", f"--data_dir={folder}",
+                           f"--out_dir={tmp_path}/out", "--max_iters=1"]) == 0
+    assert f"Prepared {folder}" in capsys.readouterr().out
 
 
 def test_help_names_every_option(capsys):

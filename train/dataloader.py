@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from data.meta import is_prepared
 from data.token_files import mix64, open_stream
 from data.tokenizer import find_vocabulary
 from train.base.errors import DataError
@@ -456,13 +457,12 @@ class Prefetcher:
 
 def open_token_data(config, ranks, loader=None):
     """Return the Data of the token files in config.data_dir: loaders of the splits train and val,
-    val `None` if eval_interval is 0. If data_dir is named stdlib and has no train.bin, rank 0 first
+    val `None` if eval_interval is 0. If data_dir is named stdlib and is not prepared, rank 0 first
     prepares this built-in data. All ranks must call; ranks: a Ranks. loader: class of the loaders,
     with the arguments of DataLoader (default: DataLoader). DataError if the files are not usable.
     """
     c = config
-    if (os.path.basename(os.path.normpath(c.data_dir)) == "stdlib"
-            and not os.path.exists(os.path.join(c.data_dir, "train.bin"))):
+    if os.path.basename(os.path.normpath(c.data_dir)) == "stdlib" and not is_prepared(c.data_dir):
         from data.prepare import ensure_dataset
         broadcast_from_rank0(lambda: ensure_dataset(c.data_dir), ranks)
     size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)

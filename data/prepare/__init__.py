@@ -11,7 +11,7 @@ import shutil
 import time
 from dataclasses import dataclass
 
-from data.meta import Meta, write_meta
+from data.meta import Meta, is_prepared, write_meta
 from data.prepare import encode
 from data.prepare.corpora import CORPORA, download_shakespeare, prepare_tokens
 from data.prepare.folders import FolderOptions, new_folder, report
@@ -121,13 +121,13 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir, log=echo):
-    """Prepare the built-in data, Python's standard library, in `data_dir` unless it has a
-    train.bin. Several processes may call this at once: the first one prepares. Raises DataError."""
+    """Prepare the built-in data, Python's standard library, in `data_dir` unless it is prepared.
+    Several processes may call this at once: the first one prepares. Raises DataError."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
         with exclusive_lock(data_dir):
-            if os.path.exists(os.path.join(data_dir, "train.bin")):
+            if is_prepared(data_dir):
                 return
             prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as error:
