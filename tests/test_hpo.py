@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import yaml
 from browser import soon
@@ -112,12 +114,21 @@ def test_narrowing_stays_inside_and_around_the_best():
     got = hpo.narrow_dimension(floats(1e-4, 1.0, log=True), 1e-2, 0.5)
     assert got.low == pytest.approx(1e-3) and got.high == pytest.approx(1e-1) and got.log
     assert hpo.narrow_dimension(floats(1e-4, 1.0, log=True), 1.0, 0.5).high == 1.0
-    assert hpo.narrow_dimension(ints(0, 100, step=10), 90, 0.4) == ints(70, 100, step=10)
+    assert hpo.narrow_dimension(ints(0, 100, step=10), 90, 0.4) == ints(60, 100, step=10)
     assert hpo.narrow_dimension(ints(1, 9), 5, 0.01) == ints(5, 5)
     assert hpo.narrow_dimension(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
     tried = hpo.trial_config(load_config("train/config_quick.yaml"), dict(n_layer=2))
     # What a file says may give way to the shape of weights.
     assert [n for n in vars(tried) if tried.is_explicit(n)] == ["n_layer"]
+    assert hpo.narrow_dimension(ints(1, 8), 4, 1.0) == ints(1, 8)
+    for log, position, share in itertools.product((False, True), (0, 0.1, 0.5, 0.9, 1), (0.3, 1)):
+        scale = np.geomspace if log else np.linspace
+        best = float(scale(0.01, 0.5, 101)[round(100 * position)])
+        got = hpo.narrow_dimension(floats(0.01, 0.5, log), best, share)
+        # As many of the points of the range are in it as the share says.
+        points = scale(0.01, 0.5, 10_001)
+        inside = np.mean((points >= got.low) & (points <= got.high))
+        assert inside == pytest.approx(share, abs=1e-3) and got.low <= best <= got.high
     tenths = floats(0.0, 0.2, step=0.05)  # 3 x 0.05 is 0.15000000000000002
     for best, ends in ((0.2, (0.15, 0.2)), (0.0, (0.0, 0.05)), (0.1, (0.05, 0.15))):
         got = hpo.narrow_dimension(tenths, best, 0.3)

@@ -100,13 +100,15 @@ def read_dimension(name, raw, known):
 
 def narrow_dimension(dist, best, share):
     """Return a copy of the Optuna distribution `dist`, with the range narrowed to `share` (0 to 1)
-    of it around the value `best`. Of choices only `best` is kept (all if share is 1)."""
+    of it around the value `best`, or at that end of it to which `best` is near. Of choices only
+    `best` is kept (all if share is 1)."""
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
     low, high = f(dist.low), f(dist.high)
-    half = share * (high - low) / 2
-    ends = [inverse(min(max(f(best) + offset, low), high)) for offset in (-half, half)]
+    width = share * (high - low)
+    start = max(min(f(best) - width / 2, high - width), low)
+    ends = [inverse(start), inverse(min(start + width, high))]
     if dist.step:  # rounded, since 3 * 0.05 is 0.15000000000000002
         ends = [round(dist.low + round((e - dist.low) / dist.step) * dist.step, 12) for e in ends]
     return type(dist)(min(ends[0], best), max(ends[1], best), dist.log, dist.step)
