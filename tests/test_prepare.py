@@ -299,11 +299,22 @@ def test_no_document_is_counted_twice(tmp_path, sizes, fraction, documents):
 
 
 def test_no_record_is_cut(tmp_path):
-    answers = [f"question {i}? " + "answer " * (i + 1) for i in range(2)]
+    answers = [f"question {i}? " + "answer " * (2 - i) for i in range(2)]
     meta = quiet([jsonl(tmp_path / "d.jsonl", answers)], tmp_path / "o")
     assert [meta["splits"][s]["documents"] for s in ("train", "val")] == [1, 1]
     assert bytes(tokens(tmp_path / "o", "val")[:-1].astype(np.uint8)).decode() == answers[1]
     assert tokens(tmp_path / "o", "train")[-1] == EOT
+
+
+def test_a_long_last_record_is_not_held_out(tmp_path):
+    """But the one nearest to a tenth of the text; of two alike, the last one."""
+    texts = [letter * size for letter, size in zip("abcd", (2000, 3000, 2500, 60_000))]
+    assert main([str(jsonl(tmp_path / "d.jsonl", texts)), "--out", str(tmp_path / "o")]) == 0
+    assert bytes(tokens(tmp_path / "o", "val")[:-1].astype(np.uint8)).decode() == texts[1]
+    assert tokens(tmp_path / "o", "train").tolist() == [
+        i for text in texts[:1] + texts[2:] for i in [*text.encode(), EOT]]
+    meta = quiet([jsonl(tmp_path / "e.jsonl", ["x" * 2500] * 2)], tmp_path / "p")
+    assert meta["val"]["by"] == "tail" and meta["splits"]["val"]["bytes"] == 2500
 
 
 def test_any_number_of_threads_gives_the_same(tmp_path, monkeypatch):

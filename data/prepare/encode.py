@@ -38,17 +38,21 @@ def choose_split(documents, fraction):
     Documents are chosen by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times
     the text requested; then cut is the size of the text. Otherwise only the end of the text is
     chosen: it begins between two documents if that gives as much, else inside a text. A record is
-    cut only if there is no second one.
+    cut only if there is no second one. If the end would then be more than half of all text, and
+    than 2 times the text requested, the record nearest to the latter in size is chosen instead.
     """
     size = documents.size
     ends = np.array(documents.ends)
     in_val = documents_in_val(0, len(ends), fraction)
-    val_size = int(np.diff(ends, prepend=0)[in_val].sum())
+    sizes = np.diff(ends, prepend=0)
+    val_size = int(sizes[in_val].sum())
     if in_val.sum() >= MIN_VAL_DOCUMENTS and fraction / 2 <= val_size / size <= fraction * 2:
         return in_val, size
     cut = min(max(int(size * (1 - fraction)), 2), size - 2)
     if len(ends) > 1:
         border = int(ends[np.abs(ends[:-1] - cut).argmin()])
+        if documents.has_records and 1 - border / size > max(0.5, fraction * 2):
+            return np.arange(len(ends)) == np.abs(sizes - fraction * size).argmin(), size
         if documents.has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
             cut = border
     with open(documents.path, "rb") as f:
