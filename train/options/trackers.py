@@ -84,7 +84,7 @@ class TensorBoard:
 
     def __init__(self, log, system_info, _):
         from torch.utils.tensorboard import SummaryWriter
-        # Hide the steps of an interrupted run that are repeated, but not an evaluation that is not.
+        # Hide repeated steps; the first one is shown twice if its evaluation is not repeated.
         first = log.first_iter + log.evaluated
         self.writer = SummaryWriter(os.path.join(log.out_dir, "tensorboard"), purge_step=first)
 
