@@ -135,7 +135,7 @@ def run_sweep(options, config):
         if env_rank() == 0:
             report_sweep(sweep, config)
     code = run_reporting_errors(config, job)
-    if not os.listdir(config.out_dir):  # refused
+    with contextlib.suppress(OSError):  # it is empty if the run was refused
         os.rmdir(config.out_dir)
     return code
 
