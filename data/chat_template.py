@@ -9,7 +9,8 @@ meta.json and in checkpoints, and is of one of two kinds:
 
 The Jinja text of a downloaded model is untrusted and rendered in a child process (data/render.py).
 Special tokens that occur in a message are encoded as ordinary text, because they are marked before
-rendering. A conversation of whose text a template makes special tokens is refused.
+rendering. A conversation of whose text a template makes special tokens, or whose special tokens it
+changes, is refused.
 """
 
 import bisect
@@ -116,8 +117,9 @@ class ChatTemplate:
 
     def encode(self, messages, add_prompt, tokenizer, variables=None):
         """Return (text with marks, list of token ids) of messages [(role, text), ...]; for the
-        arguments and marks see `render`. Raises DataError if the template fails, or forms a special
-        token from the texts of messages, e.g. by deleting a word between the two halves of one."""
+        arguments and marks see `render`. Raises DataError if the template fails, changes a special
+        token in a message, or forms one from the texts of messages, e.g. by deleting a word between
+        the two halves of one."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
@@ -301,8 +303,9 @@ def squeeze(text):
 
 def encode_marked(text, tokenizer):
     """Return the list of token ids of `text`, the result of ChatTemplate.render. Special tokens
-    become single ids, but between OPEN_MARK and CLOSE_MARK, which enclose parts of messages, they
-    are ordinary text. Raises DataError for an id outside the vocabulary."""
+    become single ids, but between OPEN_MARK and CLOSE_MARK, which enclose those of messages, they
+    are ordinary text. Raises DataError for an id outside the vocabulary, and if the marks enclose
+    anything else: they would hide the template's own special tokens."""
     @functools.cache  # a text can repeat the same special token many times
     def encode_part(part, encode):
         # Encode after a newline: some tokenizers add a space before the first word of a text.
@@ -311,9 +314,11 @@ def encode_marked(text, tokenizer):
         return with_newline[len(newline):] if separable else encode(part)
 
     first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
+    if not {*parts[::2]} <= tokenizer.special.keys():
+        raise DataError("its chat template changes a special token in the text of a message")
     ids = tokenizer.encode_special(first)
     for n, part in enumerate(parts):
-        ids += encode_part(part or "", tokenizer.encode_special if n % 2 else tokenizer.encode)
+        ids += encode_part(part, tokenizer.encode_special if n % 2 else tokenizer.encode)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")
