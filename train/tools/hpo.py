@@ -37,7 +37,7 @@ from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
 # Of Optuna, with a study.db whose rows are not what it writes.
-DAMAGE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+DAMAGE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError)
 RANGE_KEYS = {"low", "high", "log", "step"}
 # With max_iters of a stage.
 SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters")
@@ -145,10 +145,12 @@ def search(config, space, stages, out):
         with database_errors(out, DAMAGE_ERRORS):
             study = open_study(config, space, number, stage, start, out)
             studies.append(study)
-            finished_trials(study)  # reads all rows
+            trials = finished_trials(study) + study.best_trials  # reads all rows,
+            sum(t.duration.total_seconds() + (t.value or 0) for t in trials)  # and checks numbers
             start = study.user_attrs["start"]
-        if number > 1:
-            space = {k: narrow_dimension(d, start[k], stage["narrow"]) for k, d in space.items()}
+            if number > 1:
+                space = {k: narrow_dimension(d, start[k], stage["narrow"])
+                         for k, d in space.items()}
         while len(finished_trials(study)) < stage["trials"]:
             print_result(study, run_trial(study, config, space, stage, out), config)
             write_results(studies, config, out)
@@ -228,14 +230,14 @@ def run_trial(study, config, space, stage, out):
     print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
     folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
     try:
-        study.tell(trial, train_trial(trial, trial_config(
+        ended = study.tell(trial, train_trial(trial, trial_config(
             config, trial.params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
             sample_tokens=0, save_interval=0, save_epochs=None, keep_last=0, mirror=None,
             save_precision=None, checkpoint_format="file")))
     except (optuna.TrialPruned, BadNumbers, ConfigError, DataError, SetupError,
             RuntimeError) as error:
         trial.set_user_attr("error", " ".join(str(error).split())[:200])
-        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        ended = study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     except BaseException:
         study.enqueue_trial(trial.params)
         study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -246,7 +248,7 @@ def run_trial(study, config, space, stage, out):
         gc.collect()  # the model of the trial
         if config.compile != "false":
             torch.compiler.reset()  # the limit of recompilations is per process
-    return study.trials[trial.number]
+    return ended
 
 
 def train_trial(trial, config):
