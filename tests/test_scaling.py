@@ -215,6 +215,8 @@ def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, ca
     (["--budgets=1e3,1e3", "--depth=1"], "two --budgets"),
     (["--budgets=-1,5", "--depth=1"], "--budgets: must be above 0"),
     (["--budgets=1,nan", "--depth=1"], "a finite number, got 'nan'"),
+    (["--budgets=1,1e300", "--depth=1"], "--budgets: must be at most 1e+30"),
+    ([*RUNS, "--larger=1e300"], "--larger: must be at most 1e+30"),
     ([*RUNS, "--jobs=0"], "--jobs: must be at least 1"),
     ([*RUNS, "--depth=0,1"], "--depth: must be at least 1"),
     ([*RUNS, "--lerning_rate=1"], "unknown key")])

@@ -171,10 +171,10 @@ def train_runs(runs, fingerprint, options):
 @dataclass
 class ScalingOptions:
     """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
-    budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0,
+    budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0, le=1e30,
                                required=True, metavar="X,...")
     larger: float | None = key(None, "FLOPs of the larger run (default: four times the largest "
-                               "budget)", gt=0)
+                               "budget)", gt=0, le=1e30)
     depth: list[int] = key([], "depths of the models: 3,4,5", ge=1, required=True, metavar="N,...")
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
