@@ -198,6 +198,14 @@ def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
     assert len(folders) == 2
 
 
+def test_a_change_written_with_other_blanks_is_the_same(go):
+    code, found = go("--seeds", "2", "--jobs", "4", "--set", "planted=2 salt=1",
+                     "--set", " planted=2  salt='1' ")
+    assert code == 0 and len(go.started) == 4
+    assert [(r["change"], r["runs"]) for r in found] == [("base", "2 of 2"),
+                                                         ("planted=2 salt=1", "2 of 2")]
+
+
 def test_two_at_once_are_refused(go, tmp_path, capsys):
     (tmp_path / "repeat").mkdir()
     with lock_folder(tmp_path / "repeat"):

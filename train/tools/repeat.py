@@ -115,8 +115,9 @@ def repeat(options, arguments):
     metric = config.early_stopping_metric
     if not config.evaluates:
         raise UserError("needs evaluations: eval_interval above 0")
-    results = {(size, change): {} for size in options.sizes or [""]
-               for change in [BASE, *options.changes]}
+    sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
+                      for texts in (options.sizes or [""], options.changes))
+    results = {(size, change): {} for size in sizes for change in [BASE, *changes]}
     runs = {}
     for size, change in results:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
