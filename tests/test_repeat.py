@@ -158,10 +158,15 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     run.process = SimpleNamespace(poll=lambda: 0)
     run.finish("val_loss")
     assert (run.value, run.seconds) == (2.5, pytest.approx(10.0))
-    assert json.loads(run.result_file.read_text()) == dict(val_loss=2.5, seconds=run.seconds)
+    result = dict(iter=20, val_loss=2.5, seconds=run.seconds)
+    assert json.loads(run.result_file.read_text()) == result
     del run.process
-    run.finish("val_loss", " (cached)")
-    assert run.value == 2.5 and "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
+    for damage in (None, "", "\0" * 99, '{"iter": 9, "val_loss": 3.5}\n'):  # of a complete run
+        if damage is not None:
+            (run.folder / "metrics.jsonl").write_text(damage)
+        run.finish("val_loss", " (cached)")
+        assert (run.value, run.seconds) == (2.5, 10.0)
+        assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
 
 
 def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):

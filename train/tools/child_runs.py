@@ -2,8 +2,8 @@
 
 The folder of a run is named by a digest of its configuration and data, and of the size and time of
 other files that it reads. A run that was stopped resumes there. The result is read from its
-metrics.jsonl; a complete run has a result.json and is not started again. A crash is a result
-without a value; the next command tries the run again.
+metrics.jsonl; a complete run has it in its result.json and is not started again. A crash is a
+result without a value; the next command tries the run again.
 """
 
 import hashlib
@@ -56,18 +56,21 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Set `value` and `seconds` from metrics.jsonl, save them and print them (with `note`), for
-        a run that has ended, now or in an earlier command. metric: the name, e.g. val_loss."""
-        records = read_metrics(self.folder / "metrics.jsonl")
-        minutes = [x for x, _ in curve(records, "iter", "time")] or [0.0]
+        """Set `value` and `seconds` from metrics.jsonl and result.json, save them and print them
+        (with `note`), for a run that has ended, now or in an earlier command. metric: the name,
+        e.g. val_loss."""
+        records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
+        seconds = [60 * x for x, _ in curve(records, "iter", "time")]
+        seconds += [x for r in records if (x := to_number(r.get("seconds"))) is not None]
         values = [to_number(r[metric]) for r in records if metric in r] or [None]
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
-        self.seconds = 60 * minutes[-1]
+        self.seconds = seconds[-1] if seconds else 0.0
         if self.value is None:
             echo(f"{self.name}: crashed, see {self.log}")
         else:
-            write_text(self.result_file, json.dumps({metric: self.value, "seconds": self.seconds}))
+            write_text(self.result_file, json.dumps({
+                "iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}))
             echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
 
