@@ -239,7 +239,11 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     (["--set", "data_dir='a"], "No closing quotation"),
     (["--set", "seed=7"], "--set seed=7: this command sets seed of each run"),
     (["--set", "out_dir=x"], "--set out_dir=x: this command sets out_dir of each run"),
-    (["--jobs", "0"], "--jobs: must be at least 1"), (["--eval_interval=0"], "needs evaluations")])
+    (["--jobs", "0"], "--jobs: must be at least 1"),
+    (["--eval_interval=0"], "base, seed 1: needs evaluations: eval_interval above 0"),
+    (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations"),
+    *((["--set", mode], f"{mode}, seed 1: needs evaluations") for mode in (
+        "eval_only=true", "profile=3", "dry_run=true", "print_config=true"))])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err

@@ -25,18 +25,23 @@ from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
+OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_train.py: no training
 
 
 class ChildRun:
     """A run of run_train.py in a process, with a folder below `out`, for train_all().
 
     name: on the console, and the start of the folder's name. arguments: of run_train.py.
-    fingerprint: of the data. Attributes after train_all(): `value`, the last value of the metric,
-    or `None` after a crash; `seconds`, the time of training.
+    fingerprint: of the data. UserError for a configuration without evaluations. Attributes after
+    train_all(): `value`, the last value of the metric, or `None` after a crash; `seconds`, the time
+    of training.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
+        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES):
+            raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
+                            f"{', '.join(OTHER_MODES)}")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
         states = [os.stat(file) for file in files if os.path.exists(file)]
         identity = to_yaml(config) + str(fingerprint) + "".join(

@@ -113,8 +113,6 @@ def repeat(options, arguments):
     exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     metric = config.early_stopping_metric
-    if not config.evaluates:
-        raise UserError("needs evaluations: eval_interval above 0")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     results = {(size, change): {} for size in sizes for change in [BASE, *changes]}
