@@ -24,6 +24,8 @@ MAX_JSON_BYTES = 1 << 27
 MAX_FILE_BYTES = 100 << 30  # twice what the hub sends by HTTP
 MAX_SECONDS = 24 * 3600
 MAX_JSON_SECONDS = 600
+# Audit events of what creates files and links; the index of the new path among the arguments.
+WRITES = {"open": 0, "os.mkdir": 0, "os.link": 1, "os.rename": 1, "os.symlink": 1}
 
 
 def model_name(path):
@@ -61,15 +63,11 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder):
-    """Raise DataError if a file in `folder`, the cached folder of the model `name`, is a link to
-    outside the cache, or if a .json or .safetensors file has invalid content, e.g. an HTML page
-    from a mirror, or JSON that is cut off or too long; the invalid file is deleted."""
+    """Raise DataError if a .json or .safetensors file in `folder`, the cached folder of the model
+    `name`, has invalid content, e.g. an HTML page from a mirror, or JSON that is cut off or too
+    long; the invalid file is deleted."""
     for path in Path(folder).iterdir():
         file = path.resolve()
-        # huggingface_hub 2.4 names a file in the cache as the server wants (ETag), also with ..
-        if Path(folder).resolve().parents[2] not in file.parents:
-            raise DataError(f"{name}: {path} leads to {file}, outside of the cache. Do not use "
-                            "this mirror, and delete the first of them")
         start = {".json": 0, ".safetensors": 8}.get(path.suffix)
         if start is None:
             continue
@@ -112,18 +110,39 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
                     "give their path")
 
 
+def check_write(folders, event, *args):
+    """Raise PermissionError if an audit event is a write outside of all `folders`, a list of Paths,
+    or a link that leads there."""
+    # O_WRONLY is 1, O_RDWR 2; a file that is opened by its number exists.
+    if event in WRITES and (event != "open" or args[2] & 3 and not isinstance(args[0], int)):
+        new = Path(args[WRITES[event]])
+        for path in (new, new.parent / args[0]):
+            path = path.parent.resolve() / path.name
+            if not any(path.is_relative_to(f) or f.is_relative_to(path) for f in folders):
+                raise PermissionError(f"outside of the cache, do not use this mirror: {path}")
+
+
 def run_download(function, max_bytes, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
     that it returns, or the error, and then exit with code 1. Files are limited to max_bytes, memory
-    to 16 times that."""
-    import huggingface_hub
+    to 16 times that; only the folder of the repository in the cache, or local_dir, is written."""
+    os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
+    import huggingface_hub.constants
     with contextlib.suppress(ImportError):  # Windows
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
         # huggingface_hub reads the list of files as a whole
         resource.setrlimit(resource.RLIMIT_DATA, (16 * max_bytes, 16 * max_bytes))
+    # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
+    repo = "models--" + arguments["repo_id"].replace("/", "--")
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
+    folders = [Path(arguments.get("local_dir", cache / repo)).resolve(), cache / ".locks" / repo]
     try:
-        print(getattr(huggingface_hub, function)(**arguments))
+        huggingface_hub.get_token()  # may write a new access token
+        sys.addaudithook(lambda event, args: check_write(folders, event, *args))
+        path = getattr(huggingface_hub, function)(**arguments)
+        sys.audit("os.mkdir", os.path.join(path, "file"))  # it must be in these folders, too
+        print(path)
     except BaseException as error:  # many types, of the network and of the hub; Ctrl-C
         reason, *_ = str(error).strip().splitlines() or [""]
         print(f"{type(error).__name__}: {reason:.200}", flush=True)

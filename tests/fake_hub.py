@@ -11,10 +11,12 @@ COMMIT = "c" * 40
 class FakeHub:
     """Serves folders as repositories: `repos` is {"OWNER/NAME": folder}, without or with
     "datasets/" in front. log: the files sent, with the bytes at which they began. cuts: how many
-    files of more than 1,000 bytes are cut in the middle. wrong: {name: other content of a file}."""
+    files of more than 1,000 bytes are cut in the middle. wrong: {name: other content of a file}.
+    commit, etag: names that it sends, etag for config.json only."""
 
     def __init__(self, **repos):
         self.repos, self.log, self.cuts, self.wrong = repos, [], 0, {}
+        self.commit, self.etag = COMMIT, None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,8 +53,9 @@ class FakeHub:
         first = int(asked.split("=")[1].partition("-")[0]) if asked else 0
         request.send_response(206 if first else 200)
         request.send_header("Content-Length", str(len(content) - first))
-        request.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        request.send_header("X-Repo-Commit", COMMIT)
+        etag = self.etag if file.name == "config.json" else None
+        request.send_header("ETag", f'"{etag or hashlib.sha256(content).hexdigest()}"')
+        request.send_header("X-Repo-Commit", self.commit)
         if first:
             request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         request.end_headers()
@@ -75,7 +78,7 @@ class FakeHub:
         folder = self.repos[repo]
         files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
         names = {p: p.relative_to(folder).as_posix() for p in files}
-        info = dict(id=repo, sha=COMMIT, siblings=[dict(rfilename=names[p]) for p in files])
+        info = dict(id=repo, sha=self.commit, siblings=[dict(rfilename=names[p]) for p in files])
         if what == "tree":
             info = [dict(type="file", path=names[p], size=p.stat().st_size,
                          oid=hashlib.sha1(p.read_bytes()).hexdigest()) for p in files]

@@ -74,22 +74,25 @@ def test_a_wrong_answer_is_not_kept(hub, name, content):
     assert open(os.path.join(folder, "model.safetensors"), "rb").read() == WEIGHTS
 
 
-def test_no_file_outside_of_the_cache_is_used_or_deleted(hub, tmp_path, monkeypatch):
-    """huggingface_hub finds a file that the server calls ../../../mine in its cache."""
-    mine = tmp_path / "mine"
-    mine.write_text("<html>")
-    answer = hub.answer
+@pytest.mark.parametrize("place", ["{root}/mine", "../../../mine", "{root}/new/mine", "{root}",
+                                   "../..", "../../models--other--one/mine"])
+@pytest.mark.parametrize("part", ["etag", "commit"])
+def test_a_mirror_changes_no_file_outside_of_its_part_of_the_cache(hub, tmp_path, part, place):
+    """huggingface_hub makes paths of the ETag and the commit; such a file may exist or not."""
+    setattr(hub, part, place.format(root=tmp_path))
+    other = tmp_path / "cache/models--other--one"
+    for path in (tmp_path, other, other / "mine"):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "mine.json").write_text("{}")
+        (path / "config.json").write_text("<html>")
 
-    def elsewhere(request, send=True):
-        if request.path.endswith("/config.json"):
-            monkeypatch.setattr(request, "send_header", lambda key, value: type(
-                request).send_header(request, key, '"../../../mine"' if key == "ETag" else value))
-        answer(request, send)
-    monkeypatch.setattr(hub, "answer", elsewhere)
-    with pytest.raises(DataError) as error:
+    def outside():
+        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")
+                if "models--some--one" not in path.parts and "cache" != path.name != ".locks"}
+    before = outside()
+    with pytest.raises(DataError, match="^hf:some/one: could not be downloaded") as error:
         local_folder("hf:some/one", weights=False)
-    assert mine.read_text() == "<html>"
-    assert f"config.json leads to {mine}, outside of the cache" in str(error.value)
+    assert outside() == before and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("sizes, message", [
