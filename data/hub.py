@@ -5,9 +5,11 @@ and uses the access token. HF_ENDPOINT names a mirror.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,21 +92,17 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
     if it fails, a file has more than max_bytes, or it takes more than max_seconds; SetupError
     without the package."""
     require("huggingface_hub", name)
-    endpoint = os.environ.get("HF_ENDPOINT") or HUB
+    endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     if not re.match(TRUSTED_URL, endpoint):
         raise DataError(f"{endpoint}: expected the https:// address of a mirror of {HUB}")
-    request = json.dumps([function, max_bytes, arguments | dict(endpoint=endpoint.rstrip("/"))])
+    request = json.dumps([function, max_bytes, max_seconds, arguments | dict(endpoint=endpoint)])
     # In a child process, which can be ended: huggingface_hub limits the time between two bytes
     # only, and a mirror may send without end.
-    try:
-        done = subprocess.run([sys.executable, "-m", "data.hub", request], timeout=max_seconds,
-                              cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
-    except subprocess.TimeoutExpired:
-        reason = f"it took more than {max_seconds:,} seconds"
-    else:
-        if done.returncode == 0:
-            return done.stdout.removesuffix("\n")
-        reason = done.stdout.strip() or "the process was killed"
+    done = subprocess.run([sys.executable, "-m", "data.hub", request],
+                          cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return done.stdout.removesuffix("\n")
+    reason = done.stdout.strip() or f"it was killed, or took more than {max_seconds:,} seconds"
     raise DataError(f"{name}: could not be downloaded ({reason}). The same command resumes the "
                     "download; HF_ENDPOINT names a mirror. Without a network, copy the files and "
                     "give their path")
@@ -122,17 +120,21 @@ def check_write(folders, event, *args):
                 raise PermissionError(f"outside of the cache, do not use this mirror: {path}")
 
 
-def run_download(function, max_bytes, arguments):
+def run_download(function, max_bytes, max_seconds, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
-    that it returns, or the error, and then exit with code 1. Files are limited to max_bytes, memory
-    to 16 times that; only the folder of the repository in the cache, or local_dir, is written."""
+    that it returns, or the error, and then exit with code 1. The process ends after max_seconds,
+    and with its parent. Files are limited to max_bytes, memory to 16 times that; only the folder of
+    the repository in the cache, or local_dir, is written."""
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants
-    with contextlib.suppress(ImportError):  # Windows
+    with contextlib.suppress(ImportError, AttributeError):  # Windows; macOS
         import resource
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
+        signal.alarm(max_seconds)
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
         # huggingface_hub reads the list of files as a whole
         resource.setrlimit(resource.RLIMIT_DATA, (16 * max_bytes, 16 * max_bytes))
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
