@@ -1,7 +1,7 @@
 """Downloads of models and data sets of the Hugging Face hub.
 
-The hub is accessed by the optional package huggingface_hub, which caches files, resumes downloads
-and uses the access token. HF_ENDPOINT names a mirror.
+The hub is accessed by the optional package huggingface_hub, which caches files and uses the access
+token. HF_ENDPOINT names a mirror.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from train.base.errors import DataError, require
@@ -103,9 +104,9 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
     if done.returncode == 0:
         return done.stdout.removesuffix("\n")
     reason = done.stdout.strip() or f"it was killed, or took more than {max_seconds:,} seconds"
-    raise DataError(f"{name}: could not be downloaded ({reason}). The same command resumes the "
-                    "download; HF_ENDPOINT names a mirror. Without a network, copy the files and "
-                    "give their path")
+    raise DataError(f"{name}: could not be downloaded ({reason}). The same command downloads "
+                    "the missing files; HF_ENDPOINT names a mirror. Without a network, copy the "
+                    "files and give their path")
 
 
 def check_write(folders, event, *args):
@@ -140,6 +141,12 @@ def run_download(function, max_bytes, max_seconds, arguments):
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
     folders = [Path(arguments.get("local_dir", cache / repo)).resolve(), cache / ".locks" / repo]
     try:
+        with contextlib.suppress(OSError):
+            # Parts of downloads that were ended: huggingface_hub 2 does not use them again. A
+            # process that still writes changes its file every few seconds.
+            for part in folders[0].rglob("*.????????.incomplete"):
+                if part.stat().st_mtime < time.time() - 3600:
+                    part.unlink()
         huggingface_hub.get_token()  # may write a new access token
         sys.addaudithook(lambda event, args: check_write(folders, event, *args))
         path = getattr(huggingface_hub, function)(**arguments)

@@ -55,11 +55,22 @@ def test_a_cut_download_is_resumed(hub):
     try:
         local_folder("hf:some/one")
     except DataError as error:  # versions that do not resume by themselves
-        assert "The same command resumes the download" in str(error)
+        assert "The same command downloads the missing files" in str(error)
     folder = local_folder("hf:some/one")
     assert os.path.getsize(os.path.join(folder, "model.safetensors")) == 24_000_010
     starts = [first for name, first in hub.log if name == "model.safetensors"]
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
+
+
+def test_parts_of_earlier_downloads_are_removed(hub):
+    """huggingface_hub 2 does not use them again. A present part may belong to another command."""
+    blobs = Path(local_folder("hf:some/one", weights=False)).parents[1] / "blobs"
+    old, new = (blobs / f"{'a' * 64}.{end}.incomplete" for end in ("0123abcd", "4567abcd"))
+    old.write_bytes(b"part")
+    new.write_bytes(b"part")
+    os.utime(old, (time.time() - 7200,) * 2)
+    local_folder("hf:some/one", weights=False)
+    assert new.exists() and not old.exists()
 
 
 @pytest.mark.parametrize("name, content", [
