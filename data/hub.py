@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from train.base.errors import DataError, require
+from train.base.errors import DataError, UserError, require
 
 HUB = "https://huggingface.co"
 # Anyone on the way can change plain http.
@@ -56,35 +56,32 @@ def local_folder(name, weights=True):
     arguments = dict(function="snapshot_download", repo_id=name[3:])
     folder = download(name, max_bytes=MAX_JSON_BYTES, max_seconds=MAX_JSON_SECONDS,
                       allow_patterns=CONFIG_FILES, **arguments)
-    check_files(name, folder)
+    check_files(name, folder, ".json")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     if weights:
         folder = download(name, allow_patterns=WEIGHT_FILES, **arguments)
-        check_files(name, folder)
+        check_files(name, folder, ".safetensors")
     return folder
 
 
-def check_files(name, folder):
-    """Raise DataError if a .json or .safetensors file in `folder`, the cached folder of the model
-    `name`, has invalid content, e.g. an HTML page from a mirror, or JSON that is cut off or too
-    long; the invalid file is deleted."""
-    for path in Path(folder).iterdir():
-        file = path.resolve()
-        start = {".json": 0, ".safetensors": 8}.get(path.suffix)
-        if start is None:
-            continue
-        with open(path, "rb") as f:
-            f.seek(start)
-            is_valid = f.read(64).lstrip()[:1] == b"{"
-            if not start:  # JSON
-                f.seek(max(0, path.stat().st_size - 64))
-                is_valid &= f.read().rstrip()[-1:] == b"}" and f.tell() <= MAX_JSON_BYTES
-        if not is_valid:
-            for wrong in {file, path}:
+def check_files(name, folder, ending):
+    """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
+    .json or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or is cut
+    off; the invalid file is deleted."""
+    for path in Path(folder).glob("*" + ending):
+        try:
+            if ending == ".json":
+                json.loads(path.read_bytes()).keys()  # of an object
+            else:
+                require("safetensors", name).safe_open(path, "np")  # compares sizes
+        except (OSError, MemoryError, UserError):
+            raise
+        except Exception:
+            for wrong in {path.resolve(), path}:
                 wrong.unlink()
-            raise DataError(f"{name}: {path.name} is not the {path.suffix[1:]} file of a model; it "
-                            "is deleted. Check the network and the mirror, and repeat the command")
+            raise DataError(f"{name}: {path.name} is not the {ending[1:]} file of a model; it is "
+                            "deleted. Check the network and the mirror, and try again") from None
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):

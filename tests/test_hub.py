@@ -16,7 +16,14 @@ from data import hub as data_hub
 from data.hub import download, local_folder
 from train.base.errors import DataError, UserError
 
-WEIGHTS = b"\x02\0\0\0\0\0\0\0{}"
+
+def weights(n_bytes):
+    """A .safetensors file with a tensor of n_bytes."""
+    header = b'{"a": {"dtype": "U8", "shape": [%d], "data_offsets": [0, %d]}}' % (n_bytes, n_bytes)
+    return len(header).to_bytes(8, "little") + header + os.urandom(n_bytes)
+
+
+WEIGHTS = weights(3000)
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def hub(tmp_path, monkeypatch):
     for name in ("config.json", "tokenizer.json", "README.md", "consolidated.safetensors",
                  "onnx/model.safetensors"):
         (folder / name).write_text("{}")
-    (folder / "model.safetensors").write_bytes(WEIGHTS + os.urandom(24_000_000))
+    (folder / "model.safetensors").write_bytes(weights(24_000_000))
     server = FakeHub(**{"some/one": folder})
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server
@@ -57,7 +64,8 @@ def test_a_cut_download_is_resumed(hub):
     except DataError as error:  # versions that do not resume by themselves
         assert "The same command downloads the missing files" in str(error)
     folder = local_folder("hf:some/one")
-    assert os.path.getsize(os.path.join(folder, "model.safetensors")) == 24_000_010
+    size = os.path.getsize(hub.repos["some/one"] / "model.safetensors")
+    assert os.path.getsize(os.path.join(folder, "model.safetensors")) == size
     starts = [first for name, first in hub.log if name == "model.safetensors"]
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
@@ -75,8 +83,8 @@ def test_parts_of_earlier_downloads_are_removed(hub):
 
 @pytest.mark.parametrize("name, content", [
     ("config.json", b"<html>Sign in</html>"), ("config.json", b" " * 2000),
-    ("config.json", b'{"model_type": "llama", "hidden'),
-    ("model.safetensors", b"<html>Sign in</html>")])
+    ("config.json", b'{"model_type": "llama", "hidden'), ("config.json", b"[{}]"),
+    ("model.safetensors", b"<html>Sign in</html>"), ("model.safetensors", WEIGHTS[:-100])])
 def test_a_wrong_answer_is_not_kept(hub, name, content):
     """With status 200 and all headers of the hub."""
     (hub.repos["some/one"] / "model.safetensors").write_bytes(WEIGHTS)
