@@ -15,6 +15,7 @@ import math
 import re
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from model.core import ops
 from model.core.generate import sample_texts
 from model.core.init import fill, normal
 from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
+from train.base.errors import SetupError
 from train.keys import GPTKeys
 from train.system import ModelHooks
 
@@ -392,8 +394,9 @@ class GPT(nn.Module):
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
         head = (self.lm_head or self.wte).weight
         weights = [p for p in self.parameters() if id(p) not in lookups or p is head]
-        n = sum(p.numel() for p in weights)
-        trained = sum(p.numel() for p in weights if p.requires_grad)
+        skipped = head.numel() - len(getattr(self.loss, "ids", head)) * c.n_embd  # by samples
+        n = sum(p.numel() for p in weights) - skipped
+        trained = sum(p.numel() for p in weights if p.requires_grad) - skipped
         T = self.train_tokens
         visible = sum(min(block.attn.window or T, T) for block in self.h)
         attention = 4 * c.n_head * c.head_dim * visible
@@ -419,9 +422,25 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
     model = kind(shape(**args), config.seed, token_bytes)
     fill(model, config.seed, model.filled)  # what the __init__ of `kind` has added
     model.train_tokens = config.block_size
+    if config.head_samples and config.model == "gpt":
+        use_sampled_loss(model, config.head_samples, data.train, config.seed)
     for block in model.h:
         block.gradient_checkpointing = config.gradient_checkpointing
     return model
+
+
+def use_sampled_loss(model, n_samples, loader, seed):
+    """Make the training loss of a GPT an estimate from n_samples ids, see SampledCrossEntropy, with
+    the frequencies of the first samples of `loader`, about 2^20 tokens. Raises SetupError if the
+    vocabulary is not larger."""
+    if n_samples >= model.config.vocab_size:
+        raise SetupError(f"head_samples ({n_samples:,}): expected fewer than the "
+                         f"{model.config.vocab_size:,} ids of the vocabulary; 0 computes all")
+    first = np.arange(min(loader.samples, -(-(1 << 20) // loader.units_per_sample)))
+    with torch.device("cpu"):
+        _, targets = loader.tensors(loader.read(first), torch.device("cpu"))
+        model.loss = ops.SampledCrossEntropy(targets, model.config.vocab_size, n_samples, seed)
+    model.before_step = model.loss.draw  # a hook of the model interface
 
 
 def sample(model, data, config):

@@ -187,8 +187,8 @@ def run_config(**changes):
     """A run's configuration as far as a model file looks at it."""
     shape = GPTKeys(**LLAMA | dict(vocab_size=None))
     keys = vars(shape) | dict(
-        context=shape.context, seed=5, gradient_checkpointing="false", sample_prompts=[],
-        sample_tokens=4)
+        context=shape.context, seed=5, gradient_checkpointing="false", head_samples=0,
+        sample_prompts=[], sample_tokens=4)
     return types.SimpleNamespace(**keys | changes)
 
 

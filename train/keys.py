@@ -137,6 +137,8 @@ class OptimizerKeys:
     muon_lr: float = key(0.02, "muon: peak rate of the matrices", gt=0, needs="optimizer=muon")
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1, needs="optimizer=muon")
     muon_weight_decay: float = key(0.0, "muon: decay of the matrices", ge=0, needs="optimizer=muon")
+    head_samples: int = key(0, "estimate the training loss from the targets and this many other "
+                            "ids, for a large vocabulary; 0: exact", ge=0, needs="model=gpt")
     ema: float = key(0.0, "decay of a moving average of the weights; 0: none", ge=0, lt=1)
     lr_groups: dict = key({}, "{name: factor (0 freezes), or {learning_rate, weight_decay}}")
 

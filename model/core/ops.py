@@ -47,6 +47,56 @@ class LinearCrossEntropy(nn.Module):
         return _ChunkedCrossEntropy.apply(h, weight.to(h.dtype), targets.flatten(), vocab_size)
 
 
+class SampledCrossEntropy(LinearCrossEntropy):
+    """LinearCrossEntropy in eval mode. In training mode an estimate of it, from the logits of the
+    targets and of n_samples further ids (sampled softmax, arXiv:1412.2007): a large vocabulary then
+    costs little. draw(it) chooses the ids of step `it`.
+
+    Every id is drawn with a probability p that is half its frequency in `targets`, int64, and half
+    uniform, times a constant, at most 1. Its exponential is divided by p, so that the estimate of
+    their sum is unbiased. Without the uniform half, the logits of rare ids would hardly fall.
+    """
+
+    def __init__(self, targets, vocab_size, n_samples, seed):
+        super().__init__()
+        counts = torch.bincount(targets[targets != IGNORE], minlength=vocab_size).double()
+        share = counts / counts.sum() + 1 / vocab_size  # (V,)
+        ordered = share.sort(descending=True).values
+        rest = ordered.flip(0).cumsum(0).flip(0)
+        # The constant, if the k most frequent ids have p = 1; k is the first that fits.
+        constant = (n_samples - torch.arange(vocab_size)) / rest
+        self.p = (share * constant[(constant * ordered < 1).int().argmax()]).clamp(max=1)
+        self.seed = seed
+        self.register_buffer("ids", torch.zeros(n_samples, dtype=torch.int64), persistent=False)
+        self.register_buffer("log_p", torch.zeros(n_samples), persistent=False)
+        self.draw(0)
+
+    def draw(self, it):
+        """Draw the ids of step `it`, the same on every rank: one per unit of the cumulated p, from
+        a random start, so that none is drawn twice."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)
+        points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
+        ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
+        self.ids.copy_(ids)
+        self.log_p.copy_(self.p[ids].log())
+
+    def forward(self, x, weight, targets, vocab_size):
+        if not self.training:
+            return super().forward(x, weight, targets, vocab_size)
+        h = x.flatten(0, -2)  # (N, C)
+        if torch.is_autocast_enabled(h.device.type):
+            h = h.to(torch.get_autocast_dtype(h.device.type))
+        targets = targets.flatten()
+        counted = targets != IGNORE
+        needed = torch.cat((self.ids, targets.clamp(min=0)))
+        sampled, own = F.embedding(needed, weight).to(h.dtype).tensor_split([len(self.ids)])
+        own = finish_logits((h * own).sum(-1).float())  # (N,)
+        z = finish_logits(F.linear(h, sampled).float()) - self.log_p  # (N, n_samples)
+        z = z.masked_fill(self.ids == targets[:, None], -math.inf)  # it is in `own`
+        losses = torch.logaddexp(own, z.logsumexp(-1)) - own
+        return (losses * counted).sum() / counted.sum().clamp(min=1)
+
+
 def whole_cross_entropy(h, weight, targets, vocab_size):
     """Return the mean cross-entropy of softmax(h @ weight.T) as LinearCrossEntropy does, but
     without chunks, for the compiler: Inductor fuses it into one pass over bfloat16 logits, faster
