@@ -165,12 +165,15 @@ def test_a_resumed_run_does_not_expect_a_best_checkpoint_that_failed(tmp_path, d
 
 def test_a_run_that_goes_on_from_a_file_elsewhere_has_a_best_checkpoint(tmp_path, data_dir,
                                                                         monkeypatch):
-    """Its own: that of the other folder is not in this one."""
-    losses = iter([9.0, 3.0, 1.0, 2.0, 1.5, 2.5])
+    """Its own: that of the other folder is not in this one. The checkpoint from which it starts,
+    until a later evaluation is better."""
+    losses = iter([9.0, 3.0, 1.0, 2.0, 1.5, 2.5, 0.5])
     monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
     go(data_dir, tmp_path / "a", eval_interval=4, max_iters=8)
     go(data_dir, tmp_path / "b", eval_interval=4, max_iters=20, resume=str(tmp_path / "a/ckpt.pt"))
-    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 16
+    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 8
+    go(data_dir, tmp_path / "b", eval_interval=4, max_iters=24)
+    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 24
 
 
 @pytest.mark.matrix(7)

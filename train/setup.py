@@ -297,11 +297,11 @@ class Run:
         def find_best():
             self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
             return os.path.exists(self.folder.file("ckpt_best.pt"))
-        self.log.start(p.iter_num, p.evaluated == p.iter_num)
         if self.config.resume_file and not distributed.broadcast_from_rank0(find_best, self.ranks):
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
             if p.iter_num and p.evaluated == p.iter_num:  # FILE may be the best of the new branch
                 self.note_best(p.history[-1])
+        self.log.start(p.iter_num, p.evaluated == p.iter_num)
 
     def note_best(self, numbers):
         """Compare an evaluation, `numbers` {val_NAME: number}, with the best; if it is better, it
