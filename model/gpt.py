@@ -394,7 +394,8 @@ class GPT(nn.Module):
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
         head = (self.lm_head or self.wte).weight
         weights = [p for p in self.parameters() if id(p) not in lookups or p is head]
-        skipped = head.numel() - len(getattr(self.loss, "ids", head)) * c.n_embd  # by samples
+        # A sampled loss (head_samples) computes the logits of few rows of the output layer.
+        skipped = head.numel() - len(getattr(self.loss, "ids", head)) * c.n_embd
         n = sum(p.numel() for p in weights) - skipped
         trained = sum(p.numel() for p in weights if p.requires_grad) - skipped
         T = self.train_tokens

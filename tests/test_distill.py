@@ -151,7 +151,7 @@ def test_the_batch_of_a_teacher_need_not_suit_the_ranks(monkeypatch):
     config = saved_config(dict(batch_size=4, gradient_accumulation_steps=2, distributed="hsdp",
                                shard_size=2))
     assert (config.batch_size, config.gradient_accumulation_steps) == (4, 2)
-    assert config.world_size is None
+    assert (config.distributed, config.shard_size, config.world_size) == ("hsdp", 2, None)
 
 
 def test_another_teacher_is_no_resume(data_dir, tmp_path, teacher):

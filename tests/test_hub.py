@@ -118,24 +118,34 @@ def test_a_mirror_changes_no_file_outside_of_its_part_of_the_cache(hub, tmp_path
     assert outside() == before and "\n" not in str(error.value)
 
 
+def send_config(hub, monkeypatch, sizes):
+    """Have `hub` send another config.json, in parts of these sizes, ten per second if they are
+    single bytes. Return two events: the answer has begun; the client left before its end."""
+    answer, begun, left = hub.answer, threading.Event(), threading.Event()
+    (hub.repos["some/one"] / "config.json").write_text('{"a": 1}')  # other content: another blob
+
+    def send_parts(request, send=True):
+        if not request.path.endswith("/config.json") or not send:
+            return answer(request, send)
+        request.send_response(200)
+        request.end_headers()
+        begun.set()
+        try:
+            for n in sizes:
+                request.wfile.write(b"{" * n)
+                time.sleep(0 if n > 1 else 0.1)
+        except OSError:
+            left.set()
+    monkeypatch.setattr(hub, "answer", send_parts)
+    return begun, left
+
+
 @pytest.mark.parametrize("sizes, message", [
     ([1 << 20] * 100, r"OSError: \[Errno 27\] File too large"),  # 100 MiB, of which a part is read
     ([1] * 100, "took more than 2 seconds")])
 def test_a_mirror_that_sends_without_end_is_one_line(hub, monkeypatch, sizes, message):
     """Fast, or a byte now and then; no such file is used."""
-    answer = hub.answer
-    (hub.repos["some/one"] / "config.json").write_text('{"a": 1}')  # other content: another blob
-
-    def endless(request, send=True):
-        if not request.path.endswith("/config.json") or not send:
-            return answer(request, send)
-        request.send_response(200)
-        request.end_headers()
-        with contextlib.suppress(OSError):  # the client left
-            for n in sizes:
-                request.wfile.write(b"{" * n)
-                time.sleep(0 if n > 1 else 0.1)
-    monkeypatch.setattr(hub, "answer", endless)
+    send_config(hub, monkeypatch, sizes)
     monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 20 << 20)
     monkeypatch.setattr(data_hub, "MAX_JSON_SECONDS", 2 if sizes[0] == 1 else 60)
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)  # as git does in its hooks
@@ -149,28 +159,13 @@ def test_a_mirror_that_sends_without_end_is_one_line(hub, monkeypatch, sizes, me
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, the download ends by its limit")
 def test_a_download_ends_with_its_command(hub, monkeypatch):
-    answer, begun, ended = hub.answer, threading.Event(), threading.Event()
-    (hub.repos["some/one"] / "config.json").write_text('{"a": 1}')  # other content: another blob
-
-    def endless(request, send=True):
-        if not request.path.endswith("/config.json") or not send:
-            return answer(request, send)
-        request.send_response(200)
-        request.end_headers()
-        begun.set()
-        with contextlib.suppress(OSError):
-            for _ in range(300):
-                request.wfile.write(b"{")
-                time.sleep(0.1)
-            return
-        ended.set()  # the client left
-    monkeypatch.setattr(hub, "answer", endless)
+    begun, left = send_config(hub, monkeypatch, [1] * 300)
     command = "from data.hub import local_folder; local_folder('hf:some/one')"
     with subprocess.Popen([sys.executable, "-c", command], start_new_session=True,
                           cwd=Path(data_hub.__file__).parents[1]) as process:
         assert begun.wait(60)
         process.kill()
-    assert ended.wait(10)
+    assert left.wait(10)
 
 
 def test_a_list_of_files_without_end_is_one_line(hub, monkeypatch):

@@ -131,8 +131,7 @@ def train_step(run, lr=None):
     # has an effect) the first step is not compiled: the first log line comes soon.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            # Read here too: on a CPU, a step may last minutes.
-            stop = run.signals.stop if run.can_repeat_step else 0
+            stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
             if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 run.optimizer.zero_grad(set_to_none=True)
                 return None

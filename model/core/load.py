@@ -135,9 +135,9 @@ def saved_config(values):
     """Return the TrainConfig of a checkpoint, upgraded to this version. values: the dict "config"
     of the checkpoint. No key counts as set by the user. Raises ConfigError for invalid values."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
-    # Its batch need not suit the ranks of this process.
+    # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
-    config = config.replace(world_size=None)
+    config = config.replace(world_size=None, distributed=values.get("distributed", "ddp"))
     config.origins = {}
     return config
 
