@@ -22,6 +22,7 @@ from test_distributed import in_ranks
 from train import config as config_file
 from train import train as training
 from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
+from train.checkpoint import load_checkpoint
 from train.config import format_help, load_config
 from train.dataloader import RowLoader
 from train.distributed import Ranks
@@ -129,6 +130,38 @@ def test_any_world_size_is_the_same_run(rows, tmp_path, whole, ranks, kind):
     in_ranks(ranks, in_rank, options(rows, tmp_path, distributed=kind))
     assert_equal_runs(whole, tmp_path, exact_start=True)
     assert (tmp_path / "samples.txt").read_text() == (whole / "samples.txt").read_text()
+
+
+def with_a_spare_layer(settings):
+    """What a rank does: the run of `settings` of a toy with a layer that its loss does not need;
+    the message of the error, if there is one."""
+    toy = register()
+
+    class Spare(toy.Toy):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.spare = torch.nn.Linear(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "build_model", lambda config, data: Spare(config, data.spec))
+        try:
+            train(load_config(None, settings))
+        except SetupError as error:
+            return str(error)
+
+
+def test_a_layer_that_the_loss_does_not_need_is_named(rows, tmp_path):
+    """On one rank it is trained without; on two before the first update, and on a resume too, where
+    DDP would fail in the second step with a message that names nothing."""
+    settings = options(rows, tmp_path / "two")
+    for message in in_ranks(2, with_a_spare_layer, settings):
+        assert message.startswith("no gradient for spare.weight, spare.bias: with several ranks")
+        assert "--lr_groups '{spare.weight: 0}'" in message
+    assert load_checkpoint(str(tmp_path / "two" / "ckpt.pt"))["iter_num"] == 0
+    assert with_a_spare_layer(options(rows, tmp_path / "one", max_iters=2)) is None
+    resumed = in_ranks(2, with_a_spare_layer, options(rows, tmp_path / "one"))
+    assert [m.startswith("no gradient for spare.weight") for m in resumed] == [True, True]
+    frozen = options(rows, tmp_path / "frozen", max_iters=2, lr_groups={"spare": 0})
+    assert in_ranks(2, with_a_spare_layer, frozen) == [None, None]
 
 
 def test_after_every_step_the_model_hears_the_sums_of_the_whole_batch(rows, whole):

@@ -221,6 +221,8 @@ class Run:
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
+            if self.model is not self.raw_model:
+                self.optimizer.register_step_pre_hook(self.require_gradients)
         self.forward = self.model  # forward(*batch) of `model`
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
@@ -332,9 +334,20 @@ class Run:
         with self.autocast():
             loss, _ = self.forward(*batch)
         loss.backward()
+        self.require_gradients()
         self.optimizer.zero_grad(set_to_none=True)
         for name, tensor in self.raw_model.named_buffers():  # of BatchNorm
             tensor.copy_(state[name])
+
+    def require_gradients(self, *_):
+        """Raise SetupError if a trained parameter has no gradient: DDP would not average all of the
+        others, and fail in the next forward pass. A hook of the optimizer, before each step."""
+        if names := [name for name, p in self.raw_model.named_parameters()
+                     if p.requires_grad and p.grad is None]:
+            raise SetupError(
+                f"no gradient for {', '.join(names[:4])}: with several ranks (DDP) the loss must "
+                "depend on each trained parameter. Use it in forward, or freeze it: "
+                f"--lr_groups '{{{names[0]}: 0}}'")
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step: at an interval, before step 0 if
