@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from model.gpt import GPT, GPTConfig
 from train.config import FIELDS, TrainConfig
 from train.device import PEAK_TFLOPS
 from train.distributed import Ranks
+from train.optimizer import working_dtype
 from train.options.ranks import bytes_sent, step_collectives
-from train.tools.plan import GPUS, activation_bytes, costs
+from train.tools.plan import GPUS, activation_bytes, costs, state_memory
 
 KINDS = {"allreduce_": "all_reduce", "all_reduce": "all_reduce",
-         "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+         "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
+         "_reduce_scatter_base_": "reduce_scatter"}
 
 
 def fake_step(options, world_size):
@@ -40,6 +43,8 @@ def fake_step(options, world_size):
             if space == "c10d":
                 tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
                 sizes[KINDS[name]] += max(t.nbytes for t in tensors)
+            if name == "all_gather_into_tensor":
+                sizes[KINDS[name]] += args[0].nbytes * args[1]  # of how many ranks
             return function(*args, **(kwargs or {}))
 
     def send_bucket(_, bucket):  # the fake group has no results, which DDP's own hook returns
@@ -61,29 +66,45 @@ def fake_step(options, world_size):
         with modes, Bytes():
             run.signals.agree(ranks)
             train_step(run)
-        planned = step_collectives(run.raw_model, run.config, world_size, torch.float32)
+        planned = step_collectives(run.raw_model, run.config, world_size, torch.float32,
+                                   working_dtype(ranks.device))
     counts = collections.Counter()
     for function, number in modes.get_comm_counts().items():
         counts[KINDS[str(function).rpartition(".")[2].strip("'>)")]] += number
     return counts, sizes, planned
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 512])
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "hsdp"])
-def test_the_collectives_of_a_step_are_those_of_the_plan(data_dir, tmp_path, method, world_size):
-    if method == "hsdp" and world_size == 8:
-        pytest.skip("one node")
+def cases():
+    """Muon on many ranks takes longest: only with -m slow."""
+    for optimizer in ("adamw", "muon"):
+        for method, world_size in (("ddp", 8), ("ddp", 64), ("ddp", 512), ("fsdp", 8), ("fsdp", 64),
+                                   ("fsdp", 512), ("hsdp", 64), ("hsdp", 512)):
+            many = world_size == 512 or (method, world_size) == ("fsdp", 64)
+            slow = optimizer == "muon" and many
+            yield pytest.param(optimizer, method, world_size, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize("optimizer, method, world_size", cases())
+def test_the_collectives_of_a_step_are_those_of_the_plan(data_dir, tmp_path, optimizer, method,
+                                                         world_size):
+    """On a CPU, PyTorch has an all-gather in place of Muon's all-to-all."""
     options = dict(data_dir=str(data_dir), out_dir=str(tmp_path), n_layer=4, n_head=4, n_embd=384,
                    n_hidden=1536, block_size=8, batch_size=1, max_iters=3, eval_interval=0,
                    gradient_accumulation_steps=2 * world_size, distributed=method, device="cpu",
                    shard_size=8 if method == "hsdp" else None, dtype="float32", compile="false",
-                   max_epochs=100)
+                   max_epochs=100, optimizer=optimizer)
     (counts, sizes, planned), = in_ranks(1, fake_step, options, world_size)
     for kind in set(KINDS.values()):
         parts = [c for c in planned if c.kind == kind]
+        if kind == "all_gather":
+            parts += [dataclasses.replace(c, nbytes=c.nbytes * len(c.ranks)) for c in planned
+                      if c.kind == "all_to_all"]
         assert counts[kind] == sum(c.count for c in parts), kind
         assert sizes[kind] == pytest.approx(sum(c.nbytes for c in parts), rel=0.02, abs=64), kind
     assert method != "ddp" or counts["all_reduce"] == 6  # three buckets
+    if optimizer == "muon":  # 16 square matrices, 8 with 1536 rows or columns
+        muon = [c for c in planned if c.kind == ("all_gather" if method == "ddp" else "all_to_all")]
+        assert [c.count for c in muon] == ([1, 1] if method == "ddp" else [2, 2, 2])
 
 
 def gpt_124m():
@@ -112,6 +133,30 @@ def test_the_bytes_of_a_step_in_closed_form():
         assert within == pytest.approx((S - 1) / S * (8 * P - 2 * root), rel=1e-5)
         # Each rank of a node reduces its shard with those of the other nodes.
         assert between == pytest.approx(2 * (nodes - 1) / nodes * 4 * P, rel=1e-5)
+
+
+def test_the_bytes_of_muon_by_hand():
+    """GPT-2: 48 square matrices of attention, 24 of the MLP, each 4 times as large. 16 ranks send
+    3 and 2 (1.5) of them to all others; shards are exchanged there and back, in bfloat16."""
+    model = gpt_124m()
+    c = TrainConfig(batch_size=64, gradient_accumulation_steps=1, optimizer="muon")
+    adamw = c.replace(optimizer="adamw")
+    n = 768 * 768
+
+    def more(**changes):
+        return [np.subtract(*(bytes_sent(step_collectives(model, config.replace(**changes), 16,
+                                                          torch.bfloat16), per_node)
+                              for config in (c, adamw))) for per_node in (16, 8)]
+    one, two = more()
+    sent = 2 * n * (3 + 4 * 2) * 16
+    assert one == pytest.approx([15 / 16 * sent, 0]) and two == pytest.approx([15 / 16 * sent,
+                                                                               sent / 2])
+    one, two = more(distributed="fsdp")
+    held = 2 * 2 * n * (48 + 4 * 16 * 2) / 16  # 12 and 12 MLP matrices of different shapes: 16 each
+    assert one == pytest.approx([15 / 16 * held, 0])
+    assert two == pytest.approx([7 / 16 * held, 8 * held / 2])
+    P = sum(p.numel() for p in model.parameters())  # a momentum in place of two moments
+    assert state_memory(c, model, 16)["optimizer"] == 8 * P - 4 * (48 + 24 * 4) * n
 
 
 def test_costs_of_ddp_by_hand():

@@ -178,14 +178,11 @@ def update_matrices(group, state):
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
     of equal shape form a batch, which is divided among the ranks.
     """
-    by_shape = {}  # a matrix of the transposed shape belongs to the same batch
-    for p in group["params"]:
-        if p.grad is not None:
-            if "momentum_buffer" not in state[p]:
-                state[p]["momentum_buffer"] = torch.zeros_like(p)
-            shape = tuple(p.shape) if is_sharded(p) else tuple(sorted(p.shape))
-            by_shape.setdefault(shape, []).append(p)
-    for params in by_shape.values():
+    updated = [p for p in group["params"] if p.grad is not None]
+    for p in updated:
+        if "momentum_buffer" not in state[p]:
+            state[p]["momentum_buffer"] = torch.zeros_like(p)
+    for params in batches_by_shape(updated, any(map(is_sharded, updated))):
         grads = [local(p.grad) for p in params]
         buffers = [local(state[p]["momentum_buffer"]) for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
@@ -200,6 +197,25 @@ def update_matrices(group, state):
             local(p).add_(update, alpha=-group["lr"] * scale)
 
 
+def batches_by_shape(matrices, sharded):
+    """Return a list of batches, lists of matrices of equal shape, or of transposed shape if they
+    are not sharded."""
+    batches = {}
+    for p in matrices:
+        shape = tuple(p.shape) if sharded else tuple(sorted(p.shape))
+        batches.setdefault(shape, []).append(p)
+    return list(batches.values())
+
+
+def gathered_numel(n_matrices, size, n_ranks):
+    """Return how many numbers each rank sends for a batch of n_matrices, each of `size` numbers."""
+    # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
+    # equal sizes: the last ones may repeat the first matrices.
+    if n_matrices >= n_ranks:
+        return -(-n_matrices // n_ranks) * size
+    return -(-n_matrices * size // n_ranks)
+
+
 def orthogonalize_together(matrices):
     """Return the list [orthogonalize(matrix)] for N matrices of equal (or transposed) shape that
     every rank holds. Each rank computes ceil(N / ranks) of them and sends the results, so that all
@@ -208,9 +224,7 @@ def orthogonalize_together(matrices):
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
     size = matrices[0].numel()
-    # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
-    # equal sizes: the last ones may repeat the first matrices.
-    part = -(-N // n_ranks) * size if N >= n_ranks else -(-N * size // n_ranks)
+    part = gathered_numel(N, size, n_ranks)
     start, end = rank * part, (rank + 1) * part  # in all matrices one after the other
     mine = [matrices[i % N] for i in range(start // size, -(-end // size))]
     updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (of this rank, rows, columns)

@@ -17,6 +17,7 @@ from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
 from train.distributed import all_gather_vectors, is_sharded
 from train.logger import Clock
+from train.optimizer import batches_by_shape, build_optimizer, gathered_numel, working_dtype
 from train.system import REPOSITORY
 
 # Variables of launchers: the nodes, and the processes, that they have started.
@@ -113,24 +114,26 @@ def group_ranks(values):
 @dataclass
 class Collective:
     """The collectives of one kind in a training step: `count` calls, e.g. of "all_reduce". nbytes:
-    size of the tensors of all calls together; for all_gather and reduce_scatter, of the whole
-    tensors, not of the shards. ranks: a range, the members of the process group that contains rank
-    0."""
+    size of the tensors of all calls together; for all_gather and reduce_scatter of the whole
+    tensors, for all_to_all of a rank's part. ranks: a range, the members of the process group that
+    contains rank 0."""
     kind: str
     ranks: range
     count: int
     nbytes: int
 
 
-def step_collectives(model, config, world_size, dtype):
+def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16):
     """Return a list of Collectives: the communication in a training step of `model` (on any device,
-    not wrapped or sharded) with AdamW and config.distributed. dtype: of matrix products."""
+    not wrapped or sharded) with config.optimizer and config.distributed. dtype: of matrix products;
+    muon_dtype: in which Muon orthogonalises."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
     shard = range(shard_size)
     found = [Collective("all_reduce", world, n, 8 * (n + 1)),  # requests to stop or save
-             Collective("all_reduce", world, 1, 16)]  # sums of the loss
+             Collective("all_reduce", world, 1, 16),  # sums of the loss
+             *muon_collectives(model, config, world_size, muon_dtype)]
     if shard_size == 1:
         trained = [p for p in model.parameters() if p.requires_grad][::-1]
         buckets, _ = dist._compute_bucket_assignment_by_size(
@@ -154,6 +157,26 @@ def step_collectives(model, config, world_size, dtype):
     return found
 
 
+def muon_collectives(model, config, world_size, dtype):
+    """Return the Collectives of a step of Muon, [] for other optimizers. dtype: in which it
+    orthogonalises."""
+    shard_size = config.replica_size(world_size)
+    found = []
+    for group in build_optimizer(model, config, log=lambda line: None).param_groups:
+        matrices = group["params"] if group.get("muon") else []
+        for batch in batches_by_shape(matrices, sharded=shard_size > 1):
+            n, (rows, columns) = len(batch), batch[0].shape
+            if shard_size == 1:
+                part = gathered_numel(n, rows * columns, world_size)
+                found.append(Collective("all_gather", range(world_size), 1,
+                                        world_size * part * dtype.itemsize))
+            else:  # there and back; padded to equal numbers of matrices and of rows per rank
+                size = -(-n // shard_size) * -(-rows // shard_size) * shard_size * columns
+                found.append(Collective("all_to_all", range(shard_size), 2,
+                                        2 * size * dtype.itemsize))
+    return found
+
+
 def padded_numel(params, shard_size):
     """Return the number of elements of all `params`, with the first dimension of each padded to a
     multiple of shard_size, as FSDP pads it to make the shards equal."""
@@ -162,12 +185,16 @@ def padded_numel(params, shard_size):
 
 def bytes_sent(collectives, per_node):
     """Return (bytes that a rank sends within the node, bytes that a node sends to other nodes) per
-    step, for a list of Collectives that use ring algorithms. The ranks are numbered node by node,
-    with `per_node` ranks per node."""
+    step, for a list of Collectives that use ring algorithms, except all_to_all. The ranks are
+    numbered node by node, with `per_node` ranks per node."""
     within = between = 0.0
     for c in collectives:
         n = len(c.ranks)
         spanned = len({rank // per_node for rank in c.ranks})
+        if c.kind == "all_to_all":  # each rank sends 1/n to each
+            within += c.nbytes * (n / spanned - 1) / n
+            between += c.nbytes * (1 - 1 / spanned) * per_node
+            continue
         size = c.nbytes * (2 if c.kind == "all_reduce" else 1)
         within += size * (n - 1) / n if spanned < n else 0
         rings = per_node * spanned / n  # of equal groups, side by side
@@ -188,7 +215,8 @@ def log_network(config, model, ranks, log):
         return
     numbers = torch.arange(world_size).view(-1, per_node)
     dtype, _ = choose_dtype(config.dtype, ranks.device)
-    sent = bytes_sent(step_collectives(model, config, world_size, dtype), per_node)
+    sent = bytes_sent(step_collectives(model, config, world_size, dtype,
+                                       working_dtype(ranks.device)), per_node)
     for place, groups, size, senders in (("within a node", numbers, sent[0], 1),
                                          ("between nodes", numbers.T, sent[1], per_node)):
         if groups.size(1) > 1:

@@ -12,6 +12,7 @@ import torch
 from train.base.cli import format_table
 from train.base.errors import SetupError
 from train.device import PEAK_TFLOPS, blocks
+from train.optimizer import muon_parameters
 from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 
@@ -104,15 +105,20 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return the bytes per rank that are in use between two steps, with AdamW and
+    """Return the bytes per rank that are in use between two steps, with config.optimizer and
     config.distributed: {"weights", "gradients", "optimizer": bytes}. model: on any device, not
     sharded."""
     shards = config.replica_size(world_size)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    trained = sum(sizes.values())
+    state = 2 * trained  # AdamW's moments; Muon has a momentum instead
+    if config.optimizer == "muon":
+        state -= sum(n for name, n in sizes.items() if name in muon_parameters(model))
+    state += trained if config.ema else 0
     grad_copies = 2 if shards == 1 < world_size else 1  # the second one is in DDP's buckets
     return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
             "gradients": 4 * trained * grad_copies / shards,
-            "optimizer": (12 if config.ema else 8) * trained / shards}  # two moments, EMA weights
+            "optimizer": 4 * state / shards}
 
 
 def copied_weights(model, shards, dtype):
