@@ -17,7 +17,7 @@ from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
 from train.distributed import all_gather_vectors, is_sharded
 from train.logger import Clock
-from train.optimizer import batches_by_shape, build_optimizer, gathered_numel, working_dtype
+from train.optimizer import batches_by_shape, gathered_numel, muon_parameters, working_dtype
 from train.system import REPOSITORY
 
 # Variables of launchers: the nodes, and the processes, that they have started.
@@ -158,22 +158,24 @@ def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16
 
 
 def muon_collectives(model, config, world_size, dtype):
-    """Return the Collectives of a step of Muon, [] for other optimizers. dtype: in which it
-    orthogonalises."""
-    shard_size = config.replica_size(world_size)
+    """Return the Collectives of a step of Muon, [] for other optimizers; lr_groups, which divide
+    batches of matrices, are not considered. dtype: in which it orthogonalises."""
+    if config.optimizer != "muon":
+        return []
     found = []
-    for group in build_optimizer(model, config, log=lambda line: None).param_groups:
-        matrices = group["params"] if group.get("muon") else []
-        for batch in batches_by_shape(matrices, sharded=shard_size > 1):
-            n, (rows, columns) = len(batch), batch[0].shape
-            if shard_size == 1:
-                part = gathered_numel(n, rows * columns, world_size)
-                found.append(Collective("all_gather", range(world_size), 1,
-                                        world_size * part * dtype.itemsize))
-            else:  # there and back; padded to equal numbers of matrices and of rows per rank
-                size = -(-n // shard_size) * -(-rows // shard_size) * shard_size * columns
-                found.append(Collective("all_to_all", range(shard_size), 2,
-                                        2 * size * dtype.itemsize))
+    shard_size = config.replica_size(world_size)
+    names = muon_parameters(model)
+    matrices = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
+    for batch in batches_by_shape(matrices, sharded=shard_size > 1):
+        n, (rows, columns) = len(batch), batch[0].shape
+        if shard_size == 1:
+            part = gathered_numel(n, rows * columns, world_size)
+            found.append(Collective("all_gather", range(world_size), 1,
+                                    world_size * part * dtype.itemsize))
+        else:  # there and back; padded to equal numbers of matrices and of rows per rank
+            size = -(-n // shard_size) * -(-rows // shard_size) * shard_size * columns
+            found.append(Collective("all_to_all", range(shard_size), 2,
+                                    2 * size * dtype.itemsize))
     return found
 
 
