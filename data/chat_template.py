@@ -62,9 +62,11 @@ def parse_messages(value, name):
 def parse_content(content):
     """Return the text of a message's content: a string, or OpenAI's list of {"text": string} parts,
     which are joined. Raises ValueError for any other value."""
-    if isinstance(content, list) and all(
-            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError(f"expected text, got {part!r:.80}")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(f"expected text, got {content!r:.80}")
     return content
@@ -102,11 +104,7 @@ class ChatTemplate:
         answer if `add_prompt`. With `tokenizer`, special tokens in messages and variables are
         enclosed in marks, see encode_marked. variables: {name: text, number or bool} for the
         template, e.g. enable_thinking. Raises DataError if the template fails."""
-        pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
-
-        def mark(text):
-            return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK,
-                               text.translate(WITHOUT_MARKS))
+        mark = functools.partial(mark_special, tokenizer=tokenizer)
         turns = [dict(role=role, content=mark(text)) for role, text in messages]
         names = {name: mark(value) if isinstance(value, str) else value
                  for name, value in (variables or {}).items()} | self.special_tokens
@@ -115,12 +113,13 @@ class ChatTemplate:
         return render(self.jinja, names | dict(messages=turns, tools=None, documents=None,
                                                add_generation_prompt=add_prompt))
 
-    def encode(self, messages, add_prompt, tokenizer, variables=None):
+    def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
         """Return (text with marks, list of token ids) of messages [(role, text), ...]; for the
-        arguments and marks see `render`. Raises DataError if the template fails, changes a special
-        token in a message, or forms one from the texts of messages, e.g. by deleting a word between
-        the two halves of one."""
+        arguments and marks see `render`. answer: text that follows, with `add_prompt`. Raises
+        DataError if the template fails, changes a special token in a message, or forms one from the
+        texts of messages, e.g. by deleting a word between the two halves of one."""
         text = self.render(messages, add_prompt, tokenizer, variables)
+        text += mark_special(answer, tokenizer)
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
         words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
@@ -132,11 +131,11 @@ class ChatTemplate:
                             f"{tokenizer.decode([*surplus][:1])} of the text of a message")
         return text, ids
 
-    def prompt_ids(self, messages, tokenizer, variables=None):
+    def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
         """Return the list of ids of messages [(role, text), ...] and of the start of the next
-        answer. variables: {name: text, number or bool} for the template. Raises DataError if the
-        template fails or writes nothing."""
-        if ids := self.encode(messages, True, tokenizer, variables)[1]:
+        answer, whose first words are `answer`. variables: {name: text, number or bool} for the
+        template. Raises DataError if the template fails or writes nothing."""
+        if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")
 
@@ -144,13 +143,18 @@ class ChatTemplate:
         """Return (list of ids, number of messages left out): the longest prompt of at most
         `max_tokens` tokens. It has the system messages at the start and the latest messages,
         beginning with one of the user. The last question is kept even if it does not fit. messages:
-        [(role, text), ...]. variables: {name: value} for the template. Raises DataError."""
+        [(role, text), ...]; if the last is the assistant's, the answer is continued. variables:
+        {name: value} for the template. Raises DataError."""
+        answer = ""
+        if messages[-1][0] == "assistant":
+            *messages, (_, answer) = messages
         n_system = next((i for i, (role, _) in enumerate(messages) if role != "system"), 0)
         starts = [n_system, *(i for i, (role, _) in enumerate(messages)
                               if role == "user" and i > n_system)]
 
         def prompt(start):
-            return self.prompt_ids(messages[:n_system] + messages[start:], tokenizer, variables)
+            return self.prompt_ids(messages[:n_system] + messages[start:], tokenizer, variables,
+                                   answer)
         # Each exchange that is left out makes the prompt shorter.
         start = starts[bisect.bisect_left(starts[:-1], True,
                                           key=lambda start: len(prompt(start)) <= max_tokens)]
@@ -277,6 +281,13 @@ def match_any(texts):
     """Return a compiled pattern that matches any of a tuple of literal texts, the longest first; of
     an empty tuple, one that matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def mark_special(text, tokenizer):
+    """Return a message's text with the tokenizer's special tokens enclosed in marks, and without
+    other marks. tokenizer: `None` if it is not known, for a text without marks."""
+    pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
+    return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
 
 def count_special(ids, tokenizer):

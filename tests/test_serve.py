@@ -481,9 +481,36 @@ def test_open_webui(key):
         answer = json.loads(body)["choices"][0]["message"]
         assert status == 200 and answer["role"] == "assistant" and answer["content"] is not None
         turns = [system, parts, dict(role="assistant", content=text), parts]
-        assert post(model=model["id"], stream=True, messages=turns)[0] == 200
-        status, _, body = post(model=model["id"], stream=True, messages=turns[:3])  # "Continue"
-        assert status == 400 and b"the last message must not be the assistant" in body
+        tool = dict(type="function", function=dict(name="get_current_timestamp", parameters={}))
+        assert post(model=model["id"], stream=True, messages=turns, tools=[tool],
+                    logit_bias="")[0] == 200  # its default settings; a slider without a value
+        assert post(model=model["id"], stream=True, messages=turns[:3])[0] == 200  # "Continue"
+
+
+def test_an_answer_is_continued(server, model):
+    """The last message is the assistant's: its tokens follow the prompt, and the first new one
+    follows them; a special token in it is ordinary text."""
+    turns = [("user", "Open?")]
+    for begun in ("Ope", "Ope ", "<|endoftext|>a", ""):
+        ids = ChatTemplate().prompt_ids(turns, BYTES) + [*begun.encode()]
+        made = client(server).chat.completions.create(
+            model="tiny", temperature=0, max_tokens=5, messages=[
+                dict(role="user", content="Open?"), dict(role="assistant", content=begun)])
+        assert made.choices[0].message.content == expected(model, ids, 5, temperature=0)[0]
+        assert made.usage.prompt_tokens == len(ids)
+
+
+def test_tools_are_needed_only_where_they_must_be_called(server):
+    tools = [dict(type="function", function=dict(name="f", parameters={}))]
+    plain = send(server, **say(seed=1))
+    for choice, status in ((None, 200), ("auto", 200), ("none", 200), ("required", 400),
+                           (dict(type="function", function=dict(name="f")), 400)):
+        got, _, body = send(server, **say(seed=1, tools=tools, tool_choice=choice))
+        assert got == status, choice
+        if status == 200:
+            assert json.loads(body)["choices"] == json.loads(plain[2])["choices"]
+        else:
+            assert b"tools: [{'type': 'function'" in body
 
 
 def test_langchain(server, model):
@@ -639,7 +666,7 @@ def say(**body):
     (say(logprobs=True), 400, "logprobs: True is not supported"),
     (ask(ignore_eos=True), 400, "ignore_eos: True is not supported"),
     (ask(min_tokens=5), 400, "min_tokens: 5 is not supported"),
-    (say(messages=[]), 400, "messages: expected some; the last"),
+    (say(messages=[]), 400, "messages: expected at least one that is not the assistant's"),
     (ask(presence_penalty=2.5), 400, "presence_penalty: 2.5 is not supported"),
     (ask(response_format=dict(type="json_object")), 400, "response_format"),
     (ask(stream="perhaps"), 400, "stream: expected true or false"),
@@ -648,9 +675,10 @@ def say(**body):
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="cat", content="")])), 400,
      "role 'cat'"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
-        dict(type="image_url")])])), 400, "expected text, got [{'type': 'image_url'}]"),
+        dict(type="text", text="a" * 100), dict(type="image_url")])])), 400,
+     "expected text, got {'type': 'image_url'}"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="assistant", content="a")])),
-     400, "must not be the assistant's"),
+     400, "expected at least one that is not the assistant's"),
     (dict(path="/v1/chat/completions", body=dict(messages=[5])), 400, "expected a list"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role=["a"], content="a")])), 400,
      "role ['a']"),

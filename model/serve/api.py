@@ -14,8 +14,8 @@ from train.base.fields import TYPES, base_type, key, parse_value
 UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tools=[], functions=[],
                            presence_penalty=0, frequency_penalty=0, repetition_penalty=1,
                            repeat_penalty=1, mirostat=0, logprobs=False, top_logprobs=0,
-                           response_format={"type": "text"}, reasoning_effort=None, grammar="",
-                           json_schema=None, guided_json=None, structured_outputs=None,
+                           response_format={"type": "text"}, format="", reasoning_effort=None,
+                           grammar="", json_schema=None, guided_json=None, structured_outputs=None,
                            min_tokens=0, ignore_eos=False, stop_token_ids=[], bad_words=[],
                            guided_choice=None, guided_regex=None, guided_grammar=None)
 
@@ -81,9 +81,11 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 def parse_options(body):
     """Return the RequestOptions in `body`, the dict of a request, which is changed in place. Raises
     APIError for invalid and unsupported options."""
+    if body.get("tool_choice") in (None, "auto", "none"):  # an answer without a call is allowed
+        body.pop("tools", None)
     for name, neutral in UNSUPPORTED_OPTIONS.items():
         value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
-        if value not in (None, neutral) or isinstance(neutral, bool) and type(value) is int:
+        if value not in (None, "", neutral) or isinstance(neutral, bool) and type(value) is int:
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
     if body.get("max_completion_tokens") is not None:
@@ -139,9 +141,10 @@ def parse_prompt(prompt, tokenizer, parse_special):
 
 def encode_messages(body, engine, template, max_new_tokens):
     """Return (ids, number of messages left out) of the conversation in `body`, the dict of a
-    request, up to the next answer, in the ChatTemplate `template`. The oldest messages are left out
-    if it is too long; max_new_tokens (None or negative: the engine's limit) reserves at most half
-    of the context. Raises APIError, also if template is None."""
+    request, up to the next answer, in the ChatTemplate `template`. An answer at the end is to be
+    continued. The oldest messages are left out if it is too long; max_new_tokens (None or negative:
+    the engine's limit) reserves at most half of the context. Raises APIError, also if template is
+    None."""
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
@@ -155,8 +158,8 @@ def encode_messages(body, engine, template, max_new_tokens):
             message["content"] = message.get("content") or ""  # agents send null
     try:
         turns = parse_messages(messages, "messages")
-        if not turns or turns[-1][0] == "assistant":
-            raise ValueError("expected some; the last message must not be the assistant's")
+        if not any(role != "assistant" for role, _ in turns):
+            raise ValueError("expected at least one that is not the assistant's")
         size = engine.config.block_size
         if (max_new_tokens or -1) < 0:
             max_new_tokens = engine.max_tokens
