@@ -36,7 +36,10 @@ DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; private-use characters
-WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
+# {character: another one, which takes its place where it could begin a special token}
+STAND_INS = {chr(n): chr(0x10f000 + n) for n in range(0x1000 - 2)}
+PLAIN = {ord(stand_in): char for char, stand_in in STAND_INS.items()}
+WITHOUT_MARKS = dict.fromkeys([ord(OPEN_MARK), ord(CLOSE_MARK), *PLAIN])
 MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
                     f"|[{OPEN_MARK}{CLOSE_MARK}]")
 
@@ -121,14 +124,14 @@ class ChatTemplate:
         text = self.render(messages, add_prompt, tokenizer, variables)
         text += mark_special(answer, tokenizer)
         ids = encode_marked(text, tokenizer)
-        harmless = tuple((role, "x" if content.strip() else "") for role, content in messages)
-        words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
-                 for name, value in (variables or {}).items()}
-        surplus = count_special(ids, tokenizer) - count_template_special(
-            self, harmless, add_prompt, tokenizer, json.dumps(words))
-        if surplus:
+        harmless = tuple((role, "x" if content.translate(WITHOUT_MARKS).strip() else "")
+                         for role, content in messages)
+        words = {name: harmless_word(value, tokenizer) for name, value in (variables or {}).items()}
+        allowed = template_special_ids(self, harmless, add_prompt, tokenizer, json.dumps(words))
+        if (found := special_ids(ids, tokenizer)) != allowed:
+            surplus = [*(Counter(found) - Counter(allowed)), *allowed][0]
             raise DataError("its chat template makes the special token "
-                            f"{tokenizer.decode([*surplus][:1])} of the text of a message")
+                            f"{tokenizer.decode([surplus])} of the text of a message")
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
@@ -285,31 +288,57 @@ def match_any(texts):
 
 def mark_special(text, tokenizer):
     """Return a message's text with the tokenizer's special tokens enclosed in marks, and without
-    other marks. tokenizer: `None` if it is not known, for a text without marks."""
-    pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
-    return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
+    other marks. tokenizer: `None` if it is not known, for a text without marks.
 
-
-def count_special(ids, tokenizer):
-    """Return a Counter {id: number of times} of the tokenizer's special tokens in the list `ids`.
+    A character that would be the first of a special token if a template deleted some that follow is
+    replaced by its stand-in, so that this makes no special token (SmolLM3's deletes /think).
     """
+    special = tokenizer.special if tokenizer else {}
+    text = text.translate(WITHOUT_MARKS)
+    limits = {}  # {first character: the index below which the others follow}
+    for name in special:
+        index = len(text)
+        for char in reversed(name[1:]):
+            index = text.rfind(char, 0, max(index, 0))
+        limits[name[0]] = max(index, limits.get(name[0], 0))
+
+    def replace(match):
+        if match[0] in special:
+            return OPEN_MARK + match[0] + CLOSE_MARK
+        hide = match.start() < limits[match[0]]
+        return STAND_INS.get(match[0], match[0]) if hide else match[0]
+    return match_any((*special, *limits)).sub(replace, text)
+
+
+def special_ids(ids, tokenizer):
+    """Return a list of the ids of the tokenizer's special tokens in the list `ids`, in order."""
     special = {*tokenizer.special.values()}
-    return Counter(i for i in ids if i in special)
+    return [i for i in ids if i in special]
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
-def count_template_special(template, messages, add_prompt, tokenizer, variables):
-    """Return a Counter {id: number of times} of the special tokens that `template` writes by itself
-    around `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
+def template_special_ids(template, messages, add_prompt, tokenizer, variables):
+    """Return a list of the ids of the special tokens that `template` writes by itself around
+    `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
     template, as JSON: a cache key."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
-    return count_special(encode_marked(text, tokenizer), tokenizer)
+    return special_ids(encode_marked(text, tokenizer), tokenizer)
+
+
+def harmless_word(value, tokenizer):
+    """Return the value of a variable without what could become a special token: of a text only
+    letters, digits and _, and "x" if they are a part of one."""
+    if not isinstance(value, str):
+        return value
+    word = re.sub(r"\W", "", value)
+    return "x" if any(word in special for special in tokenizer.special) else word
 
 
 def squeeze(text):
     """Return `text` without white space, backslashes and the marks of special tokens, which
     templates may change: to compare a message with its rendered text."""
-    return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
+    text = text.translate(PLAIN).translate(WITHOUT_MARKS)
+    return "".join(text.replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):
@@ -324,12 +353,22 @@ def encode_marked(text, tokenizer):
         separable = with_newline[:len(newline)] == newline
         return with_newline[len(newline):] if separable else encode(part)
 
-    first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
-    if not {*parts[::2]} <= tokenizer.special.keys():
+    parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
+    if not {*parts[1::2]} <= tokenizer.special.keys():
         raise DataError("its chat template changes a special token in the text of a message")
-    ids = tokenizer.encode_special(first)
+    pieces = []  # (text, its encoding)
     for n, part in enumerate(parts):
-        ids += encode_part(part, tokenizer.encode_special if n % 2 else tokenizer.encode)
+        if n % 2 or part.translate(PLAIN) == part:
+            pieces.append((part, tokenizer.encode if n % 2 else tokenizer.encode_special))
+            continue
+        special = match_any(tuple(tokenizer.special)).pattern
+        for m, piece in enumerate(re.split(f"({special})", part)):
+            encode = tokenizer.encode_special if m % 2 else tokenizer.encode
+            pieces.append((piece.translate(PLAIN), encode))
+    (first, encode), *others = pieces
+    ids = encode(first)
+    for piece, encode in others:
+        ids += encode_part(piece, encode)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")

@@ -23,8 +23,12 @@ TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                 "chat_template.jinja", "model.safetensors.index.json"]
 WEIGHT_FILES = ["model*.safetensors"]
+# What a file of these contains: keys, or a text.
+CONTENT = {"config.json": "model_type", "tokenizer.json": "model",
+           "model.safetensors.index.json": "weight_map", "chat_template.jinja": "{{"}
 MAX_JSON_BYTES = 1 << 27
 MAX_FILE_BYTES = 100 << 30  # twice what the hub sends by HTTP
+MAX_MEMORY_BYTES = 1 << 33  # also for the list of files, which huggingface_hub reads as a whole
 MAX_SECONDS = 24 * 3600
 MAX_JSON_SECONDS = 600
 # Audit events of what creates files and links; the index of the new path among the arguments.
@@ -57,6 +61,7 @@ def local_folder(name, weights=True):
     folder = download(name, max_bytes=MAX_JSON_BYTES, max_seconds=MAX_JSON_SECONDS,
                       allow_patterns=CONFIG_FILES, **arguments)
     check_files(name, folder, ".json")
+    check_files(name, folder, ".jinja")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     if weights:
@@ -67,14 +72,17 @@ def local_folder(name, weights=True):
 
 def check_files(name, folder, ending):
     """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
-    .json or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or is cut
-    off; the invalid file is deleted."""
+    .json, .jinja or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or
+    is cut off; the invalid file is deleted."""
     for path in Path(folder).glob("*" + ending):
         try:
-            if ending == ".json":
-                json.loads(path.read_bytes()).keys()  # of an object
-            else:
+            if ending == ".safetensors":
                 require("safetensors", name).safe_open(path, "np")  # compares sizes
+                continue
+            text = path.read_text("utf-8")
+            found = json.loads(text).keys() if ending == ".json" else text
+            if path.name in CONTENT and CONTENT[path.name] not in found:
+                raise ValueError
         except (OSError, MemoryError, UserError):
             raise
         except Exception:
@@ -121,8 +129,8 @@ def check_write(folders, event, *args):
 def run_download(function, max_bytes, max_seconds, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
     that it returns, or the error, and then exit with code 1. The process ends after max_seconds,
-    and with its parent. Files are limited to max_bytes, memory to 16 times that; only the folder of
-    the repository in the cache, or local_dir, is written."""
+    and with its parent. Files are limited to max_bytes, memory to 16 times that and to
+    MAX_MEMORY_BYTES; only the folder of the repository in the cache, or local_dir, is written."""
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants
     with contextlib.suppress(ImportError, AttributeError):  # Windows; macOS
@@ -130,8 +138,8 @@ def run_download(function, max_bytes, max_seconds, arguments):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
         signal.alarm(max_seconds)
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-        # huggingface_hub reads the list of files as a whole
-        resource.setrlimit(resource.RLIMIT_DATA, (16 * max_bytes, 16 * max_bytes))
+        limit = min(16 * max_bytes, MAX_MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")

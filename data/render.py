@@ -19,7 +19,7 @@ import sys
 import threading
 from pathlib import Path
 
-from train.base.errors import DataError, require
+from train.base.errors import DataError, UserError, require
 
 MAX_CPU_SECONDS = 0.5   # per rendering; usually less than a millisecond
 MAX_SECONDS = 20.0      # per rendering, by the clock: a busy machine gives the child little time
@@ -43,7 +43,7 @@ class Renderer:
     def render(self, template, variables):
         """Return the text that `template`, a Jinja template as a text, writes with `variables`
         {name: value of a JSON type}. Starts the child process if necessary. Raises DataError if the
-        template fails or exceeds a limit."""
+        template fails, UserError if it exceeds a limit."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -63,7 +63,8 @@ class Renderer:
                     self.child.kill()
                     self.child.wait()
         if not reply.endswith(b"\n"):
-            raise DataError("its chat template fails: it does not come to an end, or needs more "
+            # Not a ValueError: after a record with this problem, no other record is tried.
+            raise UserError("its chat template fails: it does not come to an end, or needs more "
                             f"than {MAX_BYTES >> 20} MiB")
         text, problem = json.loads(reply)
         if problem:
@@ -81,7 +82,7 @@ def renderer(pid):
 def render(template, variables):
     """Return the text that `template`, a Jinja template as a text, writes with `variables` {name:
     value of a JSON type}, in a child process with limits on time and memory. Raises DataError if
-    the template fails or exceeds a limit."""
+    the template fails, UserError if it exceeds a limit."""
     return renderer(os.getpid()).render(template, variables)
 
 

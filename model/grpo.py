@@ -302,10 +302,18 @@ class RewardFunction:
         return value
 
 
+USER_FOLDERS = {}  # {file of a user: its working directory}
+
+
 @contextlib.contextmanager
 def user_code(path, context=""):
     """Context manager that raises the errors of the user's file at `path` as UserError, with the
-    line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed."""
+    line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed.
+    The file has a working directory of its own. Afterwards the default dtype and device, which code
+    that loads a judge may set, are PyTorch's."""
+    ours = os.getcwd()
+    with contextlib.suppress(OSError):  # it was deleted
+        os.chdir(USER_FOLDERS.get(path, ours))
     try:
         yield
     except KeyboardInterrupt:
@@ -315,8 +323,15 @@ def user_code(path, context=""):
                  if frame.filename == path]
         if isinstance(error, SyntaxError) and error.filename == path:
             lines = [f":{error.lineno}"]
-        what = traceback.format_exception_only(error)[-1].strip()  # str(error) may fail
+        what = traceback.format_exception_only(error)  # str(error) may fail
+        what = what[-1 if isinstance(error, SyntaxError) else 0].strip()
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            USER_FOLDERS[path] = os.getcwd()
+        os.chdir(ours)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def load_reward(path):
@@ -354,7 +369,11 @@ def read_lines(path, needs_answers):
     line cannot be read, and with `needs_answers` if a row has no reference answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-        answers = [json.loads(line)["answer"] for line in lines]
+        rows = [json.loads(line) for line in lines]
+        answers = [row["answer"] for row in rows]
+        if not all(isinstance(row["question"], str) and isinstance(row["row"], dict)
+                   and isinstance(row["answer"], (str, type(None))) for row in rows):
+            raise ValueError("expected texts and a record in each row")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
     if needs_answers and None in answers:

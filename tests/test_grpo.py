@@ -542,7 +542,8 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(group_size=1), "group_size: must be at least 2"),
     (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
-    (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
+    *((dict(data_dir="{damaged}", row=row), r"val_rows.jsonl: .*prepare them again")
+      for row in (dict(answer=5), dict(question=5), dict(row="a"))),
     (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "prompts cannot be mixed; expected one folder"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
@@ -554,7 +555,9 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
         (tmp_path / "damaged").mkdir()
         for path in (made / "prompts").iterdir():
             (tmp_path / "damaged" / path.name).write_bytes(path.read_bytes())
-        (tmp_path / "damaged/val_rows.jsonl").write_text("{}\n")
+        row = dict(question="a", answer=None, row={}) | changes["row"]
+        changes = dict(data_dir=changes["data_dir"])
+        (tmp_path / "damaged/val_rows.jsonl").write_text(json.dumps(row) + "\n")
     shutil.copytree(made / "prompts", tmp_path / "copy")
     places = dict(chats=made / "chats", unheld=tmp_path / "unheld", damaged=tmp_path / "damaged",
                   prompts=made / "prompts", copy=tmp_path / "copy")
@@ -593,6 +596,39 @@ def test_a_reward_that_changes_the_folder_moves_no_file(made, tmp_path, monkeypa
     assert {"ckpt.pt", "train.log", "metrics.jsonl", "config.yaml", "loss.svg"} <= {
         *os.listdir(tmp_path / "out")}
     assert "out_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+def test_a_reward_that_loads_a_judge_changes_no_number(made, tmp_path, monkeypatch):
+    """Its default dtype and device, and the folder, also for a profile."""
+    reward = "def reward(prompt, answer, row):\n    {}\n    return 100.123456 * len(set(answer))\n"
+    for name, line in (("plain", "pass"), ("judge", "torch.set_default_dtype(torch.bfloat16); "
+                                           "torch.set_default_device('meta')")):
+        (tmp_path / f"{name}.py").write_text("import torch\n" + reward.format(line))
+        train(load_config(None, settings(made, tmp_path / name, max_iters=3,
+                                         reward=str(tmp_path / f"{name}.py"))))
+    assert metrics(tmp_path / "plain")[-1]["val_reward"] == metrics(
+        tmp_path / "judge")[-1]["val_reward"]
+    states = [load_checkpoint(str(tmp_path / name / "ckpt.pt"))["model"]
+              for name in ("plain", "judge")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert torch.get_default_dtype() == torch.float32
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away.py").write_text("import os\n" + reward.format(
+        f"os.chdir({str(tmp_path / 'away')!r})"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(json.dumps(settings(made, "out", reward="away.py",
+                                                           profile=1)))
+    assert run_train.main(["--config", "run.yaml"]) == 0
+    assert os.path.exists("out/profile.json.gz") and not os.listdir("away")
+
+
+def test_a_note_of_an_exception_does_not_replace_it(made, tmp_path):
+    (tmp_path / "noted.py").write_text(
+        "def reward(prompt, answer, row):\n    error = ValueError('odd')\n"
+        "    error.__notes__ = ['see the manual']\n    raise error\n")
+    with pytest.raises(UserError, match="noted.py:4: ValueError: odd; the prompt"):
+        train(load_config(None, settings(made, tmp_path / "out",
+                                         reward=str(tmp_path / "noted.py"))))
 
 
 def test_a_reward_that_closes_the_output_ends_the_program_well(monkeypatch):

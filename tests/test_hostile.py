@@ -486,11 +486,12 @@ def test_a_template_is_limited_in_time_and_memory(tmp_path):
     out = subprocess.run([sys.executable, "-c", """if True:
         import json, resource, sys, time
         from data.render import render
+        from train.base.errors import UserError
         for text in json.load(open(sys.argv[1])):
             start = time.monotonic()
             try:
                 print("rendered", render(text, {}))
-            except ValueError as error:
+            except UserError as error:
                 print(error)
             assert time.monotonic() - start < 8, text
             assert render("{{ a }}", dict(a="\\ud800 é")) == "\\ud800 é"

@@ -90,6 +90,13 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
         assert f"space.yaml:{n}: " in lines[n - 1]
 
 
+@pytest.mark.parametrize("limits", ["low: nan, high: 1", "low: 1e-4, high: inf",
+                                    "low: -1e308, high: 1e308", "low: 0, high: 1, step: nan"])
+def test_limits_that_are_not_finite_are_refused(search, capsys, limits):
+    assert search(f"learning_rate: {{{limits}}}\n") == (2, [])
+    assert "space.yaml:1: learning_rate: expected finite numbers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stages", [
     "[{trials: 2, max_iter: 5}]", "[{trials: two}]", "5", "[{trials: 2, narrow: 2}]",
     "[{max_iters: 5}]", "[]", "{trials: 2}", "[{trials: 2, max_iters: -1}]"])

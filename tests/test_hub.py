@@ -1,6 +1,7 @@
 """data/hub.py against a hub on this machine: by huggingface_hub, or one line without it."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ def weights(n_bytes):
     return len(header).to_bytes(8, "little") + header + os.urandom(n_bytes)
 
 
-WEIGHTS = weights(3000)
+WEIGHTS, CONFIG = weights(3000), '{"model_type": "llama"}'
 
 
 @pytest.fixture
@@ -35,9 +36,10 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     folder = tmp_path / "model"
     (folder / "onnx").mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "README.md", "consolidated.safetensors",
-                 "onnx/model.safetensors"):
-        (folder / name).write_text("{}")
+    for name, text in (("config.json", CONFIG), ("tokenizer.json", '{"model": {}}'),
+                       ("README.md", ""), ("consolidated.safetensors", ""),
+                       ("onnx/model.safetensors", "")):
+        (folder / name).write_text(text)
     (folder / "model.safetensors").write_bytes(weights(24_000_000))
     server = FakeHub(**{"some/one": folder})
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -84,16 +86,22 @@ def test_parts_of_earlier_downloads_are_removed(hub):
 @pytest.mark.parametrize("name, content", [
     ("config.json", b"<html>Sign in</html>"), ("config.json", b" " * 2000),
     ("config.json", b'{"model_type": "llama", "hidden'), ("config.json", b"[{}]"),
+    ("config.json", b"{}"), ("config.json", b'{"error": "Not logged in"}'),
+    ("config.json", b"\xef\xbb\xbf" + CONFIG.encode()), ("config.json", CONFIG.encode("utf-16")),
+    ("tokenizer.json", b'{"error": "Not logged in"}'),
+    ("chat_template.jinja", b"<html>Sign in</html>"), ("chat_template.jinja", b"\xff{{ a }}"),
     ("model.safetensors", b"<html>Sign in</html>"), ("model.safetensors", WEIGHTS[:-100])])
 def test_a_wrong_answer_is_not_kept(hub, name, content):
     """With status 200 and all headers of the hub."""
     (hub.repos["some/one"] / "model.safetensors").write_bytes(WEIGHTS)
+    (hub.repos["some/one"] / "chat_template.jinja").write_text("{{ messages }}")
     hub.wrong = {name: content}
     with pytest.raises(DataError, match=f"{name} is not the .* file of a model; it is deleted"):
         local_folder("hf:some/one")
     hub.wrong = {}
     folder = local_folder("hf:some/one")
-    assert open(os.path.join(folder, "config.json")).read() == "{}"
+    assert open(os.path.join(folder, "config.json")).read() == CONFIG
+    assert open(os.path.join(folder, "chat_template.jinja")).read() == "{{ messages }}"
     assert open(os.path.join(folder, "model.safetensors"), "rb").read() == WEIGHTS
 
 
@@ -181,6 +189,20 @@ def test_a_list_of_files_without_end_is_one_line(hub, monkeypatch):
         local_folder("hf:some/one")
 
 
+def test_the_memory_of_a_download_of_weights_is_limited(tmp_path):
+    """A list of files without end has no length that could be refused."""
+    (tmp_path / "huggingface_hub").mkdir()
+    (tmp_path / "huggingface_hub" / "constants.py").write_text("HF_HUB_CACHE = 'cache'")
+    (tmp_path / "huggingface_hub" / "__init__.py").write_text(
+        "def get_token(): pass\n"
+        "def snapshot_download(**arguments):\n    return str(len(bytearray(10 << 30)))\n")
+    request = json.dumps(["snapshot_download", data_hub.MAX_FILE_BYTES, 60, dict(repo_id="a/b")])
+    done = subprocess.run([sys.executable, "-m", "data.hub", request], capture_output=True,
+                          cwd=Path(data_hub.__file__).parents[1], text=True,
+                          env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+    assert (done.returncode, done.stdout[:11]) == (1, "MemoryError"), done.stdout
+
+
 def test_a_page_for_everything_is_one_line(hub, monkeypatch):
     """What a sign-in page answers to each address."""
     def page(request, send=True):
@@ -219,7 +241,7 @@ def test_the_cache_needs_no_network(hub, monkeypatch):
     ("hf:some/bare", None, "has no config.json")])
 def test_what_cannot_be_downloaded_is_one_line(hub, tmp_path, monkeypatch, name, endpoint, message):
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "tokenizer.json").write_text("{}")
+    (tmp_path / "bare" / "tokenizer.json").write_text('{"model": {}}')
     hub.repos["some/bare"] = tmp_path / "bare"
     if endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)

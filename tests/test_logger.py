@@ -112,6 +112,7 @@ def test_compact(n, text):
 
 
 def test_duration():
+    assert duration(-11.0) == "0:00:00"  # a profile goes on after max_iters
     assert [duration(s) for s in (0.4, 59.6, 3725, 2 * 86400 + 10800)] == [
         "0:00:00", "0:01:00", "1:02:05", "2 days, 3:00:00"]
     assert [duration(s) for s in (3599, 86399.4, 86399.6, 86461)] == [

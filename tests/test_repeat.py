@@ -211,6 +211,17 @@ def test_a_change_written_with_other_blanks_is_the_same(go):
                                                          ("planted=2 salt=1", "2 of 2")]
 
 
+@pytest.mark.parametrize("value", ["NaN", "true", '"5.5"', "1e999"])
+def test_a_damaged_result_is_no_crash(go, tmp_path, value):
+    """The number is in metrics.jsonl as well."""
+    _, found = go("--seeds", "2")
+    for path in (tmp_path / "repeat").glob("base,_seed_1_*/result.json"):
+        path.write_text(f'{{"iter": 2, "val_loss": {value}, "seconds": 1}}')
+    code, again = go("--seeds", "2")
+    assert code == 0 and len(go.started) == 2
+    assert again[-1]["runs"] == "2 of 2" and again[-1]["mean"] == found[-1]["mean"]
+
+
 def test_two_at_once_are_refused(go, tmp_path, capsys):
     (tmp_path / "repeat").mkdir()
     with lock_folder(tmp_path / "repeat"):

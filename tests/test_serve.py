@@ -909,7 +909,7 @@ def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
         assert choose_key(ServeOptions(), s) == "b"
         monkeypatch.delenv("IRONGPT_API_KEY")
         assert choose_key(ServeOptions(), s) is None
-        for key in (" ", "a\n", "\udcff"):  # no client can send it
+        for key in ("", " ", "a\n", "\udcff"):  # no client can send it; "$UNSET"
             with pytest.raises(ValueError, match="--api_key: expected printable"):
                 choose_key(ServeOptions(api_key=key), s)
         assert choose_key(ServeOptions(api_key="clé"), s) == "clé"

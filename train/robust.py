@@ -240,7 +240,7 @@ def exit_process(code):
     """Flush stdout and return the exit code `code`; under torchrun exit with it at once. Other
     ranks may not respond then, and PyTorch's threads can hang or abort a normal exit
     (pytorch#190489)."""
-    with contextlib.suppress(ValueError):  # closed, e.g. by a user's reward function
+    with contextlib.suppress(ValueError, AttributeError):  # closed, or None, by a user's function
         sys.stdout.flush()
     if under_torchrun():
         os._exit(code)

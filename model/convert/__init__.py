@@ -31,7 +31,7 @@ from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import command
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, echo
 from train.base.fields import key
 from train.base.files import reporting_full_disk, write_text
 from train.base.sharded_file import is_sharded
@@ -183,15 +183,15 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
     is_unknown = ending[1:2].isalpha() and ending not in FORMATS
-    if is_unknown or os.path.exists(to) and not exists(to):
-        raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
+    if is_unknown or not to.isprintable() or os.path.exists(to) and not exists(to):
+        raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
                               "folder (FOLDER/ if it is named like a file)")
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
         save_checkpoint(to, load_checkpoint(ckpt))
-        print(f"Wrote {to}: the same checkpoint in one file")
+        echo(f"Wrote {to}: the same checkpoint in one file")
         return
     read, written = ({path, os.path.join(path, "model.safetensors")}
                      for path in map(os.path.realpath, (ckpt, to)))
@@ -207,7 +207,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
             source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
             description = FORMATS.get(ending, export_folder)(source, to,
                                                              quantize or save_precision)
-    print(f"Wrote {to}: {description}")
+    echo(f"Wrote {to}: {description}")
 
 
 @dataclass

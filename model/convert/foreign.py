@@ -140,7 +140,8 @@ def read_folder(folder):
             tokenizer = read_hf_tokenizer(folder)
             template = read_template_spec(folder, tokenizer)
         except ValueError as error:
-            echo(f"{error}; continuing without a tokenizer", sys.stderr)
+            echo(f"{error}; continuing without a {'chat template' if tokenizer else 'tokenizer'}",
+                 sys.stderr)
     return make_state(folder, weights, FAMILIES[kind].config_class(**args), tokenizer, template)
 
 

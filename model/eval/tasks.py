@@ -96,7 +96,10 @@ class ExampleReader:
         """Return the list of Examples in the file `path`, of any format of data/records.py. task:
         the index of the task. Raises DataError, with all invalid records, or if there are no
         records."""
-        examples = list(parse_records([find_file(path)], lambda record: self.parse(record, task),
+        path = find_file(path)
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise DataError(f"{path}: expected a file, got a named pipe or a device")
+        examples = list(parse_records([path], lambda record: self.parse(record, task),
                                       hint=""))
         if not examples:
             raise DataError(f"{path}: no rows in it")

@@ -26,8 +26,8 @@ class ServeOptions(LoadOptions):
     host: str = key("127.0.0.1", "address to listen on: this machine only; 0.0.0.0: all "
                     "interfaces, which requires a key", metavar="ADDRESS")
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
-    api_key: str = key("", "key that clients must send (default: IRONGPT_API_KEY in the "
-                       "environment, which other users cannot see)", metavar="KEY")
+    api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
+                              "environment, which others cannot see)", metavar="KEY", text=True)
     allow_host: list[str] = key([], "name under which clients or a reverse proxy address this "
                                 "server (repeatable; *: any)")
     cors: list[str] = key([], "web page that may send requests from a browser, e.g. "
@@ -54,8 +54,10 @@ def choose_key(options, listening):
     """Return the key that clients must send, from the ServeOptions or the environment, or None.
     Raises ValueError if it is invalid, or missing although the socket `listening` can be reached
     from other machines."""
-    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    if api_key and not (api_key.isprintable() and api_key == api_key.strip()):
+    api_key = options.api_key
+    if api_key is None:
+        api_key = os.environ.get(API_KEY_VARIABLE) or None
+    if api_key == "" or api_key and not (api_key.isprintable() and api_key == api_key.strip()):
         raise ValueError("--api_key: expected printable characters, without blanks around them")
     if not (api_key or ipaddress.ip_address(listening.getsockname()[0]).is_loopback):
         raise ValueError(f"--host {options.host} makes this server reachable for others: set "

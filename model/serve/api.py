@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from data.chat_template import parse_messages
 from model.core.generate import SamplingOptions, encode_prompt
 from model.serve.engine import APIError, Job
+from train.base.errors import UserError
 from train.base.fields import TYPES, base_type, key, parse_value
 
 # Options that change the answer but are not implemented, and the accepted neutral value.
@@ -165,7 +166,7 @@ def encode_messages(body, engine, template, max_new_tokens):
             max_new_tokens = engine.max_tokens
         max_tokens = max(size - max_new_tokens, size // 2)
         return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         raise APIError(400, "messages: " + str(error).removeprefix("messages: "),
                        "messages") from None
 

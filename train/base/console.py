@@ -82,4 +82,4 @@ def compact(n):
 
 def duration(seconds):
     """Return seconds as text: 1:02:05 or 2 days, 3:00:00."""
-    return str(timedelta(seconds=round(min(seconds, 1e13))))  # the limit of a timedelta
+    return str(timedelta(seconds=round(max(0.0, min(seconds, 1e13)))))  # the limit of a timedelta

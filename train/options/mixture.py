@@ -166,7 +166,7 @@ def mix(data, weights):
     one folder lacks is None. Raises DataError if the folders cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len({*map(os.path.realpath, data)}) < len(data):
-        raise DataError(f"data_dir: {', '.join(data)}: one of them is a link to another")
+        raise DataError(f"data_dir: {', '.join(data)}: one folder is there twice")
     if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
                         "folder, e.g. val_loss_web: expected different names")

@@ -67,7 +67,7 @@ class ChildRun:
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         seconds = [60 * x for x, _ in curve(records, "iter", "time")]
         seconds += [x for r in records if (x := to_number(r.get("seconds"))) is not None]
-        values = [to_number(r[metric]) for r in records if metric in r] or [None]
+        values = [x for r in records if (x := to_number(r.get(metric))) is not None] or [None]
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
         self.seconds = seconds[-1] if seconds else 0.0

@@ -94,6 +94,8 @@ def read_dimension(name, raw, known):
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
     limits = {k: kind(v) for k, v in raw.items() if k != "log"}
+    if not all(abs(v) < 1e300 for v in limits.values()):
+        raise ValueError(f"expected finite numbers, got {raw}")
     log = convert(raw.get("log", "false"), to_bool, "true or false for log")
     return kinds[kind](log=log, **limits)
 
@@ -206,7 +208,8 @@ def database_errors(out, others=()):
         # An OperationalError is a full disk or a lock, and the file is intact.
         hint = ("" if isinstance(error, sqlalchemy.exc.OperationalError) else
                 "; move it away to begin the search again")
-        raise UserError(f"{path}: {getattr(error, 'orig', error)}{hint}") from None
+        reason = str(getattr(error, "orig", error)) or type(error).__name__
+        raise UserError(f"{path}: {reason}{hint}") from None
 
 
 def finished_trials(study):
