@@ -279,6 +279,12 @@ def open_chat_format(source):
 # -----------------------------------------------------------------------------
 # text and ids
 
+def split_at(texts, text):
+    """Return the parts of `text` between any of a tuple of literal texts, and these: part, text,
+    part, ..."""
+    return re.split(f"({match_any(texts).pattern})", text)
+
+
 @functools.lru_cache(16)
 def match_any(texts):
     """Return a compiled pattern that matches any of a tuple of literal texts, the longest first; of
@@ -293,8 +299,9 @@ def mark_special(text, tokenizer):
     A character that would be the first of a special token if a template deleted some that follow is
     replaced by its stand-in, so that this makes no special token (SmolLM3's deletes /think).
     """
-    special = tokenizer.special if tokenizer else {}
     text = text.translate(WITHOUT_MARKS)
+    possible = {*text}.issuperset
+    special = tuple(filter(possible, tokenizer.special if tokenizer else ()))
     limits = {}  # {first character: the index below which the others follow}
     for name in special:
         index = len(text)
@@ -302,12 +309,19 @@ def mark_special(text, tokenizer):
             index = text.rfind(char, 0, max(index, 0))
         limits[name[0]] = max(index, limits.get(name[0], 0))
 
-    def replace(match):
-        if match[0] in special:
-            return OPEN_MARK + match[0] + CLOSE_MARK
-        hide = match.start() < limits[match[0]]
-        return STAND_INS.get(match[0], match[0]) if hide else match[0]
-    return match_any((*special, *limits)).sub(replace, text)
+    marked = []
+    start = 0
+    for n, part in enumerate(split_at(special, text)):
+        end = start + len(part)
+        if n % 2:
+            part = OPEN_MARK + part + CLOSE_MARK
+        else:
+            for char, limit in limits.items():
+                i = max(limit - start, 0)
+                part = part[:i].replace(char, STAND_INS.get(char, char)) + part[i:]
+        marked.append(part)
+        start = end
+    return "".join(marked)
 
 
 def special_ids(ids, tokenizer):
@@ -361,8 +375,7 @@ def encode_marked(text, tokenizer):
         if n % 2 or part.translate(PLAIN) == part:
             pieces.append((part, tokenizer.encode if n % 2 else tokenizer.encode_special))
             continue
-        special = match_any(tuple(tokenizer.special)).pattern
-        for m, piece in enumerate(re.split(f"({special})", part)):
+        for m, piece in enumerate(split_at(tuple(tokenizer.special), part)):
             encode = tokenizer.encode_special if m % 2 else tokenizer.encode
             pieces.append((piece.translate(PLAIN), encode))
     (first, encode), *others = pieces
