@@ -113,7 +113,7 @@ def state_memory(config, model, world_size):
     trained = sum(sizes.values())
     state = 2 * trained  # AdamW's moments; Muon has a momentum instead
     if config.optimizer == "muon":
-        state -= sum(n for name, n in sizes.items() if name in muon_parameters(model))
+        state -= sum(sizes.get(name, 0) for name in muon_parameters(model))
     state += trained if config.ema else 0
     grad_copies = 2 if shards == 1 < world_size else 1  # the second one is in DDP's buckets
     return {"weights": sum(p.nbytes for p in model.parameters()) / shards,
