@@ -169,8 +169,9 @@ class Attention(nn.Module):
         if self.rope_index >= 0:  # a score then depends on the distance of two tokens only
             qk = ops.apply_rope(qk, ropes[self.rope_index])
         q, k = qk.split((c.n_head, c.n_kv_head), dim=2)  # (B, T, H, D), (B, T, G, D)
-        if c.score_scale != 1:
-            q = q * c.score_scale
+        if c.key_offset:  # a query then finds what followed an earlier token like its own
+            k = ops.offset_keys(k, mask, cache and cache.swap_last_key(self.layer, k[:, -1:]))
+        q = q * c.score_scale if c.score_scale != 1 else q
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or G, T, D)
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
@@ -315,8 +316,7 @@ class GPT(nn.Module):
         if cache is not None:
             positions, previous = cache.start(idx)  # (1 or B, T), (B, T)
         x = self.wte(idx)  # (B, T, C), embeddings of tokens, positions and previous tokens
-        if c.embed_scale != 1:
-            x = x * c.embed_scale
+        x = x * c.embed_scale if c.embed_scale != 1 else x
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
         if self.wte_prev is not None:  # -1: the first token of a text

@@ -41,7 +41,7 @@ LLAMA = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_hid
 OPTIONS = dict(
     norm=("rms", "layer"), pos=("rope", "learned"), mlp=("swiglu", "gelu", "relu2"),
     n_kv_head=(4, 2, 1), bias=(False, True), tie_weights=(True, False), qk_norm=(False, True),
-    prev_embedding=(False, True), dropout=(0.0, 0.1))
+    prev_embedding=(False, True), key_offset=(False, True), dropout=(0.0, 0.1))
 
 
 def pairwise(options):
@@ -402,6 +402,10 @@ def reference(model, idx):
             for i in range(c.n_head):
                 g, q = i * c.n_kv_head // c.n_head, head(y[t], f"{n}.attn.q", i, t)
                 k, v = ([head(y[s], f"{n}.attn.{p}", g, s) for s in range(t + 1)] for p in "kv")
+                if c.key_offset:  # the second and fourth quarter of the key before
+                    before = [torch.zeros_like(k[0]), *k]
+                    k = [torch.cat([(a, b)[i % 2] for i, (a, b) in enumerate(zip(
+                        a.chunk(4), b.chunk(4)))]) for a, b in zip(k, before)]
                 p = torch.softmax(torch.stack(k) @ q / c.head_dim ** 0.5, 0)
                 heads.append(p @ torch.stack(v))
             out.append(torch.cat(heads))
@@ -418,7 +422,8 @@ def reference(model, idx):
     dict(norm_eps=0.3, rope_theta=7.0), dict(n_kv_head=2, qk_norm=True, norm_eps=0.1),
     dict(norm="layer", norm_eps=0.2, pos="learned", bias=True, mlp="gelu", tie_weights=False),
     dict(norm="layer", mlp="gelu_exact", n_kv_head=1, bias=True, vocab_size=128),
-    dict(mlp="relu2", prev_embedding=True, bias=True, n_head=2)], ids=str)
+    dict(mlp="relu2", prev_embedding=True, bias=True, n_head=2),
+    dict(key_offset=True, n_kv_head=2), dict(key_offset=True, pos="learned")], ids=str)
 def test_logits_are_those_of_the_textbook(shape):
     model = randomise(tiny(n_hidden=40, **shape)).eval()
     idx = tokens(1, 6)

@@ -140,7 +140,8 @@ def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # answers
 
-@pytest.mark.parametrize("shape", [dict(), dict(pos="learned", prev_embedding=True)])
+@pytest.mark.parametrize("shape", [dict(), dict(pos="learned", prev_embedding=True),
+                                   dict(key_offset=True, n_kv_head=1)])
 def test_rows_of_unequal_lengths_are_written_as_each_alone(shape):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=60, block_size=40, **shape))
@@ -259,7 +260,8 @@ def test_a_group_is_flat_if_its_rewards_are_equal(rewards, is_flat):
     assert sums["flat"] == is_flat and bool(batch[1].any()) != is_flat
 
 
-@pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True)])
+@pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True),
+                                   dict(key_offset=True)])
 def test_answers_in_one_row_are_what_each_is_alone(shape):
     """Of unequal lengths, some of them equal, more than one row holds, to a prompt of one token
     too; equal ones are learned once."""

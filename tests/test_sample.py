@@ -220,6 +220,7 @@ def test_what_does_not_fit_in_the_context_is_refused():
 # --- rows that come and go
 
 @pytest.mark.parametrize("options", [{}, dict(prev_embedding=True, n_kv_head=1),
+                                     dict(key_offset=True, window=5, layer_types="FW"),
                                      dict(pos="learned", norm="layer", mlp="gelu", bias=True)],
                          ids=str)
 @torch.no_grad()

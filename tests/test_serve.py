@@ -188,7 +188,8 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
 
 
 @pytest.mark.parametrize("changes", [dict(pos="learned", norm="layer", mlp="gelu", bias=True),
-                                     dict(prev_embedding=True, n_kv_head=1, tie_weights=False)])
+                                     dict(prev_embedding=True, n_kv_head=1, tie_weights=False),
+                                     dict(key_offset=True, n_kv_head=1)])
 def test_other_shapes_of_model(changes):
     model = small(**changes)
     with serving(model, slots=2) as server, ThreadPoolExecutor(4) as pool:

@@ -190,6 +190,7 @@ class GPTKeys:
     tie_weights: bool = key(True, "share the token embedding with the output layer")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the previous token (bigram features)")
+    key_offset: bool = key(False, "half of each key is that of the previous token (induction)")
     # Options of imported models (Llama 3, Qwen, Mistral, Gemma 3, ...), inherited with the weights.
     head_dim: int | None = key(None, "width of an attention head (default: n_embd / n_head)", ge=1)
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
@@ -242,6 +243,8 @@ class GPTKeys:
                 self.head_dim or self.n_embd % self.n_head == 0,
             f"n_embd / n_head or head_dim ({head_dim}) must be even for pos: rope":
                 self.pos != "rope" or head_dim % 2 == 0 or self.n_embd % self.n_head > 0,
+            f"n_embd / n_head or head_dim ({head_dim}) must be a multiple of 4 for key_offset":
+                not self.key_offset or head_dim % 4 == 0 or self.n_embd % self.n_head > 0,
             f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w":
                 re.fullmatch("[FWfw]+", self.layer_types),
             "window: missing; layer_types W and w need it":

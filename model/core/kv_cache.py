@@ -27,7 +27,9 @@ class KVCache:
         """config: a GPTConfig. rows: number of texts (B). dtype: of keys and values. size: tokens
         per row, if fewer than block_size are needed."""
         c = self.config = config
-        shape = (c.n_layer, 2, rows, c.n_kv_head, size or c.block_size, c.head_dim)
+        # With key_offset, a place for what the next token needs of the last key.
+        slots = (size or c.block_size) + c.key_offset
+        shape = (c.n_layer, 2, rows, c.n_kv_head, slots, c.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
         # Tokens per row: on the host, for decisions without a synchronisation, and on the device,
         # for positions without a transfer.
@@ -99,6 +101,19 @@ class KVCache:
         self.device_lengths += T
         self.last_token.copy_(idx[:, -1:])
         return positions, previous
+
+    def swap_last_key(self, layer, k):
+        """Store the key k (B, 1, G, D) of the last of the tokens that start() appended, behind
+        their places, before the offset of ops.offset_keys; return what was stored behind the token
+        before them, zeros at the beginning of a text."""
+        keys = self.kv[layer, 0]  # (B, G, slots, D)
+        if self.same_length:
+            before = keys[:, :, self.slots.start] * (self.slots.start > 0)  # (B, G, D)
+            keys[:, :, self.slots.stop] = k[:, 0]
+        else:
+            before = keys[self.row_numbers, :, self.slots] * (self.slots > 0)[:, None, None]
+            keys[self.row_numbers, :, self.slots + 1] = k[:, 0].to(keys.dtype)
+        return before[:, None].to(k.dtype)
 
     def update(self, layer, k, v):
         """Store k, v (B, G, T, D) of the T tokens that start() appended, for the layer with index

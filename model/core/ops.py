@@ -284,6 +284,27 @@ def apply_rope(x, rope):
 # -----------------------------------------------------------------------------
 # attention
 
+def offset_keys(k, mask=None, before=None):
+    """Return keys k (B, T, G, D) with the second and the fourth quarter of the channels, those that
+    rotary positions rotate slowly, of the token before; zeros for a first token. mask (B or 1, 1, T
+    or 1, T): the token before is the latest earlier one that a query sees. before (B, 1, G, D):
+    keys of the token before these.
+
+    From modded-nanogpt's "partial key offset", there with half of the channels not rotated.
+    """
+    quarters = k.unflatten(-1, (2, 2, -1))  # (B, T, G, 2, 2, D / 4)
+    before = torch.zeros_like(k[:, :1]) if before is None else before
+    moved = torch.cat((before, k), dim=1).unflatten(-1, (2, 2, -1))[..., 1, :]  # (B, T + 1, ...)
+    if mask is None:
+        moved = moved[:, :-1]
+    else:
+        B, T = k.shape[:2]
+        earlier = mask[:, 0].expand(-1, T, -1).tril(-1)  # (B or 1, T, T)
+        index = (earlier * torch.arange(1, T + 1, device=k.device)).amax(-1).expand(B, -1)
+        moved = moved[torch.arange(B, device=k.device)[:, None], index]  # 0: no earlier one
+    return torch.stack((quarters[..., 0, :], moved), dim=-2).flatten(-3)
+
+
 def attend(q, k, v, dropout=0.0, mask=None):
     """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
     G, S, D). mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key."""

@@ -20,7 +20,8 @@ def compile_decoder(model):
     The linear layers of `model` are replaced in place. Raises ValueError for models other than a
     plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
-    is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
+    is_plain = not model.config.key_offset and all(
+        block.compiles_decoding and not block.attn.window for block in model.h)
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "

@@ -113,7 +113,7 @@ def to_bool(raw):
 
 
 def to_int(raw):
-    if isinstance(raw, (bool, float)) or abs(int(raw)) >= 2**63:
+    if isinstance(raw, (bool, float)) or abs(int(raw)) >= 10**100:
         raise ValueError
     return int(raw)
 
