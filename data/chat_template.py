@@ -36,10 +36,7 @@ DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
 OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; private-use characters
-# {character: another one, which takes its place where it could begin a special token}
-STAND_INS = {chr(n): chr(0x10f000 + n) for n in range(0x1000 - 2)}
-PLAIN = {ord(stand_in): char for char, stand_in in STAND_INS.items()}
-WITHOUT_MARKS = dict.fromkeys([ord(OPEN_MARK), ord(CLOSE_MARK), *PLAIN])
+WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
 MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
                     f"|[{OPEN_MARK}{CLOSE_MARK}]")
 
@@ -126,12 +123,13 @@ class ChatTemplate:
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.translate(WITHOUT_MARKS).strip() else "")
                          for role, content in messages)
-        words = {name: harmless_word(value, tokenizer) for name, value in (variables or {}).items()}
-        allowed = template_special_ids(self, harmless, add_prompt, tokenizer, json.dumps(words))
-        if (found := special_ids(ids, tokenizer)) != allowed:
-            surplus = [*(Counter(found) - Counter(allowed)), *allowed][0]
+        words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
+                 for name, value in (variables or {}).items()}
+        surplus = count_special(ids, tokenizer) - count_template_special(
+            self, harmless, add_prompt, tokenizer, json.dumps(words))
+        if surplus:
             raise DataError("its chat template makes the special token "
-                            f"{tokenizer.decode([surplus])} of the text of a message")
+                            f"{tokenizer.decode([*surplus][:1])} of the text of a message")
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
@@ -279,12 +277,6 @@ def open_chat_format(source):
 # -----------------------------------------------------------------------------
 # text and ids
 
-def split_at(texts, text):
-    """Return the parts of `text` between any of a tuple of literal texts, and these: part, text,
-    part, ..."""
-    return re.split(f"({match_any(texts).pattern})", text)
-
-
 @functools.lru_cache(16)
 def match_any(texts):
     """Return a compiled pattern that matches any of a tuple of literal texts, the longest first; of
@@ -294,65 +286,31 @@ def match_any(texts):
 
 def mark_special(text, tokenizer):
     """Return a message's text with the tokenizer's special tokens enclosed in marks, and without
-    other marks. tokenizer: `None` if it is not known, for a text without marks.
+    other marks. tokenizer: `None` if it is not known, for a text without marks."""
+    pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
+    return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
-    A character that would be the first of a special token if a template deleted some that follow is
-    replaced by its stand-in, so that this makes no special token (SmolLM3's deletes /think).
+
+def count_special(ids, tokenizer):
+    """Return a Counter {id: number of times} of the tokenizer's special tokens in the list `ids`.
     """
-    text = text.translate(WITHOUT_MARKS)
-    possible = {*text}.issuperset
-    special = tuple(filter(possible, tokenizer.special if tokenizer else ()))
-    limits = {}  # {first character: the index below which the others follow}
-    for name in special:
-        index = len(text)
-        for char in reversed(name[1:]):
-            index = text.rfind(char, 0, max(index, 0))
-        limits[name[0]] = max(index, limits.get(name[0], 0))
-
-    marked = []
-    start = 0
-    for n, part in enumerate(split_at(special, text)):
-        end = start + len(part)
-        if n % 2:
-            part = OPEN_MARK + part + CLOSE_MARK
-        else:
-            for char, limit in limits.items():
-                i = max(limit - start, 0)
-                part = part[:i].replace(char, STAND_INS.get(char, char)) + part[i:]
-        marked.append(part)
-        start = end
-    return "".join(marked)
-
-
-def special_ids(ids, tokenizer):
-    """Return a list of the ids of the tokenizer's special tokens in the list `ids`, in order."""
     special = {*tokenizer.special.values()}
-    return [i for i in ids if i in special]
+    return Counter(i for i in ids if i in special)
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
-def template_special_ids(template, messages, add_prompt, tokenizer, variables):
-    """Return a list of the ids of the special tokens that `template` writes by itself around
-    `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
+def count_template_special(template, messages, add_prompt, tokenizer, variables):
+    """Return a Counter {id: number of times} of the special tokens that `template` writes by itself
+    around `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
     template, as JSON: a cache key."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
-    return special_ids(encode_marked(text, tokenizer), tokenizer)
-
-
-def harmless_word(value, tokenizer):
-    """Return the value of a variable without what could become a special token: of a text only
-    letters, digits and _, and "x" if they are a part of one."""
-    if not isinstance(value, str):
-        return value
-    word = re.sub(r"\W", "", value)
-    return "x" if any(word in special for special in tokenizer.special) else word
+    return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
     """Return `text` without white space, backslashes and the marks of special tokens, which
     templates may change: to compare a message with its rendered text."""
-    text = text.translate(PLAIN).translate(WITHOUT_MARKS)
-    return "".join(text.replace("\\", "").split())
+    return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):
@@ -367,21 +325,12 @@ def encode_marked(text, tokenizer):
         separable = with_newline[:len(newline)] == newline
         return with_newline[len(newline):] if separable else encode(part)
 
-    parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
-    if not {*parts[1::2]} <= tokenizer.special.keys():
+    first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
+    if not {*parts[::2]} <= tokenizer.special.keys():
         raise DataError("its chat template changes a special token in the text of a message")
-    pieces = []  # (text, its encoding)
+    ids = tokenizer.encode_special(first)
     for n, part in enumerate(parts):
-        if n % 2 or part.translate(PLAIN) == part:
-            pieces.append((part, tokenizer.encode if n % 2 else tokenizer.encode_special))
-            continue
-        for m, piece in enumerate(split_at(tuple(tokenizer.special), part)):
-            encode = tokenizer.encode_special if m % 2 else tokenizer.encode
-            pieces.append((piece.translate(PLAIN), encode))
-    (first, encode), *others = pieces
-    ids = encode(first)
-    for piece, encode in others:
-        ids += encode_part(piece, encode)
+        ids += encode_part(part, tokenizer.encode_special if n % 2 else tokenizer.encode)
     if max(ids, default=0) >= tokenizer.n_vocab:
         raise DataError(f"its chat template uses token {max(ids)}, the model knows "
                         f"{tokenizer.n_vocab}")

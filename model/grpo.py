@@ -309,10 +309,11 @@ USER_FOLDERS = {}  # {file of a user: its working directory}
 def user_code(path, context=""):
     """Context manager that raises the errors of the user's file at `path` as UserError, with the
     line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed.
-    The file has a working directory of its own. Afterwards the default dtype and device, which code
-    that loads a judge may set, are PyTorch's."""
-    ours = os.getcwd()
-    with contextlib.suppress(OSError):  # it was deleted
+    The file has a working directory of its own. What code that loads a judge may set is restored:
+    gradients, and PyTorch's default dtype and device."""
+    ours, grad = "", torch.is_grad_enabled()
+    with contextlib.suppress(OSError):  # a folder was deleted
+        ours = os.getcwd()
         os.chdir(USER_FOLDERS.get(path, ours))
     try:
         yield
@@ -329,7 +330,9 @@ def user_code(path, context=""):
     finally:
         with contextlib.suppress(OSError):
             USER_FOLDERS[path] = os.getcwd()
-        os.chdir(ours)
+        with contextlib.suppress(OSError):
+            os.chdir(ours)
+        torch.set_grad_enabled(grad)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
 

@@ -15,14 +15,7 @@ from processes import python
 from runs import Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data.chat_template import (
-    CLOSE_MARK,
-    OPEN_MARK,
-    STAND_INS,
-    ChatTemplate,
-    mark_special,
-    parse_content,
-)
+from data.chat_template import ChatTemplate, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.prepare import samples
@@ -164,33 +157,6 @@ def test_typed_end_token_stays_text():
 
 
 @pytest.mark.skipif(not (SHARED / "tiktoken_cache").exists(), reason="no copy of GPT-2's ranks")
-def test_what_could_begin_a_special_token_is_hidden():
-    """Beside the definition: a character whose followers, some of them deleted, are the rest."""
-    special = {"<ab>": 1, "[ba]": 2, "<": 3}
-    tokenizer = types.SimpleNamespace(special=special)
-
-    def follow(rest, name):
-        rest = iter(rest)
-        return all(char in rest for char in name)
-
-    def mark(text):
-        out, i = "", 0
-        while i < len(text):
-            name = next((n for n in sorted(special, key=len)[::-1] if text.startswith(n, i)), "")
-            hidden = any(n[0] == text[i] and follow(text[i + 1:], n[1:]) for n in special)
-            out += (OPEN_MARK + name + CLOSE_MARK if name else
-                    STAND_INS[text[i]] if hidden else text[i])
-            i += len(name) or 1
-        return out
-    rng = random.Random(0)
-    for names in (("<ab>", "[ba]"), ("<ab>", "[ba]", "<")):
-        tokenizer.special = special = dict.fromkeys(names)
-        for _ in range(1000):
-            text = "".join(rng.choices("<>ab[]x", k=rng.randrange(14)))
-            assert mark_special(text, tokenizer) == mark(text), text
-    assert mark_special("<|a", None) == "<|a"
-
-
 def test_whole_and_parts_tokenise_alike(monkeypatch):
     """Stripped contents, as --field and the formats give them, never join with the template."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))

@@ -605,7 +605,8 @@ def test_a_reward_that_loads_a_judge_changes_no_number(made, tmp_path, monkeypat
     reward = "def reward(prompt, answer, row):\n    {}\n    return 100.123456 * len(set(answer))\n"
     for name, line in (("plain", "pass"), ("judge", "torch.set_default_dtype(torch.bfloat16); "
                                            "torch.set_default_device('meta')")):
-        (tmp_path / f"{name}.py").write_text("import torch\n" + reward.format(line))
+        grad = "torch.set_grad_enabled(False)\n" if name == "judge" else ""
+        (tmp_path / f"{name}.py").write_text("import torch\n" + grad + reward.format(line))
         train(load_config(None, settings(made, tmp_path / name, max_iters=3,
                                          reward=str(tmp_path / f"{name}.py"))))
     assert metrics(tmp_path / "plain")[-1]["val_reward"] == metrics(

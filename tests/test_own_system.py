@@ -141,6 +141,14 @@ def with_a_spare_layer(settings):
         def __init__(self, *args):
             super().__init__(*args)
             self.spare = torch.nn.Linear(2, 2)
+            self.calls = 0
+
+        def forward(self, *batch):
+            loss, sums = super().forward(*batch)
+            self.calls += settings["gradient_accumulation_steps"] > 1
+            if self.calls % 2:  # the first of two micro-batches
+                loss = loss + self.spare(torch.ones(2)).sum()
+            return loss, sums
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "build_model", lambda config, data: Spare(config, data.spec))
         try:
@@ -157,6 +165,10 @@ def test_a_layer_that_the_loss_does_not_need_is_named(rows, tmp_path):
         assert message.startswith("no gradient for spare.weight, spare.bias: with several ranks")
         assert "--lr_groups '{spare.weight: 0}'" in message
     assert load_checkpoint(str(tmp_path / "two" / "ckpt.pt"))["iter_num"] == 0
+    first = options(rows, tmp_path / "first", gradient_accumulation_steps=4, batch_size=3,
+                    eval_interval=0)
+    for message in in_ranks(2, with_a_spare_layer, first):
+        assert message.startswith("no gradient for spare.weight, spare.bias: with several ranks")
     assert with_a_spare_layer(options(rows, tmp_path / "one", max_iters=2)) is None
     resumed = in_ranks(4, with_a_spare_layer, options(rows, tmp_path / "one"))
     assert [m.startswith("no gradient for spare.weight") for m in resumed] == [True] * 4

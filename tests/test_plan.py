@@ -215,6 +215,10 @@ def test_a_plan_is_printed_and_nothing_is_written(data_dir, tmp_path, capsys):
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if line[:1].isalpha()}
     assert {"ddp", "fsdp", "hsdp"} < rows.keys() and rows["ddp"][6].endswith("%")
     assert not (tmp_path / "out").exists()
+    assert run_train.main([*argv, "--lr_groups={h: 0}"]) == 0  # gradients of the embedding only
+    [frozen] = [line.split() for line in capsys.readouterr().out.splitlines()
+                if line.startswith("ddp")]
+    assert float(frozen[3]) < float(rows["ddp"][3])
     assert run_train.main([*argv, "--nodes=3"]) == 2
     assert "8 GPUs cannot be divided among 3 nodes" in capsys.readouterr().err
     assert run_train.main([*argv, "--world_size=6", "--gpu=h1000"]) == 2

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
@@ -340,14 +341,19 @@ class Run:
             tensor.copy_(state[name])
 
     def require_gradients(self, *_):
-        """Raise SetupError if a trained parameter has no gradient: DDP would not average all of the
-        others, and fail in the next forward pass. A hook of the optimizer, before each step."""
-        if names := [name for name, p in self.raw_model.named_parameters()
-                     if p.requires_grad and p.grad is None]:
+        """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
+        has not averaged all of the others then, and would fail in the next forward pass. A hook of
+        the optimizer, before each step."""
+        try:
+            self.model._check_reducer_finalized()
+        except RuntimeError as error:
+            trained = [name for name, p in self.raw_model.named_parameters() if p.requires_grad]
+            found = re.search(r"not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [trained[int(i)] for i in found[1].split()] if found else trained
             raise SetupError(
-                f"no gradient for {', '.join(names[:4])}: with several ranks (DDP) the loss must "
-                "depend on each trained parameter. Use it in forward, or freeze it: "
-                f"--lr_groups '{{{names[0]}: 0}}'")
+                f"no gradient for {', '.join(names[:4])}: with several ranks (DDP) the loss of the "
+                "last micro-batch must depend on each trained parameter. Use it in forward, or "
+                f"freeze it: --lr_groups '{{{names[0]}: 0}}'") from None
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step: at an interval, before step 0 if

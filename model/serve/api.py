@@ -12,7 +12,7 @@ from train.base.errors import UserError
 from train.base.fields import TYPES, base_type, key, parse_value
 
 # Options that change the answer but are not implemented, and the accepted neutral value.
-UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, tools=[], functions=[],
+UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, functions=[],
                            presence_penalty=0, frequency_penalty=0, repetition_penalty=1,
                            repeat_penalty=1, mirostat=0, logprobs=False, top_logprobs=0,
                            response_format={"type": "text"}, format="", reasoning_effort=None,
@@ -82,8 +82,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 def parse_options(body):
     """Return the RequestOptions in `body`, the dict of a request, which is changed in place. Raises
     APIError for invalid and unsupported options."""
-    if body.get("tool_choice") in (None, "auto", "none"):  # an answer without a call is allowed
-        body.pop("tools", None)
+    if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
+        raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
         value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
         if value not in (None, "", neutral) or isinstance(neutral, bool) and type(value) is int:

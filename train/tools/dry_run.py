@@ -56,7 +56,10 @@ def estimate(config):
         dtype, reason = choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
         if config.world_size:
-            return log_table(log, config, data, empty_model, build_empty(), flops)
+            probe = build_empty()
+            for model in (empty_model, probe):  # lr_groups may freeze
+                build_optimizer(model, config, log=lambda text: None)
+            return log_table(log, config, data, empty_model, probe, flops)
         compiled = should_compile(config, flops, ranks)
         precision = f"{reason}; compile {ON_OFF[compiled]}"
         device = describe_device(ranks.device)

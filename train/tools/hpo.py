@@ -58,7 +58,7 @@ def read_space(path, config):
     for name, (value, at) in settings.items():
         try:
             space[name] = read_dimension(name, value, known)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             problems.append(f"{at}: {name}: {error}")
     try:
         stages = [read_stage(**stage) for stage in raw_stages or [{}]]
@@ -93,8 +93,9 @@ def read_dimension(name, raw, known):
     if kind not in kinds or not is_range:
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
-    limits = {k: kind(v) for k, v in raw.items() if k != "log"}
-    if not all(abs(v) < 1e300 for v in limits.values()):
+    limits = {k: kind(v) if k == "step" else parse_value(known[name], v)
+              for k, v in raw.items() if k != "log"}
+    if not all(v is not None and abs(v) < 1e300 for v in limits.values()):
         raise ValueError(f"expected finite numbers, got {raw}")
     log = convert(raw.get("log", "false"), to_bool, "true or false for log")
     return kinds[kind](log=log, **limits)
