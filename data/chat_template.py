@@ -62,14 +62,13 @@ def parse_messages(value, name):
 def parse_content(content):
     """Return the text of a message's content: a string, or OpenAI's list of {"text": string} parts,
     which are joined. Raises ValueError for any other value."""
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise ValueError(f"expected text, got {part!r:.80}")
+    texts = [content]
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"expected text, got {content!r:.80}")
-    return content
+        texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"expected text, got {text!r:.80}")
+    return "".join(texts)
 
 
 # -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                 "chat_template.jinja", "model.safetensors.index.json"]
 WEIGHT_FILES = ["model*.safetensors"]
-# What a file of these contains: keys, or a text.
+# What must be in these files: a key, or a text.
 CONTENT = {"config.json": "model_type", "tokenizer.json": "model",
            "model.safetensors.index.json": "weight_map", "chat_template.jinja": "{{"}
 MAX_JSON_BYTES = 1 << 27

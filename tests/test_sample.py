@@ -304,6 +304,8 @@ def test_compiled_tokens_are_the_plain_ones(shape):
 
 
 def test_only_plain_blocks_can_be_compiled():
+    with pytest.raises(ValueError, match="without key_offset; remove the option"):
+        compile_decoder(small(key_offset=True))
     model = small()
     model.h[1].__class__ = RoutedBlock
     with pytest.raises(ValueError, match="--compile: expected a plain GPT"):

@@ -344,7 +344,7 @@ class Run:
         """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
         has not averaged all of the others then, and would fail in the next forward pass. A hook of
         the optimizer, before each step."""
-        try:
+        try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
             trained = [name for name, p in self.raw_model.named_parameters() if p.requires_grad]

@@ -292,9 +292,11 @@ def offset_keys(k, mask=None, before=None):
 
     From modded-nanogpt's "partial key offset", there with half of the channels not rotated.
     """
-    quarters = k.unflatten(-1, (2, 2, -1))  # (B, T, G, 2, 2, D / 4)
-    before = torch.zeros_like(k[:, :1]) if before is None else before
-    moved = torch.cat((before, k), dim=1).unflatten(-1, (2, 2, -1))[..., 1, :]  # (B, T + 1, ...)
+    def quarters(x):
+        return x.unflatten(-1, (2, 2, -1)).unbind(-2)  # first and third, second and fourth
+    own, moved = quarters(k)  # (B, T, G, 2, D / 4) each
+    first = torch.zeros_like(moved[:, :1]) if before is None else quarters(before)[1]
+    moved = torch.cat((first, moved), dim=1)  # (B, T + 1, ...)
     if mask is None:
         moved = moved[:, :-1]
     else:
@@ -302,7 +304,7 @@ def offset_keys(k, mask=None, before=None):
         earlier = mask[:, 0].expand(-1, T, -1).tril(-1)  # (B or 1, T, T)
         index = (earlier * torch.arange(1, T + 1, device=k.device)).amax(-1).expand(B, -1)
         moved = moved[torch.arange(B, device=k.device)[:, None], index]  # 0: no earlier one
-    return torch.stack((quarters[..., 0, :], moved), dim=-2).flatten(-3)
+    return torch.stack((own, moved), dim=-2).flatten(-3)
 
 
 def attend(q, k, v, dropout=0.0, mask=None):

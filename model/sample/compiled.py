@@ -24,8 +24,8 @@ def compile_decoder(model):
         block.compiles_decoding and not block.attn.window for block in model.h)
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
-        raise ValueError("--compile: expected a plain GPT with full attention and the same "
-                         "positions in every layer; remove the option")
+        raise ValueError("--compile: expected a plain GPT with full attention, the same positions "
+                         "in every layer and without key_offset; remove the option")
     decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
     with torch.no_grad():
         decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
