@@ -20,12 +20,11 @@ def compile_decoder(model):
     The linear layers of `model` are replaced in place. Raises ValueError for models other than a
     plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
-    is_plain = not model.config.key_offset and all(
-        block.compiles_decoding and not block.attn.window for block in model.h)
+    is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
-        raise ValueError("--compile: expected a plain GPT with full attention, the same positions "
-                         "in every layer and without key_offset; remove the option")
+        raise ValueError("--compile: expected a plain GPT with full attention and the same "
+                         "positions in every layer; remove the option")
     decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
     with torch.no_grad():
         decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
@@ -71,7 +70,8 @@ def next_logits(model, idx, kv, positions, previous):
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
-    kv.index_copy_(4, cache.slot, torch.stack(cache.new))
+    new = torch.stack(cache.new)
+    kv.index_copy_(4, cache.slot + torch.arange(new.size(4), device=kv.device), new)
     return logits
 
 
@@ -82,6 +82,7 @@ class SingleTokenCache:
     (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
     true for the slots to see; start: result of start(idx). The new keys and values are merged when
     the cache is read, and kept in `new`; a write would make the compiled region copy the cache.
+    With key_offset, `new` also has what swap_last_key() stores, for the slot behind the token.
     """
 
     def __init__(self, kv, slot, mask, start=None):
@@ -89,13 +90,21 @@ class SingleTokenCache:
         self.slot = slot
         self.mask = mask
         self.start = lambda idx: start  # as KVCache.start
-        self.new = []  # (2, 1, G, 1, D) per layer
+        self.new = []  # (2, 1, G, 1, D) per layer; with key_offset (2, 1, G, 2, D)
+        self.last_key = []
+
+    def swap_last_key(self, layer, k):
+        """As swap_last_key() of KVCache."""
+        key = k.transpose(1, 2).to(self.kv.dtype)  # (1, G, 1, D)
+        self.last_key = [key.expand(2, *key.shape)]
+        before = self.kv[0].index_select(2, self.slot) * (self.slot > 0)
+        return before.transpose(1, 2).to(k.dtype)  # (1, 1, G, D)
 
     def update(self, layer, k, v):
         """Return (keys, values, mask) of all slots, including k and v (1, G, 1, D) of the new
         token, which are also appended to `new`. layer is ignored."""
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
-        self.new.append(new)
+        self.new.append(torch.cat((new, *self.last_key), dim=3))
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
         is_new = slots[:, None] == self.slot  # (S, 1)
         return *torch.where(is_new, new, self.kv), self.mask
@@ -120,8 +129,8 @@ class SharedGraphBlock(nn.Module):
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
     """Return the output (1, 1, C) of a Block for one token x (1, 1, C), and the new keys and values
-    (2, 1, G, 1, D) of G heads of size D. ropes: of GPTConfig.rope_tables. kv, slot, mask: of this
-    layer, as for SingleTokenCache."""
+    of G heads of size D, (2, 1, G, 1, D) or, with key_offset, (2, 1, G, 2, D). ropes: of
+    GPTConfig.rope_tables. kv, slot, mask: of this layer, as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 
