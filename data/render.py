@@ -122,9 +122,11 @@ def answer(request):
             out.write(part)
             if out.tell() > limit:
                 return [None, f"it writes more than {limit:,} characters"]
+    except MemoryError:  # ends this process, as if it had been killed at the limit
+        raise
     except Exception as error:  # a template can raise any of Python's
         what = str(error) if type(error).__module__.startswith("jinja2") else repr(error)
-        return [None, what[:200]]
+        return [None, " ".join(what[:200].split())]
     return [out.getvalue(), None]
 
 

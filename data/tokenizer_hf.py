@@ -6,6 +6,7 @@ rank of the joined bytes; tokenizer.json lists the pairs in this order.
 
 import json
 import os
+from pathlib import Path
 
 from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_table
 from train.base.errors import DataError
@@ -135,12 +136,15 @@ def special_tokens(folder):
 
 def read_template_spec(folder, tokenizer):
     """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
-    a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text."""
+    a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text.
+    Raises DataError for a file that cannot be read."""
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as f:
-            text = f.read()
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
     if isinstance(text, list):  # several with names, of earlier versions of transformers
         text = next((t.get("template") for t in text
                      if isinstance(t, dict) and t.get("name") == "default"), None)

@@ -705,7 +705,7 @@ def test_broken_folders(hf, tmp_path, capsys):
              "has no 'factor', which a llama needs"),
             ("config.json", json.dumps(config | {"num_hidden_layers": 3}), "h.2.ln_1.weight: no"),
             ("config.json", json.dumps(config | {"hidden_act": "gelu"}), "hidden_act: 'gelu'"),
-            ("model.safetensors.index.json", json.dumps(evil), "no weight_map of names and files"),
+            ("model.safetensors.index.json", json.dumps(evil), "expected a weight_map of names"),
             ("config.json", json.dumps(config | {"num_attention_heads": 0}),
              "num_attention_heads: must be at least 1, got 0"),
             ("config.json", json.dumps(config | {"vocab_size": "x"}), "an integer, got 'x'"),

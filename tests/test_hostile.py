@@ -256,8 +256,8 @@ def folder_of(name, words, index=None, config=None):
         return ["model.sample", "--ckpt", folder]
 
 
-folder_of("index {}", "no weight_map")
-folder_of("index of numbers", "no weight_map", '{"weight_map": {"a": 5}}')
+folder_of("index {}", "expected a weight_map")
+folder_of("index of numbers", "expected a weight_map", '{"weight_map": {"a": 5}}')
 folder_of("nested index", "cannot be read: maximum recursion", DEEP)
 WHOLE = '{"weight_map": {"model.embed_tokens.weight": "a"}}'
 folder_of("blocks", "num_hidden_layers: must be at most 10000", WHOLE,

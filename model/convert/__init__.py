@@ -183,9 +183,10 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
     is_unknown = ending[1:2].isalpha() and ending not in FORMATS
-    if is_unknown or not to.isprintable() or os.path.exists(to) and not exists(to):
+    is_name = to and to.isprintable()
+    if is_unknown or not is_name or os.path.exists(to) and not exists(to):
         raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
-                              "folder (FOLDER/ if it is named like a file)")
+                              "folder (FOLDER/ if it is named like a file), printable characters")
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
     os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)

@@ -155,7 +155,7 @@ def read_shards(folder):
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(  # never a file outside the folder
             isinstance(s, str) and os.path.basename(s) == s for s in weight_map.values()):
-        raise CheckpointError(f"{index}: no weight_map of names and files in it")
+        raise CheckpointError(f"{index}: expected a weight_map of names and files in this folder")
     tensors = {}
     for shard in sorted(set(weight_map.values())):
         tensors |= read_safetensors(os.path.join(folder, shard))[0]
