@@ -21,7 +21,7 @@ MODELS = {
     "grpo": ("--init_from", "chat_model/ckpt.pt", "--data_dir", "prompts", "--group_size", "4",
              "--answer_tokens", "8"),
     "distill": ("--teacher", "base/ckpt.pt", *SHAPE),
-    "moe": SHAPE,
+    "moe": (*SHAPE, "--n_hidden", "96"),  # experts of 32: grouped products
     "memory": ("--backbone", "base/ckpt.pt", "--n_chapters", "4", "--chapter_size", "8",
                "--old_data_dir="),
     "autoencoder": ("--data_dir", "features", "--delays", "0"),

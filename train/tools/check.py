@@ -12,6 +12,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -140,7 +141,7 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
         if error.exit_code == 2:
             raise SetupError(lines[-1]) from None
         if error.signal_name != "SIGKILL":
-            raise AssertionError(" ".join(filter(None, lines[-8:]))) from None
+            raise AssertionError(" ".join(filter(None, lines[-8:]))[-290:]) from None
 
 
 def read_log(case, name):
@@ -311,8 +312,10 @@ def check_flops(case):
     expected = hook(model, "flops_per_unit")() * len(batch[0]) * loader.units_per_sample
     if not expected or hook(loader, "computes"):
         raise SetupError("no flops_per_unit(), or the loader computes too")
-    # The counter does not know the fused attention of a CPU.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    # The counter does not know the fused attention of a CPU, and the products of experts.
+    mapping = {torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * math.prod(a) * b[-1]}
+    with (FlopCounterMode(display=False, custom_mapping=mapping) as counter,
+          sdpa_kernel(SDPBackend.MATH)):
         case.loss(model, batch)[0].backward()
     ratio = counter.get_total_flops() / expected
     # A loader of rows has the FLOPs of the longest row.
