@@ -70,7 +70,7 @@ def next_logits(model, idx, kv, positions, previous):
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
-    new = torch.stack(cache.new)
+    new = torch.stack(cache.new)  # (L, 2, 1, G, 1 or 2, D)
     kv.index_copy_(4, cache.slot + torch.arange(new.size(4), device=kv.device), new)
     return logits
 
@@ -91,7 +91,7 @@ class SingleTokenCache:
         self.mask = mask
         self.start = lambda idx: start  # as KVCache.start
         self.new = []  # (2, 1, G, 1, D) per layer; with key_offset (2, 1, G, 2, D)
-        self.last_key = []
+        self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
     def swap_last_key(self, layer, k):
         """As swap_last_key() of KVCache."""

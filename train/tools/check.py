@@ -57,6 +57,7 @@ SETTINGS = dict(
     early_stopping_mode="min", sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
 KILLED_AT = 6
+MAX_REASON_CHARS = 300
 # Measurements, the perplexity, which is a function of the loss, and norms, which amplify rounding.
 NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl", "grad_norm", "work_ms",
                 "slowest_ms", "slowest_rank"}
@@ -141,7 +142,7 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
         if error.exit_code == 2:
             raise SetupError(lines[-1]) from None
         if error.signal_name != "SIGKILL":
-            raise AssertionError(" ".join(filter(None, lines[-8:]))[-290:]) from None
+            raise AssertionError(" ".join(filter(None, lines[-8:]))[-MAX_REASON_CHARS:]) from None
 
 
 def read_log(case, name):
@@ -435,8 +436,8 @@ def print_result(case, name):
         status = "differs"
         text = f"{type(error).__name__}: {error}".removeprefix("AssertionError: ")
     # Not sys.stdout, which is redirected.
-    print(f"{status:14}  {name}: {' '.join(str(text).split())[:300]}", file=sys.__stdout__,
-          flush=True)
+    reason = " ".join(str(text).split())[:MAX_REASON_CHARS]
+    print(f"{status:14}  {name}: {reason}", file=sys.__stdout__, flush=True)
     return status != "differs"
 
 
