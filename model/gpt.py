@@ -234,9 +234,9 @@ class Block(nn.Module):
         return checkpoint(self.compute, x, *context, use_reentrant=False,
                           **CHECKPOINTING[self.gradient_checkpointing])
 
-    def compute(self, x, *context):
+    def compute(self, x, *context, **of_mlp):
         x = x + self.attn(self.ln_1(x), *context)
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x), **of_mlp)
 
 
 class GPT(nn.Module):
@@ -441,7 +441,6 @@ def use_sampled_loss(model, n_samples, loader, seed):
     with torch.device("cpu"):
         _, targets = loader.tensors(loader.read(first), torch.device("cpu"))
         model.loss = ops.SampledCrossEntropy(targets, model.config.vocab_size, n_samples, seed)
-    model.before_step = model.loss.draw  # a hook of the model interface
 
 
 def sample(model, data, config):

@@ -220,9 +220,8 @@ def has_grouped_mm(x, w):
 
 
 class Experts(nn.Module):
-    """The MLP of a block, replaced by experts: forward(x) -> (y, router output). y is the weighted
-    sum of the outputs of a token's k experts, plus the output of the shared experts, which are one
-    MLP."""
+    """The MLP of a block, replaced by experts: the weighted sum of the outputs of a token's k
+    experts, plus the output of the shared experts, which are one MLP."""
 
     def __init__(self, config):
         super().__init__()
@@ -235,10 +234,11 @@ class Experts(nn.Module):
         self.up = GroupedLinear(c.n_experts, c.n_embd, c.expert_hidden)
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
-    def forward(self, x):
-        """Return (y (B, T, C), (logits (B, T, E), chosen (B, T, k), indices of experts), of the
-        router) for x (B, T, C)."""
+    def forward(self, x, routed):
+        """x (B, T, C) -> (B, T, C). The pair (logits (B, T, E), chosen (B, T, k), indices of
+        experts), of the router, is appended to the list `routed`."""
         logits, weights, chosen = self.router(x)
+        routed.append((logits, chosen))
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)
         copies = x.unsqueeze(2).expand(-1, -1, chosen.size(2), -1)  # (B, T, k, C)
         rows = groups.sort(copies.flatten(0, 2))  # (B T k, C)
@@ -246,7 +246,7 @@ class Experts(nn.Module):
         y = groups.unsort(self.down(hidden, groups.ends)).view(copies.shape)  # (B, T, k, C)
         y = (y * weights.to(y.dtype).unsqueeze(-1)).sum(2)  # (B, T, C)
         y = apply_dropout(y, self.config.dropout, self.training)
-        return y if self.shared is None else y + self.shared(x), (logits, chosen)
+        return y if self.shared is None else y + self.shared(x)
 
 
 # -----------------------------------------------------------------------------
@@ -272,9 +272,8 @@ class MoEBlock(RoutedBlock):
         super().__init__(config, layer, mlp=Experts)
 
     def compute(self, x, *context):
-        x = x + self.attn(self.ln_1(x), *context)
-        y, routed = self.mlp(self.ln_2(x))
-        return x + y, routed
+        routed = []
+        return super().compute(x, *context, routed=routed), routed[0]
 
 
 class RoutedGPT(GPT):

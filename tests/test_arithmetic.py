@@ -16,7 +16,7 @@ from model.core.generate import sample_tokens
 from model.core.ops import rope_table
 from model.gpt import Norm
 from train import evaluate as evaluation
-from train.base.errors import SetupError
+from train.base.errors import ConfigError, SetupError
 from train.config import TrainConfig
 from train.distributed import Ranks
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector, get_lr, milestones
@@ -251,7 +251,8 @@ def test_the_lines_about_the_groups():
     groups_of(Small(), lr_groups={"wide": 0}, log=lines.append,
               muon=dict(lr=0.5, momentum=0.6, weight_decay=0.0))
     assert lines == ["Optimizer configured: 3 tensors decayed (1,836 params), 1 tensors not "
-                     "decayed (20 params)", "Frozen: 3 tensors (288 params)"]
+                     "decayed (20 params)", "Muon: 0 tensors (0 params); AdamW: all others",
+                     "Frozen: 3 tensors (288 params)"]
     lines.clear()
     groups_of(Small(), log=lines.append, muon=dict(lr=0.5, momentum=0.6, weight_decay=0.2))
     assert lines[1:] == ["Muon: 1 tensors (256 params); AdamW: all others",
@@ -350,6 +351,13 @@ def test_steps_drop_after_the_warm_up_and_not_below_the_end():
         [5 / 6, 1, 1, 0.3, 0.3, 0.1, 0.1])
     c = schedule(lr_schedule="step", max_iters=2)  # a third of it is no step: one is
     assert get_lr(1, c) == 0.5
+
+
+def test_a_schedule_without_a_formula_is_refused():
+    c = schedule()
+    c.lr_schedule = "sqrt"  # as if a fork had added the choice only
+    with pytest.raises(ConfigError, match="get_lr .* has no sqrt"):
+        get_lr(50, c)
 
 
 def test_what_get_lr_reads_has_its_defaults():

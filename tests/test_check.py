@@ -136,6 +136,18 @@ FAULTS = {
         "return 30 * torch.tanh(z[..., :self.config.vocab_size] / 30)", "loss", ()),
     "a cap without its derivative": (
         "model/core/ops.py", "if logits is not z:  # d loss / d z", "if False:", "loss", ()),
+    "another loss if it is compiled for a GPU": (
+        "model/core/ops.py", "return total / (targets", "return 1.01 * total / (targets", "loss",
+        ()),
+    "a parameter that is not used": (
+        "model/gpt.py", "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)",
+        "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)\n"
+        "        self.unused = nn.Parameter(torch.zeros(3))", "gradients", ()),
+    "a part that is zero at first and that decoding does not have": (
+        "model/gpt.py", "        x = x + self.attn(self.ln_1(x), *context)",
+        "        x = x + self.attn(self.ln_1(x), *context)\n"
+        "        x = x + self.shift * (x if context[1] else x.roll(1, 1).tril(-1))", "decoding",
+        ("--learning_rate", "1e-4")),
     "dropout in evaluations": (
         "model/gpt.py", "ops.apply_dropout(y, c.dropout, self.training)",
         "ops.apply_dropout(y, c.dropout, True)", "evaluation", ()),
@@ -166,6 +178,10 @@ FAULTS = {
         "resume", ())}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
+    "a part that is zero at first and that decoding does not have": [(
+        "model/gpt.py", '        self.gradient_checkpointing = "false"\n',
+        '        self.gradient_checkpointing = "false"\n'
+        "        self.shift = nn.Parameter(torch.zeros(()))\n")],
     "a cap without its derivative": [(
         "model/core/ops.py", "    return z\n", "    return 30 * torch.tanh(z / 30)\n")],
     "state outside the state_dict": [(

@@ -19,7 +19,9 @@ from model import convert, gpt, moe
 from model.core import formulas, ops
 from model.core.init import normal
 from model.core.load import load_model
+from model.memory import MemoryConfig, MemoryGPT
 from train import distributed
+from train.base.adamw import AdamW
 from train.base.checkpoint_file import save_checkpoint
 from train.base.errors import CheckpointError, SetupError, UserError
 from train.config import load_config
@@ -158,6 +160,31 @@ def test_ddp_and_fsdp_start_from_the_same_subclass(data_dir, tmp_path):
         assert other[0].keys() == alone[0].keys() and abs(other[1] - alone[1]) < 1e-6
         for name, value in other[0].items():
             assert np.array_equal(value, alone[0][name]), name
+
+
+def test_before_step_of_a_subclass_does_not_replace_that_of_the_loss(
+        data_dir, tmp_path, monkeypatch):
+    build = gpt.build_model
+    monkeypatch.setattr(gpt, "build_model", lambda c, data: build(c, data, TwoHeadGPT))
+    with opened(load_config(None, options(data_dir, tmp_path, head_samples=32))) as run:
+        drawn = []
+        for _ in range(2):
+            train_step(run)
+            drawn.append(run.raw_model.loss.ids.clone())
+        assert run.raw_model.steps_seen == 1 and not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("model", ["moe", "memory"])
+def test_an_edit_of_the_block_reaches_every_model_type(model, monkeypatch):
+    """Half of each layer's output, against the stream that the unedited layers give."""
+    model = moe.MoE(moe.MoEConfig(**SHAPE)) if model == "moe" else MemoryGPT(
+        MemoryConfig(**SHAPE), 1, None)
+    idx, _ = masked_batch()
+    plain = model(idx)
+    compute = gpt.Block.compute
+    monkeypatch.setattr(gpt.Block, "compute",
+                        lambda self, x, *a, **of_mlp: (x + compute(self, x, *a, **of_mlp)) / 2)
+    assert not torch.allclose(model(idx), plain, atol=1e-3)
 
 
 def test_every_scalar_sum_of_a_subclass_is_logged(data_dir, tmp_path, monkeypatch):
@@ -311,6 +338,21 @@ def train_with(kind, options):
 
 def run_with(kind, ranks, options):
     return in_ranks(ranks, functools.partial(train_with, kind), options)[0]
+
+
+class Stepped(AdamW):
+    """AdamW with a number of its own outside of the state."""
+
+    @torch.no_grad()
+    def step(self):
+        self.n_steps = getattr(self, "n_steps", 0) + 1
+        super().step()
+
+
+def test_a_subclass_of_adamw_is_checked_too(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.optimizer.AdamW", Stepped)
+    with pytest.raises(CheckpointError, match="optimizer Stepped: attribute n_steps"):
+        train(load_config(None, options(data_dir, tmp_path, max_iters=2)))
 
 
 @pytest.mark.parametrize("kind", ["lion", "sgd", "factored",

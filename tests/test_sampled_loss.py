@@ -44,7 +44,7 @@ def test_every_id_is_drawn_with_its_probability(loss):
     """half by frequency, half uniform; as many ids as were asked for, none twice"""
     counts = torch.zeros(V)
     for it in range(4000):
-        loss.draw(it)
+        loss.before_step(it)
         assert len(loss.ids.unique()) == 60
         torch.testing.assert_close(loss.log_p.double(), loss.p[loss.ids].log(), rtol=0, atol=1e-6)
         counts[loss.ids] += 1
@@ -64,7 +64,7 @@ def test_the_mean_of_estimates_is_the_loss_and_its_gradient(loss, batch):
     expected = exact, *torch.autograd.grad(exact, (x, weight))
     totals = [torch.zeros_like(t) for t in expected]
     for it in range(2000):
-        loss.draw(it)
+        loss.before_step(it)
         estimate = loss(x, weight, targets, V)
         for total, t in zip(totals, (estimate, *torch.autograd.grad(estimate, (x, weight)))):
             total += t.detach() / 2000

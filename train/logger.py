@@ -16,7 +16,7 @@ from train.base.console import RESET, YELLOW, Console, LineFile, compact, durati
 from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
-from train.lr_scheduler import milestones
+from train.lr_scheduler import get_lr, milestones
 
 try:
     import resource
@@ -353,10 +353,10 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
             "usual (--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
-    warmup, _, final = milestones(c)
-    decays = c.lr_schedule not in ("constant", "none", "plateau")
+    warmup, _, _ = milestones(c)
+    final = get_lr(c.max_iters, c)
     log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
-        + (f", to {final:g}" if decays else ""))
+        + (f", to {final:g}" if final != c.learning_rate else ""))
     if warmup > c.max_iters > 0:
         log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
             "learning rate never reaches its peak")

@@ -5,6 +5,7 @@ import collections
 import math
 from dataclasses import dataclass, fields
 
+from train.base.errors import ConfigError
 from train.keys import LearningRateKeys, TrainConfig
 
 OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
@@ -30,8 +31,10 @@ def get_lr(it: int, args) -> float:
         coeff = min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup)))
     elif c.lr_schedule == "linear":
         coeff = 1.0 - decay_ratio
-    else:
+    elif c.lr_schedule == "cosine":
         coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
+    else:
+        raise ConfigError([f"lr_schedule: get_lr (train/lr_scheduler.py) has no {c.lr_schedule}"])
     return min_lr + coeff * (c.learning_rate - min_lr)
 
 

@@ -60,7 +60,7 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
         raise ConfigError(["lr_groups: all parameters are frozen; at least one must be trainable"])
     for group in groups.values():  # the peak, scaled by the schedule in every step
         group["initial_lr"] = group["lr"]
-    log_groups(model, groups.values(), log)
+    log_groups(model, groups.values(), muon, log)
     # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
         p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
@@ -109,16 +109,18 @@ def match_lr_groups(lr_groups, names):
     return own_options
 
 
-def log_groups(model, groups, log):
-    """Log how many tensors in the parameter groups have weight decay, are updated by Muon, or have
-    each learning rate, and how many parameters of `model` are frozen. log(line) is called."""
+def log_groups(model, groups, muon, log):
+    """Log how many tensors in the parameter groups have weight decay, are updated by Muon (if
+    `muon`), or have each learning rate, and how many parameters of `model` are frozen. log(line) is
+    called."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
     not_decayed = [p for g in groups if not g["weight_decay"] for p in g["params"]]
     log(f"Optimizer configured: {count(decayed, ' decayed')}, {count(not_decayed, ' not decayed')}")
-    if matrices := [p for g in groups if g["muon"] for p in g["params"]]:
-        log(f"Muon: {count(matrices)}; AdamW: all others")
+    if muon:
+        log(f"Muon: {count([p for g in groups if g['muon'] for p in g['params']])}; AdamW: all "
+            "others")
     rates = sorted({g["lr"] for g in groups})
     if len(rates) > 1:
         log("Peak learning rates: " + "; ".join(

@@ -23,7 +23,7 @@ from train.config import load_config, needing_evaluations, to_yaml
 from train.dataloader import Prefetcher, as_loader
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
-from train.optimizer import build_optimizer
+from train.optimizer import Muon, build_optimizer
 from train.system import flops_per_step, hook, load_model_type
 
 MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
@@ -212,7 +212,7 @@ class Run:
         self.progress.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
-        if not isinstance(self.optimizer, AdamW):  # of a fork
+        if type(self.optimizer) not in (AdamW, Muon):  # of a fork
             checkpoint.check_on_first_step(self.optimizer)
         self.average = None  # running average of the weights
         if c.ema:
@@ -227,8 +227,9 @@ class Run:
         self.forward = self.model  # forward(*batch) of `model`
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
-        # before_step(it) and after_step(it, sums) of the model, or None.
-        self.before_step = getattr(self.raw_model, "before_step", None)
+        # before_step(it) of the model and its parts; after_step(it, sums) of the model, or None.
+        self.before_step = [module.before_step for module in self.raw_model.modules()
+                            if hasattr(module, "before_step")]
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
@@ -328,8 +329,8 @@ class Run:
         """Compute gradients of the first micro-batch of step `it` and discard them. DDP orders its
         buckets by the first backward pass after a start, and sums of more than two ranks depend on
         the order: without this, the first step after a resume would differ in the last bit."""
-        if self.before_step:
-            self.before_step(it)
+        for prepare in self.before_step:
+            prepare(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
         batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
         with self.autocast():

@@ -97,7 +97,7 @@ class ModelHooks:
 
     def before_step(self, it):
         """Run before the forward pass of step `it`, also of the first step after a resume: for
-        state that is a function of the step. Default: nothing."""
+        state that is a function of the step. Also called for submodules. Default: nothing."""
 
     def after_step(self, it, sums):
         """Run after optimizer step `it`, with the step's sums over all ranks, {name: CPU tensor};

@@ -50,7 +50,7 @@ class LinearCrossEntropy(nn.Module):
 class SampledCrossEntropy(LinearCrossEntropy):
     """LinearCrossEntropy in eval mode. In training mode an estimate of it, from the logits of the
     targets and of n_samples further ids (sampled softmax, arXiv:1412.2007): a large vocabulary then
-    costs little. draw(it) chooses the ids of step `it`.
+    costs little. before_step(it) chooses the ids of step `it`.
 
     Every id is drawn with a probability p that is half its frequency in `targets`, int64, and half
     uniform, times a constant, at most 1. Its exponential is divided by p, so that the estimate of
@@ -65,13 +65,13 @@ class SampledCrossEntropy(LinearCrossEntropy):
         rest = ordered.flip(0).cumsum(0).flip(0)
         # The constant, if the k most frequent ids have p = 1; k is the first that fits.
         constant = (n_samples - torch.arange(vocab_size)) / rest
-        self.p = (share * constant[(constant * ordered < 1).int().argmax()]).clamp(max=1)
+        self.p = (share * constant[(constant * ordered < 1 + 1e-9).int().argmax()]).clamp(max=1)
         self.seed = seed
         self.register_buffer("ids", torch.zeros(n_samples, dtype=torch.int64), persistent=False)
         self.register_buffer("log_p", torch.zeros(n_samples), persistent=False)
-        self.draw(0)
+        self.before_step(0)
 
-    def draw(self, it):
+    def before_step(self, it):
         """Draw the ids of step `it`, the same on every rank: one per unit of the cumulated p, from
         a random start, so that none is drawn twice."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)

@@ -5,7 +5,8 @@
 Runs of 12 steps are compared with each other: killed and resumed, another split into micro-batches,
 two ranks with DDP and FSDP. Then the model is examined: batches, gradients, evaluation, decoding,
 initial values, FLOPs, export, keys. Each check prints one line: ok, differs or not applicable.
-The exit code is 1 if a check differs. Default of --config: train/config_test.yaml.
+The exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The runs are on
+the CPU, in float32, not compiled, without dropout, with batches and intervals of the check.
 """
 
 import contextlib
@@ -32,10 +33,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
 from model.core.kv_cache import create_cache
-from model.core.ops import IGNORE
+from model.core.ops import IGNORE, SampledCrossEntropy, whole_cross_entropy
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT
-from train.base.checkpoint_file import load_checkpoint
+from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.cli import command
 from train.base.errors import ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import base_type, key
@@ -138,11 +139,11 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
         start_processes(train_rank, (config, environment, log, killed_at), ranks,
                         start_method="fork")
     except ProcessExitedException as error:
-        lines = log.read_text().strip().splitlines()
-        if error.exit_code == 2:
-            raise SetupError(lines[-1]) from None
+        text = log.read_text().strip()
+        if error.exit_code == 2:  # the last message, with lines that are indented below it
+            raise SetupError(re.findall(r"^\S.*(?:\n\s.*)*", text, re.M)[-1]) from None
         if error.signal_name != "SIGKILL":
-            raise AssertionError(" ".join(filter(None, lines[-8:]))[-MAX_REASON_CHARS:]) from None
+            raise AssertionError(text[-MAX_REASON_CHARS:]) from None
 
 
 def read_log(case, name):
@@ -179,6 +180,15 @@ def check_resume(case):
 
 # -----------------------------------------------------------------------------
 # the model
+
+@torch.no_grad()
+def change_weights(model):
+    """Add noise to the parameters, in place: a part of a model that is zero at first would hide
+    differences."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
+
 
 def check_batches(case):
     data = case.run.data
@@ -217,8 +227,10 @@ def check_gradients(case):
     with FixedChoices() as fixed:
         loss = case.loss(model, batch)[0]
         loss.backward()
-    kinds = {re.sub(r"\d", "", name): (name, p) for name, p in model.named_parameters()
-             if p.grad is not None}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if unused := [name for name, p in trained.items() if p.grad is None]:
+        raise AssertionError(f"no gradient for {', '.join(unused[:4])}: not used in forward")
+    kinds = {re.sub(r"\d", "", name): (name, p) for name, p in trained.items()}
     generator = torch.Generator().manual_seed(0)
     ratios = {}
     for name, p in kinds.values():
@@ -240,24 +252,32 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare the loss and its gradients with those of the cross-entropy of the logits, in eval
-    mode. The logits are large: a cap has no effect on small ones. Return a text for the report, or
-    raise AssertionError; SetupError if the model is no GPT."""
+    """Compare the loss, its compiled form for a GPU, its sampled form with all ids, and their
+    gradients with those of the cross-entropy of the logits, in eval mode. The logits are large: a
+    cap has no effect on small ones. Return a text for the report, or raise AssertionError;
+    SetupError if the model is no GPT."""
     batch = case.run.data.train.get_batch("cpu", 0)
     model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT) or len(batch) != 2:
         raise SetupError("not a GPT with batches of tokens and targets")
-    head = (model.lm_head or model.wte).weight.data
-    head.mul_(LARGE_LOGIT / model(batch[0]).detach().abs().max())
-    results = []
-    for loss in (model(*batch)[0], F.cross_entropy(model(batch[0]).flatten(0, 1),
-                                                   batch[1].flatten(), ignore_index=IGNORE)):
+    head, n_ids = (model.lm_head or model.wte).weight, model.config.vocab_size
+    head.data.mul_(LARGE_LOGIT / model(batch[0]).detach().abs().max())
+    targets = batch[1].flatten()
+    sampled = SampledCrossEntropy(targets, n_ids, n_ids, seed=0)  # all ids: exact
+    results = {}
+    for form, loss in dict(
+            logits=lambda x: F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE),
+            model=lambda x: model(*batch)[0],
+            compiled=lambda x: whole_cross_entropy(x, head, targets, n_ids),
+            head_samples=lambda x: sampled(x, head, targets, n_ids)).items():
         model.zero_grad()
+        loss = loss(model.trunk(batch[0]).flatten(0, 1))
         loss.backward()
-        results.append({name: p.grad.norm() for name, p in model.named_parameters()
-                        if p.grad is not None and p.grad.any()} | dict(loss=loss.detach()))
-    compare(*results, LOGIT_TOLERANCE)
-    return "that of the logits, with its gradients"
+        results[form] = {name: p.grad.norm() for name, p in model.named_parameters()
+                         if p.grad is not None and p.grad.any()} | dict(loss=loss.detach())
+    expected = results.pop("logits")
+    compare(results, dict.fromkeys(results, expected), LOGIT_TOLERANCE)
+    return f"that of the logits, with its gradients: {'; '.join(results)}"
 
 
 def check_evaluation(case):
@@ -328,8 +348,11 @@ def check_flops(case):
 
 def check_export(case):
     export = str(case.folder / "export")
+    checkpoint = case.folder / "changed.pt"
+    save_checkpoint(checkpoint, load_checkpoint(case.folder / "first" / "ckpt.pt")
+                    | dict(model=case.run.raw_model.state_dict()))
     with contextlib.redirect_stderr(io.StringIO()) as message:
-        if convert(["--ckpt", str(case.folder / "first" / "ckpt.pt"), "--to", export]):
+        if convert(["--ckpt", str(checkpoint), "--to", export]):
             return f"refused: {message.getvalue()}"
     transformers = require("transformers", "this check")
     idx = case.tokens(rows=1)
@@ -455,6 +478,7 @@ def check(settings, config):
         case.config = load_config(case.folder / "first" / "config.yaml")
         with (contextlib.redirect_stdout(io.StringIO()), process_group(config) as ranks,
               open_run(case.config, ranks) as case.run):
+            change_weights(case.run.raw_model)
             passed = [print_result(case, name) for name in settings.only or CHECKS]
         return 0 if all(passed) else 1
 
