@@ -138,7 +138,7 @@ def read_template_spec(folder, tokenizer):
     """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
     a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text.
     Raises DataError for a file that cannot be read."""
-    text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
+    given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
         try:
@@ -148,6 +148,10 @@ def read_template_spec(folder, tokenizer):
     if isinstance(text, list):  # several with names, of earlier versions of transformers
         text = next((t.get("template") for t in text
                      if isinstance(t, dict) and t.get("name") == "default"), None)
+    if given is not None and not isinstance(text, str):
+        path = os.path.join(folder, "tokenizer_config.json")
+        raise DataError(f"{path}: chat_template: expected a text, or a list of objects with name "
+                        f"and template, one with the name default; got {str(given)[:80]!r}")
     if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")

@@ -40,6 +40,7 @@ from train.distributed import broadcast_from_rank0
 from train.evaluate import evaluate, join_numbers
 from train.logger import LINE_NAMES
 
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CORE_NAMES = dict(query="question", gold="answer")
 
 
@@ -130,6 +131,9 @@ class ExampleReader:
             answer = 0
             default = " " if question == question.rstrip() else ""
             before, after = self.encode_answer(question, text, get_text(row, "delimiter", default))
+        if any(map(LONE_SURROGATE.search, (question, row.get("delimiter", ""), *texts))):
+            raise ValueError("a text has half of a surrogate pair (\\ud800 to \\udfff): it is "
+                             "no character")
         if not before and self.tokenizer.eot_token is not None:
             before = [self.tokenizer.eot_token]
         if not before or not all(after):

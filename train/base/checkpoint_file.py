@@ -15,9 +15,16 @@ from typing import Any
 import torch
 
 from train.base.errors import CheckpointError
-from train.base.files import add_link, atomic_write, sync_folder
+from train.base.files import add_link, atomic_write, describe_write_error, sync_folder
 from train.base.sharded_file import is_sharded, open_shards
-from train.base.tensors import SAFETENSORS_DTYPES, HashingFile, digest, find_non_finite, walk
+from train.base.tensors import (
+    SAFETENSORS_DTYPES,
+    HashingFile,
+    digest,
+    find_non_finite,
+    named_tensors,
+    walk,
+)
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
@@ -40,13 +47,13 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
         hashing = HashingFile(f)
         torch.save(state, hashing)
         f.write(MARK + hashing.sha.hexdigest().encode())
-    replace_checkpoint(path, write, links)
+    replace_checkpoint(path, write, links, sum(t.nbytes for _, t in named_tensors(state)))
 
 
-def replace_checkpoint(path, write, links=()):
+def replace_checkpoint(path, write, links=(), size=0):
     """Replace the file `path`, durably and atomically, with the bytes that write(file) writes. The
-    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. CheckpointError
-    if that fails; the old file is then unchanged."""
+    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. size: bytes, 0:
+    unknown. CheckpointError if that fails; the old file is then unchanged."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -62,6 +69,7 @@ def replace_checkpoint(path, write, links=()):
         sync_folder(folder)
     except Exception as error:  # torch.save hides the error of the file; report that error
         reason = error if isinstance(error, OSError) else error.__context__ or error
+        reason = describe_write_error(reason, path, size)
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 

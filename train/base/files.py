@@ -54,10 +54,31 @@ def reporting_full_disk(path):
     try:
         yield
     except OSError as error:
-        # numpy's error has no number: "4096 requested and 3568 written".
-        if error.errno not in FULL_DISK and "requested and" not in str(error):
+        if not is_full_disk(error):
             raise
-        raise UserError(f"{path} could not be written: {error}; free some disk space") from error
+        reason = describe_write_error(error, path)
+        raise UserError(f"{path} could not be written: {reason}") from error
+
+
+def is_full_disk(error):
+    """Return whether an exception is the OSError of a full disk, a quota or a limit of ulimit -f.
+    """  # numpy's error has no number: "4096 requested and 3568 written".
+    return isinstance(error, OSError) and (
+        error.errno in FULL_DISK or "requested and" in str(error))
+
+
+def describe_write_error(error, path, size=0):
+    """Return the text of `error`; if is_full_disk(error), with sizes and a remedy. path: the file
+    or folder that was written; size: the number of its bytes, 0: unknown."""
+    if not is_full_disk(error):
+        return str(error)
+    needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
+    limit = "raise the limit of a file's size (ulimit -f)"
+    if error.errno == errno.EFBIG:
+        return f"{error}; {needs}{limit}"
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    return (f"{error}; {needs}{free / 2**20:.1f} MiB are free; free some disk space"
+            + ("" if error.errno else f" or {limit}"))
 
 
 def write_text(path, text):

@@ -22,7 +22,7 @@ from train.base.checkpoint_file import (
     save_checkpoint,
 )
 from train.base.errors import CheckpointError, CollectiveExit
-from train.base.files import lock_folder, next_free_path
+from train.base.files import describe_write_error, lock_folder, next_free_path
 from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
@@ -119,7 +119,8 @@ class RunFolder:
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
-            return f"{self.file(folder)} could not be written by rank {rank}: {error}"
+            reason = describe_write_error(error, self.file(folder))
+            return f"{self.file(folder)} could not be written by rank {rank}: {reason}"
 
     def save_manifest(self, path, folder, state, written, links):
         """Write the manifest of the shards in the subfolder `folder` to `path`, with hard links at
@@ -148,8 +149,8 @@ class RunFolder:
             exists = os.path.exists(self.file("ckpt.pt"))
             if last:
                 resume = ": the run resumes from the one before it" if exists else ""
-                raise CollectiveExit(f"the last checkpoint could not be saved: {error}\nFree some "
-                                     f"disk space and start again{resume}") from error
+                raise CollectiveExit(f"the last checkpoint could not be saved: {error}\nStart the "
+                                     f"run again{resume}") from error
             self.failed = self.failed or self.saves_best
             previous = "the previous checkpoint is intact, " if exists else ""
             return logger.warn(f"{error}; {previous}training continues")
