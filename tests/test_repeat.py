@@ -222,6 +222,18 @@ def test_a_damaged_result_is_no_crash(go, tmp_path, value):
     assert again[-1]["runs"] == "2 of 2" and again[-1]["mean"] == found[-1]["mean"]
 
 
+def test_a_run_that_lost_its_numbers_is_named(go, tmp_path, capsys):
+    go("--seeds", "2")
+    folder, = (tmp_path / "repeat").glob("base,_seed_1_*")
+    (folder / "result.json").write_text("{}")
+    (folder / "metrics.jsonl").unlink()
+    code, found = go("--seeds", "2")
+    assert code == 0 and found[-1]["runs"] == "1 of 2"
+    assert f"no val_loss in {folder}/metrics.jsonl; delete the folder" in capsys.readouterr().out
+    shutil.rmtree(folder)
+    assert go("--seeds", "2")[1][-1]["runs"] == "2 of 2"
+
+
 def test_two_at_once_are_refused(go, tmp_path, capsys):
     (tmp_path / "repeat").mkdir()
     with lock_folder(tmp_path / "repeat"):
@@ -247,6 +259,7 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
 
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
+    (["--set", " "], "expected KEY=VALUE, got ' '"), (["--set", "base"], "KEY=VALUE, got 'base'"),
     (["--set", "data_dir='a"], "No closing quotation"),
     (["--set", "seed=7"], "--set seed=7: this command sets seed of each run"),
     (["--set", "out_dir=x"], "--set out_dir=x: this command sets out_dir of each run"),

@@ -7,6 +7,8 @@ import os
 import pathlib
 import re
 import resource
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -223,6 +225,18 @@ def test_every_answer_has_its_type(tmp_path):
             with urllib.request.urlopen(url, timeout=30) as reply:
                 assert reply.headers.get_content_type() == kind
                 assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
+
+
+def test_a_browser_that_resets_its_connection_prints_nothing(tmp_path, capsys):
+    with watching(tmp_path) as (get, server):
+        for sent in (b"", b"GET /state HT", b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            for _ in range(5):
+                client = socket.create_connection(("127.0.0.1", server.server_port))
+                client.sendall(sent)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()  # with a reset
+        assert get("/state")[0] == 200
+    assert not capsys.readouterr().err
 
 
 def test_the_command(tmp_path):

@@ -71,8 +71,11 @@ class ChildRun:
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
         self.seconds = seconds[-1] if seconds else 0.0
-        if self.value is None:
+        if not complete:
             echo(f"{self.name}: crashed, see {self.log}")
+        elif self.value is None:
+            echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
+                 "train the run again")
         else:
             write_text(self.result_file, json.dumps({
                 "iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}))

@@ -113,6 +113,9 @@ def repeat(options, arguments):
     exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     metric = config.early_stopping_metric
+    for text in options.sizes + options.changes:
+        if text.strip() in ("", BASE):
+            raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     results = {(size, change): {} for size in sizes for change in [BASE, *changes]}

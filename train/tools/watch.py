@@ -148,6 +148,10 @@ class Handler(BaseHTTPRequestHandler):
     """
     timeout = 30  # seconds to wait for a request
 
+    def handle(self):
+        with contextlib.suppress(ConnectionError):  # the browser has closed the connection
+            super().handle()
+
     def do_GET(self):
         # Other pages in the user's browser may not read runs, even if the name of a server
         # resolves to this machine (DNS rebinding).
