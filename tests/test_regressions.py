@@ -476,9 +476,9 @@ def test_lines_by_epochs_are_whole_epochs(tmp_path, data_dir, saves, capsys):
 
 @pytest.mark.parametrize("schedule, end", [
     ("cosine", ", to 0.001"), ("linear", ", to 0.001"), ("wsd", ", to 0.001"), ("constant", ""),
-    ("none", ""), ("plateau", "")])
+    ("none", ""), ("plateau", ""), ("step", ", to 0.005")])
 def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys, schedule, end):
-    go(data_dir, tmp_path, max_iters=0, lr_schedule=schedule)
+    go(data_dir, tmp_path, max_iters=3, lr_decay_iters=3, lr_schedule=schedule)
     text = capsys.readouterr().out
     assert f"Learning rate: 0.01, {schedule}, warm-up 2 steps{end}\n" in text
     assert "epochs of 2,498 samples" in text

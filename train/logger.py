@@ -354,7 +354,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, _ = milestones(c)
-    final = get_lr(c.max_iters, c)
+    final = get_lr(max(c.max_iters, warmup), c)
     log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
         + (f", to {final:g}" if final != c.learning_rate else ""))
     if warmup > c.max_iters > 0:
