@@ -36,6 +36,7 @@ from model.core.kv_cache import create_cache
 from model.core.ops import IGNORE, SampledCrossEntropy, whole_cross_entropy
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT
+from model.sample.compiled import compile_decoder
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.cli import command
 from train.base.errors import ConfigError, DataError, SetupError, UserError, require
@@ -290,10 +291,10 @@ def check_evaluation(case):
 
 
 def check_decoding(case):
-    def decode(model):  # a prompt, then single tokens
+    def decode(model, idx):  # a prompt, then single tokens
         cache = create_cache(model, len(idx))
         parts = idx.split([T // 2] + [1] * (T - T // 2), dim=1)
-        return torch.cat([model(part, cache=cache) for part in parts], dim=1)
+        return torch.cat([model(part, cache=cache, last_only=False) for part in parts], dim=1)
     model = case.run.raw_model.eval()
     if not isinstance(model, GPT):
         raise SetupError("not a GPT")
@@ -302,11 +303,14 @@ def check_decoding(case):
     with torch.no_grad():
         full = model(idx)
         try:
-            cached = decode(model)
+            cached = decode(model, idx)
         except ValueError as error:
             raise SetupError(f"refused: {error}") from None
         packed = replace_linear_layers(copy.deepcopy(model))
-        logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed)}
+        logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed, idx)}
+        with contextlib.suppress(ValueError), torch.compiler.set_stance("force_eager"):
+            decoder = compile_decoder(packed)  # not of every model; here not compiled
+            logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
     return f"equal logits: {'; '.join(logits)}"
 
