@@ -73,7 +73,8 @@ def local_folder(name, weights=True):
 def check_files(name, folder, ending):
     """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
     .json, .jinja or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or
-    is cut off; the invalid file is deleted."""
+    is cut off; the invalid files are deleted."""
+    invalid = set()
     for path in Path(folder).glob("*" + ending):
         try:
             if ending == ".safetensors":
@@ -86,10 +87,12 @@ def check_files(name, folder, ending):
         except (OSError, MemoryError, UserError):
             raise
         except Exception:
-            for wrong in {path.resolve(), path}:
-                wrong.unlink()
-            raise DataError(f"{name}: {path.name} is not the {ending[1:]} file of a model; it is "
-                            "deleted. Check the network and the mirror, and try again") from None
+            invalid |= {path.resolve(), path}
+    for path in invalid:
+        path.unlink()
+    if names := sorted(path.name for path in invalid if path.suffix == ending):
+        raise DataError(f"{name}: {', '.join(names)}: not the {ending[1:]} files of a model; they "
+                        "are deleted. Check the network and the mirror, and try again")
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):

@@ -23,7 +23,7 @@ from train.base.errors import DataError, UserError, require
 
 MAX_CPU_SECONDS = 0.5   # per rendering; usually less than a millisecond
 MAX_SECONDS = 20.0      # per rendering, by the clock: a busy machine gives the child little time
-MAX_BYTES = 1 << 28     # of the child
+MAX_BYTES = 1 << 26     # of the child
 MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 
 
@@ -64,11 +64,12 @@ class Renderer:
                     self.child.wait()
         if not reply.endswith(b"\n"):
             # Not a ValueError: after a record with this problem, no other record is tried.
-            raise UserError("its chat template fails: it does not come to an end, or needs more "
-                            f"than {MAX_BYTES >> 20} MiB")
+            raise UserError("the model's chat template fails: it needs more than "
+                            f"{MAX_CPU_SECONDS} s of processor time or {MAX_BYTES >> 20} MiB; "
+                            "expected another chat_template.jinja, or another model")
         text, problem = json.loads(reply)
         if problem:
-            raise DataError(f"its chat template fails: {problem}")
+            raise DataError(f"the model's chat template fails: {problem}")
         return text
 
 

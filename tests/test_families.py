@@ -745,14 +745,14 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, named", [
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "to an end"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.5 s of"),
     ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "it writes more than 1,04"),
-    ("{{ 'a' * 10 ** 12 }}", "than 256 MiB"), ("{{ '%999999999d' % 1 }}", "than 256 MiB"),
+    ("{{ 'a' * 10 ** 12 }}", "or 64 MiB"), ("{{ '%999999999d' % 1 }}", "or 64 MiB"),
     ("{% if %}", "Expected an expression"),
     ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     ("{{ raise_exception('no\\nsystem') }}", "fails: no system"), ("{{ 1 / 0 }}", "ZeroDivision"),
-    ("\udcff", "chat_template.jinja: cannot be read: 'utf-8'"),  # and then: not a chat model
+    ("\udcff", "chat_template.jinja: cannot be read: 'utf-8'"),
     ("{{ messages[7].content }}", "no element 7"), ("{{ bos_token.missing.more }}", "undefined")])
 def test_a_template_that_fails_ends_in_one_line(talker, tmp_path, capsys, text, named):
     for name in os.listdir(talker[0]):
@@ -761,7 +761,7 @@ def test_a_template_that_fails_ends_in_one_line(talker, tmp_path, capsys, text, 
     (tmp_path / "chat_template.jinja").write_bytes(os.fsencode(text))
     assert sample.main(["--ckpt", str(tmp_path), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     said = capsys.readouterr().err.strip()
-    assert named in said and ("\n" not in said or "utf-8" in said)
+    assert named in said and "\n" not in said
 
 
 def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys):
@@ -780,7 +780,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
         assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
         said = capsys.readouterr().err
         assert "tokenizer_config.json: chat_template: expected a text, or a list" in said
-        assert "not a chat model" in said
+        assert said.count("\n") == 1
     os.unlink(tmp_path / "generation_config.json")  # ids that no tensor holds are no end
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(
         eos_token_id=[10**30, -1, True, template.ends[0]])))

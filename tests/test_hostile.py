@@ -500,8 +500,8 @@ def test_a_template_is_limited_in_time_and_memory(tmp_path):
     *lines, peak = out.stdout.splitlines()
     assert len(lines) == len(BOMBS) and not out.stderr, out.stderr
     for line in lines:
-        assert re.match("its chat template fails: (it does not come|Memory|Overflow)", line), line
-    assert int(peak) / 1024 < 300
+        assert re.match(".* chat template fails: (it needs more|Memory|Overflow)", line), line
+    assert int(peak) / 1024 < 100
 
 
 def test_the_time_of_a_template_does_not_include_the_import_of_jinja2(monkeypatch):

@@ -96,13 +96,24 @@ def test_a_wrong_answer_is_not_kept(hub, name, content):
     (hub.repos["some/one"] / "model.safetensors").write_bytes(WEIGHTS)
     (hub.repos["some/one"] / "chat_template.jinja").write_text("{{ messages }}")
     hub.wrong = {name: content}
-    with pytest.raises(DataError, match=f"{name} is not the .* file of a model; it is deleted"):
+    with pytest.raises(DataError, match=f"{name}: not the .* files of a model; they are del"):
         local_folder("hf:some/one")
     hub.wrong = {}
     folder = local_folder("hf:some/one")
     assert open(os.path.join(folder, "config.json")).read() == CONFIG
     assert open(os.path.join(folder, "chat_template.jinja")).read() == "{{ messages }}"
     assert open(os.path.join(folder, "model.safetensors"), "rb").read() == WEIGHTS
+
+
+def test_wrong_answers_of_several_files_are_removed_at_once(hub):
+    """A page that says in each file which one was asked for."""
+    (hub.repos["some/one"] / "tokenizer_config.json").write_text("{}")
+    hub.wrong = {name: f"<html>{name}</html>".encode()
+                 for name in ("config.json", "tokenizer_config.json")}
+    with pytest.raises(DataError, match="config.json, tokenizer_config.json: not the json files"):
+        local_folder("hf:some/one", weights=False)
+    hub.wrong = {}
+    local_folder("hf:some/one", weights=False)
 
 
 @pytest.mark.parametrize("place", ["{root}/mine", "../../../mine", "{root}/new/mine", "{root}",

@@ -138,10 +138,9 @@ def read_folder(folder):
     if os.path.exists(os.path.join(folder, "tokenizer.json")):
         try:
             tokenizer = read_hf_tokenizer(folder)
-            template = read_template_spec(folder, tokenizer)
         except ValueError as error:
-            echo(f"{error}; continuing without a {'chat template' if tokenizer else 'tokenizer'}",
-                 sys.stderr)
+            echo(f"{error}; continuing without a tokenizer", sys.stderr)
+        template = read_template_spec(folder, tokenizer)
     return make_state(folder, weights, FAMILIES[kind].config_class(**args), tokenizer, template)
 
 
