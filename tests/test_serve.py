@@ -302,7 +302,7 @@ def test_a_template_that_hangs_costs_its_requests_only():
                 healthy(server)
                 time.sleep(0.1)
         status, _, body = boom.result()
-        assert status == 400 and b"template fails: it it needs more than" in body
+        assert status == 400 and b"template fails: it needs more than" in body
         assert ask("Hi")[0] == 200
 
 
