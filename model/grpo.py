@@ -43,7 +43,7 @@ from train.dataloader import Data, RowLoader
 from train.distributed import all_gather_vectors
 
 USE = chat.USE
-MAX_REWARD = 1e30  # the mean of a batch must be finite in float32
+MAX_REWARD = 1e15  # the squared norm of gradients must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
 PADDING = (0, 0, -1, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
 MIN_DEVIATION = 1e-4  # added to the standard deviation of rewards, as in TRL
@@ -298,7 +298,7 @@ class RewardFunction:
             value = float(self.function(question, text, record["row"]))
             if not abs(value) <= MAX_REWARD:
                 raise ValueError(f"reward() returned {value}, expected a finite number up to "
-                                 f"{MAX_REWARD}")
+                                 f"{MAX_REWARD:g}")
         return value
 
 

@@ -35,6 +35,7 @@ from model.grpo import (
     load_reward,
     pack_answers,
 )
+from train.base.console import Console
 from train.base.errors import UserError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -441,7 +442,7 @@ def test_without_prompts_it_is_a_gpt():
     ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
     ("def reward(p, a, r): pass", "TypeError: float.. argument must be .*'NoneType'"),
     ("def reward(p, a, r): return float('nan')", "returned nan"),
-    ("def reward(p, a, r): return 1e39", r"returned 1e\+39, expected .* up to 1e\+30; the prompt"),
+    ("def reward(p, a, r): return 1e39", r"returned 1e\+39, expected .* up to 1e\+15; the prompt"),
     ("def reward(p, a, r): return 10**400", "OverflowError: int too large"),
     ("import sys\ndef reward(p, a, r): sys.exit(0)", "reward.py:2: SystemExit: 0; the prompt: 'S"),
     ("import sys\nsys.exit(0)", "reward.py:2: SystemExit: 0"),
@@ -637,6 +638,7 @@ def test_a_note_of_an_exception_does_not_replace_it(made, tmp_path):
 def test_a_reward_that_closes_the_output_ends_the_program_well(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert run_reporting_errors(None, lambda config: sys.stdout.close()) == 0
+    Console(sys.stdout).show("a line")  # of a log that is opened afterwards
 
 
 # Kills its own process with the 100th answer, once.

@@ -18,10 +18,11 @@ CLEAR_LINE = "\r\x1b[K"
 
 class Console:
     """Console output: lines of text and, on a terminal, one live line below them, which is
-    rewritten in place. show() writes both. stream: e.g. sys.stdout; `None`: no output. Attributes:
-    `live`, whether live lines are possible; `color`, whether to use colors."""
+    rewritten in place. show() writes both. stream: e.g. sys.stdout; `None` or closed: no output.
+    Attributes: `live`, whether live lines are possible; `color`, whether to use colors."""
 
     def __init__(self, stream):
+        stream = None if stream and stream.closed else stream
         self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
         self.color = self.live and not os.environ.get("NO_COLOR")
         self.stream = stream or open(os.devnull, "w")

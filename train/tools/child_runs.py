@@ -72,6 +72,7 @@ class ChildRun:
         self.value = values[-1] if complete else None
         self.seconds = seconds[-1] if seconds else 0.0
         if not complete:
+            lock_folder(self.folder).close()  # UserError: that of a killed command was faster
             echo(f"{self.name}: crashed, see {self.log}")
         elif self.value is None:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
