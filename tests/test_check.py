@@ -142,6 +142,9 @@ FAULTS = {
     "another loss if it is compiled for a GPU": (
         "model/core/ops.py", "return total / (targets", "return 1.01 * total / (targets", "loss",
         ()),
+    "a loss that only training has, and not each of its forms": (
+        "model/core/ops.py", "        return _ChunkedCrossEntropy.apply(",
+        "        return (1.01 if self.training else 1) * _ChunkedCrossEntropy.apply(", "loss", ()),
     "a parameter that is not used": (
         "model/gpt.py", "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)",
         "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)\n"
@@ -225,6 +228,9 @@ def test_a_silent_fault_of_a_fork_is_found(fault, folder, repository):
             file.write_text(file.read_text().replace(old, new))
         code, statuses, output = check(folder, "gpt", "--only", name, *args, cwd=repository)
         assert code == 1 and statuses == {name: "differs"}, output
+        if fault == "a parameter that is not used":  # a refusal is shown from its beginning
+            _, statuses, output = check(folder, "gpt", "--only", "fsdp", cwd=repository)
+            assert statuses == {"fsdp": "not applicable"} and "under FSDP, initial(name" in output
     finally:
         for path, original in originals.items():
             (repository / path).write_text(original)

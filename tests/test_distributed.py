@@ -340,7 +340,7 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
                                                                    distributed="fsdp")):
         assert "cannot shard the scalars h.0.gain, h.1.gain: give them the shape (1,)" in scalar
         assert "\n    h.*.shift: return normal(name, shape, 0.02, seed)\n" in unknown
-        assert "\n    h.*.gain: return torch.ones(shape)\n" in unknown
+        assert "\n    h.*.gain: return torch.full(shape, ...)\n" in unknown
         for found in (alone, told):
             assert found.keys() == plain.keys() | {f"h.{i}.{n}" for i in (0, 1)
                                                    for n in ("shift", "gain")}

@@ -15,11 +15,13 @@ from conftest import REPO, TINY
 from runs import metrics, opened, tensors
 from test_distributed import in_ranks
 
-from model import convert, gpt, moe
+from model import convert, dpo, gpt, moe
 from model.core import formulas, ops
 from model.core.init import normal
+from model.core.kv_cache import create_cache
 from model.core.load import load_model
 from model.memory import MemoryConfig, MemoryGPT
+from model.sample.compiled import compile_decoder
 from train import distributed
 from train.base.adamw import AdamW
 from train.base.checkpoint_file import save_checkpoint
@@ -187,6 +189,59 @@ def test_an_edit_of_the_block_reaches_every_model_type(model, monkeypatch):
     assert not torch.allclose(model(idx), plain, atol=1e-3)
 
 
+def test_a_parameter_that_the_loss_does_not_use_is_named_once(data_dir, tmp_path, monkeypatch):
+    class Scaled(gpt.GPT):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def logits(self, x):  # the training loss does not pass here
+            return super().logits(x) * self.scale
+    build = gpt.build_model
+    monkeypatch.setattr(gpt, "build_model", lambda c, data: build(c, data, Scaled))
+    train(load_config(None, options(data_dir, tmp_path, max_iters=3)))
+    assert (tmp_path / "train.log").read_text().count("no gradient for scale: the loss does") == 1
+
+
+def test_a_scale_of_the_logits_reaches_log_probabilities_of_answers(monkeypatch):
+    """Those of DPO, against whole logits."""
+    logits = gpt.GPT.logits
+    monkeypatch.setattr(gpt.GPT, "logits", lambda self, x: 3 * logits(self, x))
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE))
+    tokens = torch.randint(61, (2, 2, 13), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(13) > 6).long().expand(2, 2, 13)
+    with torch.no_grad():
+        found = dpo.score_answers(model, tokens, mask)[2]
+        logps = model(tokens.flatten(0, 1)[:, :-1]).log_softmax(-1)
+    wanted = logps.gather(2, tokens.flatten(0, 1)[:, 1:, None])[:, 6:, 0].sum(1)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_block_that_ignores_the_cache_generates_nothing(monkeypatch):
+    """Each token would be computed as if it were the first."""
+    forward = gpt.Attention.forward
+    monkeypatch.setattr(gpt.Attention, "forward", lambda self, x, ropes=(), cache=None, mask=None:
+                        forward(self, x, ropes, None if self.layer else cache, mask))
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE)).eval()
+    cache = create_cache(model, 1)
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
+        with pytest.raises(ValueError, match="1 of 2 layers use the cache"):
+            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+
+
+def test_only_blocks_with_attention_are_compiled_for_decoding():
+    class Recurrence(gpt.Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.attn = torch.nn.GRU(config.n_embd, config.n_embd, batch_first=True)
+
+    class Recurrent(gpt.GPT):
+        block_class = Recurrence
+    with pytest.raises(ValueError, match="--compile: expected a plain GPT"):
+        compile_decoder(Recurrent(gpt.GPTConfig(**SHAPE)))
+
+
 def test_every_scalar_sum_of_a_subclass_is_logged(data_dir, tmp_path, monkeypatch):
     build = gpt.build_model
     monkeypatch.setattr(gpt, "build_model", lambda c, data: build(c, data, TwoHeadGPT))
@@ -321,7 +376,30 @@ class Hidden(Lion):
                 p.sub_(m.lerp_(p.grad, 0.1).sign(), alpha=group["lr"])
 
 
+class LocalLion(Lion):
+    """Lion whose momentum is that of the rank's shard, a plain tensor."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                grad = distributed.local(p.grad)
+                m = self.state[p].setdefault("momentum", torch.zeros_like(grad))
+                distributed.local(p).sub_(m.lerp_(grad, 0.1).sign(), alpha=group["lr"])
+
+
+class Grouped(Lion):
+    """Lion with a number of steps in the parameter groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] = group.get("t", 0) + 1
+        super().step()
+
+
 OPTIMIZERS = dict(lion=lambda groups: Lion(groups, 1e-3),
+                  local=lambda groups: LocalLion(groups, 1e-3),
+                  grouped=lambda groups: Grouped(groups, 1e-3),
                   sgd=lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9),
                   plain=lambda groups: torch.optim.SGD(groups, 1e-2),
                   factored=lambda groups: Factored(groups, 1e-2),
@@ -375,10 +453,52 @@ def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[name])), name
 
 
-def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, message", [
+    ("hidden", "optimizer Hidden: attribute moments"),
+    ("grouped", "optimizer Grouped: t of parameter group 0")])
+def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch,
+                                                              kind, message):
     monkeypatch.setattr("train.optimizer.AdamW", None)  # undone at the end
-    with pytest.raises(CheckpointError, match="optimizer Hidden: attribute moments"):
-        train_with("hidden", options(data_dir, tmp_path, max_iters=2))
+    with pytest.raises(CheckpointError, match=message):
+        train_with(kind, options(data_dir, tmp_path, max_iters=2))
+
+
+def refusal_of_local_state(options):
+    try:
+        return train_with("local", options)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_state_of_a_rank_that_a_checkpoint_would_lose_is_refused(data_dir, tmp_path):
+    """A checkpoint has plain tensors of rank 0 only; under DDP they are equal on all ranks."""
+    for how, found in (("fsdp", "momentum is another on each rank"), ("ddp", None)):
+        for result in in_ranks(2, refusal_of_local_state, options(
+                data_dir, tmp_path / how, distributed=how, max_iters=2)):
+            assert isinstance(result, float) if found is None else found in result
+
+
+def train_with_noise(options, sigma):
+    """Train with noise that is added to the averaged gradients."""
+    from train import train as loop
+    clip = loop.clip_gradients
+
+    def clip_with_noise(optimizer, *args):
+        norm = clip(optimizer, *args)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad.add_(torch.randn_like(p.grad), alpha=sigma)
+        return norm
+    loop.clip_gradients = clip_with_noise
+    train(load_config(None, options))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.01])
+def test_weights_that_differ_between_ranks_are_named(data_dir, tmp_path, sigma):
+    """Random numbers are seeded per rank."""
+    in_ranks(2, functools.partial(train_with_noise, sigma=sigma), options(
+        data_dir, tmp_path, distributed="ddp", max_iters=2, eval_interval=2))
+    warning = "weights differ between ranks, e.g. wte.weight"
+    assert (warning in (tmp_path / "train.log").read_text()) == bool(sigma)
 
 
 # -----------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from train.distributed import (
 )
 from train.optimizer import create_state
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 # Keys that a checkpoint needs to be resumed, with the type of each; `state` is the optimizer's.
 REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, progress=dict,
                      scaler=dict, plateau=dict, early_stopping=dict, spikes=list, data=object)
@@ -389,6 +390,27 @@ def check_finite(model, optimizer, iter_num, path, ranks):
                          f"good checkpoint{hint}")
 
 
+def find_drift(tensors, ranks):
+    """Return the names of those of `tensors` {name: tensor} that are not sharded and whose bits
+    differ between ranks. All ranks must call."""
+    sums = {name: t.detach().reshape(-1).view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)
+            for name, t in tensors.items() if not is_sharded(t)}
+    if not sums or ranks.world_size == 1:
+        return []
+    values = torch.stack([*sums.values()]).tolist()
+    largest = max_over_ranks([*values, *(-value for value in values)], ranks)
+    smallest = largest[len(values):]
+    return [name for name, high, low in zip(sums, largest, smallest) if high != -low]
+
+
+def warn_of_drift(model, iter_num, ranks, warn):
+    """Call warn(text) if the weights of `model` differ between ranks. All ranks must call."""
+    if names := find_drift(dict(model.named_parameters()), ranks):
+        warn(f"iter {iter_num}: {len(names)} weights differ between ranks, e.g. {names[0]}: the "
+             "checkpoint has those of rank 0. What changes gradients after their average, or "
+             "weights, must be equal on all ranks; random numbers of torch are not")
+
+
 def make_savable(model):
     """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
     tensors. Raise SetupError if a tensor in the state dict of `model` has a dtype that a checkpoint
@@ -500,20 +522,24 @@ def without_values(state):
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
-def check_on_first_step(optimizer):
+def check_on_first_step(optimizer, ranks):
     """Register a hook that checks, after the first step of `optimizer`, that a checkpoint would
-    hold its entire state: it saves the state to memory, restores and compares it. If it differs,
-    that step() raises CheckpointError."""
+    hold its entire state: it saves the state to memory, restores and compares it. If it differs, or
+    if tensors that are not sharded differ between ranks, that step() raises CheckpointError."""
     def attributes():
-        return {k: repr(v) for k, v in vars(optimizer).items()
-                if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
+        groups = {f"{k} of parameter group {i}": repr(v)
+                  for i, group in enumerate(optimizer.param_groups)
+                  for k, v in group.items() if k not in ("params", "names")}
+        return groups | {
+            f"attribute {k}": repr(v) for k, v in vars(optimizer).items()
+            if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
 
     def check(*_):
         handle.remove()
         before = attributes()
         state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
         create_state(optimizer)
-        changed = [f"attribute {k}" for k, text in attributes().items() if before.get(k) != text]
+        changed = [k for k, text in attributes().items() if before.get(k) != text]
         restore_optimizer(optimizer, state, Ranks(), kind)
         restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
         changed += [f"state {name}" for name, tensor in named_tensors(state)
@@ -521,5 +547,9 @@ def check_on_first_step(optimizer):
         if changed:
             raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
                                   "checkpoint, which holds optimizer.state: keep it there")
+        if names := find_drift(dict(named_tensors(state)), ranks):
+            raise CheckpointError(f"{kind}: state {', '.join(names[:3])} is another on each rank, "
+                                  "and a checkpoint holds that of rank 0: make it sharded like the "
+                                  "parameter, e.g. torch.zeros_like(p), or equal on all ranks")
     kind = f"optimizer {type(optimizer).__name__}"
     handle = optimizer.register_step_post_hook(check)

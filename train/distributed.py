@@ -331,12 +331,15 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
         else:
             assign(tensors[name], value)
     if unknown:
-        examples = {re.sub(r"\.\d+\.", ".*.", name): "torch.ones(shape)" if tensors[name].dim() < 2
-                    else "normal(name, shape, 0.02, seed)" for name in unknown}
-        lines = "\n".join(f"    {name}: return {value}" for name, value in examples.items())
+        values = {name: "normal(name, shape, 0.02, seed)" if tensors[name].dim() > 1 else
+                  f"torch.full(shape, {'0.0' if name.endswith('bias') else '...'})"
+                  for name in unknown}
+        lines = {f"    {re.sub(r'[.][0-9]+[.]', '.*.', name)}: return {value}"
+                 for name, value in values.items()}
         raise SetupError("under FSDP, initial(name, shape, seed) of the model returns the initial "
-                         f"values; add a line for each of these, e.g.\n{lines}\nor use "
-                         "--distributed ddp")
+                         "values, in place of those of __init__, for a GPT also on one process; "
+                         "add a line for each of these, with the value of __init__, e.g.\n"
+                         + "\n".join(sorted(lines)) + "\nor use --distributed ddp")
     return model
 
 

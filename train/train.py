@@ -374,6 +374,8 @@ def save(run, last=False):
         # Non-finite weights must never replace a good checkpoint.
         checkpoint.check_finite(run.raw_model, run.optimizer, run.progress.iter_num,
                                 run.folder.file("ckpt.pt"), run.ranks)
+        # Under DDP every rank has all weights, and saves those of rank 0.
+        checkpoint.warn_of_drift(run.raw_model, run.progress.iter_num, run.ranks, run.log.warn)
         # What a checkpoint contains: {name: part.state_dict()} of every part (train/checkpoint.py).
         state = checkpoint.make_checkpoint(run.config, run.data, run.raw_model, run.optimizer,
                                            run.parts(), run.ranks)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from model.core.kv_cache import create_cache
 from model.core.packed import ConcatLinear, replace_linear_layers
+from model.gpt import Attention
 
 
 def compile_decoder(model):
@@ -20,7 +21,8 @@ def compile_decoder(model):
     The linear layers of `model` are replaced in place. Raises ValueError for models other than a
     plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
-    is_plain = all(block.compiles_decoding and not block.attn.window for block in model.h)
+    is_plain = all(block.compiles_decoding and isinstance(block.attn, Attention)
+                   and not block.attn.window for block in model.h)
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
@@ -59,6 +61,7 @@ class CompiledDecoder(nn.Module):
         if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
             torch._dynamo.mark_static_address(cache.kv)
             torch.compiler.cudagraph_mark_step_begin()
+        cache.updated = self.config.n_layer  # by next_logits()
         return self.step(idx, cache.kv, positions, previous)
 
 

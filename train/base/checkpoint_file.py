@@ -223,7 +223,7 @@ def check_match(tensors, expected, path, dtypes=True):
     `path` have the names, shapes and (if `dtypes`) dtypes of `expected` {name: tensor}."""
     if lines := describe_mismatches(tensors, expected, dtypes):
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
-                              "use the configuration it was trained with, or another out_dir")
+                              "expected the configuration and the code it was trained with")
 
 
 def describe_mismatches(tensors, expected, dtypes=True):

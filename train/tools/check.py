@@ -33,7 +33,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
 from model.core.kv_cache import create_cache
-from model.core.ops import IGNORE, SampledCrossEntropy, whole_cross_entropy
+from model.core.ops import (
+    IGNORE,
+    LinearCrossEntropy,
+    SampledCrossEntropy,
+    whole_cross_entropy,
+)
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT
 from model.sample.compiled import compile_decoder
@@ -114,15 +119,15 @@ def compare(actual, expected, tolerance=0.0):
 
 def train_rank(rank, config, environment, log, killed_at):
     """Train as rank `rank` of a run in this process, a fork that has imported torch, with the
-    output appended to the file `log`. environment: {variable: value}. killed_at: the process kills
-    itself at the evaluation of this step; `None`: never."""
+    output appended to the files `log`.log and `log`.err. environment: {variable: value}. killed_at:
+    the process kills itself at the evaluation of this step; `None`: never."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.stdout = sys.__stdout__
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+    for stream, ending in ((sys.stdout, ".log"), (sys.stderr, ".err")):
+        os.dup2(os.open(log + ending, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
     run_reporting_errors(config, lambda config: train(config, on_evaluation=on_evaluation))
 
 
@@ -133,16 +138,15 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    log = case.folder / f"{name}.log"
-    changes["out_dir"] = str(case.folder / name)
+    log = changes["out_dir"] = str(case.folder / name)
     config = load_config(case.folder / "config.yaml", changes)
     try:
         start_processes(train_rank, (config, environment, log, killed_at), ranks,
                         start_method="fork")
     except ProcessExitedException as error:
-        text = log.read_text().strip()
-        if error.exit_code == 2:  # the last message, with lines that are indented below it
-            raise SetupError(re.findall(r"^\S.*(?:\n\s.*)*", text, re.M)[-1]) from None
+        text = Path(log + ".err").read_text().strip()
+        if error.exit_code == 2:
+            raise SetupError(text) from None
         if error.signal_name != "SIGKILL":
             raise AssertionError(text[-MAX_REASON_CHARS:]) from None
 
@@ -253,10 +257,10 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare the loss, its compiled form for a GPU, its sampled form with all ids, and their
-    gradients with those of the cross-entropy of the logits, in eval mode. The logits are large: a
-    cap has no effect on small ones. Return a text for the report, or raise AssertionError;
-    SetupError if the model is no GPT."""
+    """Compare the loss and its gradients, in eval mode, with those of the cross-entropy of the
+    logits; and three forms of the loss, in both modes: in chunks, compiled for a GPU, and from
+    samples that are all ids. The logits are large: a cap has no effect on small ones. Return a text
+    for the report, or raise AssertionError; SetupError if the model is no GPT."""
     batch = case.run.data.train.get_batch("cpu", 0)
     model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT) or len(batch) != 2:
@@ -264,21 +268,22 @@ def check_loss(case):
     head, n_ids = (model.lm_head or model.wte).weight, model.config.vocab_size
     head.data.mul_(LARGE_LOGIT / model(batch[0]).detach().abs().max())
     targets = batch[1].flatten()
-    sampled = SampledCrossEntropy(targets, n_ids, n_ids, seed=0)  # all ids: exact
-    results = {}
-    for form, loss in dict(
-            logits=lambda x: F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE),
-            model=lambda x: model(*batch)[0],
-            compiled=lambda x: whole_cross_entropy(x, head, targets, n_ids),
-            head_samples=lambda x: sampled(x, head, targets, n_ids)).items():
+    chunks, samples = LinearCrossEntropy(), SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
+
+    def differentiate(loss):  # of states (N, C)
         model.zero_grad()
-        loss = loss(model.trunk(batch[0]).flatten(0, 1))
-        loss.backward()
-        results[form] = {name: p.grad.norm() for name, p in model.named_parameters()
-                         if p.grad is not None and p.grad.any()} | dict(loss=loss.detach())
-    expected = results.pop("logits")
-    compare(results, dict.fromkeys(results, expected), LOGIT_TOLERANCE)
-    return f"that of the logits, with its gradients: {'; '.join(results)}"
+        value = loss(model.trunk(batch[0]).flatten(0, 1))
+        value.backward()
+        return {name: p.grad.norm() for name, p in model.named_parameters()
+                if p.grad is not None and p.grad.any()} | dict(loss=value.detach())
+    compare(differentiate(lambda x: model(*batch)[0]), differentiate(
+        lambda x: F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE)), LOGIT_TOLERANCE)
+    for mode in (False, True):
+        expected, *others = (differentiate(lambda x, form=form: form(x, head, targets, n_ids))
+                             for form in (chunks.train(mode), samples.train(mode),
+                                          whole_cross_entropy))
+        compare(others, [expected] * 2, LOGIT_TOLERANCE)
+    return "that of the logits, with its gradients; equal in chunks, compiled and with head_samples"
 
 
 def check_evaluation(case):
