@@ -522,10 +522,10 @@ def without_values(state):
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
-def check_on_first_step(optimizer, ranks):
-    """Register a hook that checks, after the first step of `optimizer`, that a checkpoint would
-    hold its entire state: it saves the state to memory, restores and compares it. If it differs, or
-    if tensors that are not sharded differ between ranks, that step() raises CheckpointError."""
+def check_state(optimizer, ranks):
+    """Raise CheckpointError unless a checkpoint would hold the entire state of `optimizer`, which
+    has done a step: the state is saved to memory, restored and compared, and tensors that are not
+    sharded must be equal on all ranks. All ranks must call."""
     def attributes():
         groups = {f"{k} of parameter group {i}": repr(v)
                   for i, group in enumerate(optimizer.param_groups)
@@ -534,22 +534,19 @@ def check_on_first_step(optimizer, ranks):
             f"attribute {k}": repr(v) for k, v in vars(optimizer).items()
             if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
 
-    def check(*_):
-        handle.remove()
-        before = attributes()
-        state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
-        create_state(optimizer)
-        changed = [k for k, text in attributes().items() if before.get(k) != text]
-        restore_optimizer(optimizer, state, Ranks(), kind)
-        restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
-        changed += [f"state {name}" for name, tensor in named_tensors(state)
-                    if not torch.equal(local(restored[name]), local(tensor))]
-        if changed:
-            raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
-                                  "checkpoint, which holds optimizer.state: keep it there")
-        if names := find_drift(dict(named_tensors(state)), ranks):
-            raise CheckpointError(f"{kind}: state {', '.join(names[:3])} is another on each rank, "
-                                  "and a checkpoint holds that of rank 0: make it sharded like the "
-                                  "parameter, e.g. torch.zeros_like(p), or equal on all ranks")
     kind = f"optimizer {type(optimizer).__name__}"
-    handle = optimizer.register_step_post_hook(check)
+    before = attributes()
+    state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
+    create_state(optimizer)
+    changed = [k for k, text in attributes().items() if before.get(k) != text]
+    restore_optimizer(optimizer, state, Ranks(), kind)
+    restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
+    changed += [f"state {name}" for name, tensor in named_tensors(state)
+                if not torch.equal(local(restored[name]), local(tensor))]
+    if changed:
+        raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
+                              "checkpoint, which holds optimizer.state: keep it there")
+    if names := find_drift(dict(named_tensors(state)), ranks):
+        raise CheckpointError(f"{kind}: state {', '.join(names[:3])} is another on each rank, and "
+                              "a checkpoint holds that of rank 0: make it sharded like the "
+                              "parameter, e.g. torch.zeros_like(p), or equal on all ranks")

@@ -26,16 +26,14 @@ def get_lr(it: int, args) -> float:
         return max(min_lr, c.learning_rate * c.lr_factor ** drops)
     if it >= end:
         return min_lr
-    decay_ratio = (it - warmup) / (end - warmup)  # from 0 to 1; coeff falls from 1 to 0
-    if c.lr_schedule == "wsd":  # warm-up, stable, decay: linear over the last part of the run
-        coeff = min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup)))
-    elif c.lr_schedule == "linear":
-        coeff = 1.0 - decay_ratio
-    elif c.lr_schedule == "cosine":
-        coeff = 0.5 * (1.0 + math.cos(math.pi * decay_ratio))
-    else:
+    decay_ratio = (it - warmup) / (end - warmup)  # from 0 to 1; the shapes fall from 1 to 0
+    shapes = dict(
+        cosine=0.5 * (1.0 + math.cos(math.pi * decay_ratio)), linear=1.0 - decay_ratio,
+        # warm-up, stable, decay: linear over the last part of the run
+        wsd=min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup))))
+    if c.lr_schedule not in shapes:
         raise ConfigError([f"lr_schedule: get_lr (train/lr_scheduler.py) has no {c.lr_schedule}"])
-    return min_lr + coeff * (c.learning_rate - min_lr)
+    return min_lr + shapes[c.lr_schedule] * (c.learning_rate - min_lr)
 
 
 def read_schedule(args):

@@ -212,8 +212,7 @@ class Run:
         self.progress.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
-        if type(self.optimizer) not in (AdamW, Muon):  # of a fork
-            checkpoint.check_on_first_step(self.optimizer, self.ranks)
+        self.first_step_hook = self.optimizer.register_step_post_hook(self.check_first_step)
         self.average = None  # running average of the weights
         if c.ema:
             from train.options.ema import Average
@@ -222,9 +221,8 @@ class Run:
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
-        is_ddp = self.model is not self.raw_model
-        self.optimizer.register_step_pre_hook(
-            self.require_gradients if is_ddp else self.name_unused)
+            if self.model is not self.raw_model:
+                self.optimizer.register_step_pre_hook(self.require_gradients)
         self.forward = self.model  # forward(*batch) of `model`
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
@@ -357,14 +355,16 @@ class Run:
                 "last micro-batch must depend on each trained parameter. Use it in forward, or "
                 f"freeze it: --lr_groups '{{{names[0]}: 0}}'") from None
 
-    def name_unused(self, *_):
-        """Warn of trained parameters without a gradient in the first step after a start. A hook of
-        the optimizer, before each step."""
-        if self.progress.iter_num != self.log.first_iter:
-            return
+    def check_first_step(self, *_):
+        """Warn of trained parameters without a gradient, and check that the state of an optimizer
+        that a fork has added can be resumed. A hook of the optimizer, after its first step. Raises
+        CheckpointError."""
+        self.first_step_hook.remove()
         if names := [name for name, p in self.raw_model.named_parameters()
                      if p.requires_grad and p.grad is None]:
             self.log.warn(f"no gradient for {', '.join(names[:4])}: the loss does not depend on it")
+        if type(self.optimizer) not in (AdamW, Muon):
+            checkpoint.check_state(self.optimizer, self.ranks)
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step: at an interval, before step 0 if
