@@ -89,10 +89,10 @@ def check_files(name, folder, ending):
         except Exception:
             invalid |= {path.resolve(), path}
     for path in invalid:
-        path.unlink()
+        path.unlink(missing_ok=True)
     if names := sorted(path.name for path in invalid if path.suffix == ending):
-        raise DataError(f"{name}: {', '.join(names)}: not the {ending[1:]} files of a model; they "
-                        "are deleted. Check the network and the mirror, and try again")
+        raise DataError(f"{name}: deleted {', '.join(names)}: expected the {ending[1:]} files of a "
+                        "model. Check the network and the mirror, and try again")
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):

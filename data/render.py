@@ -65,9 +65,8 @@ class Renderer:
         if not reply.endswith(b"\n"):
             # Not a ValueError: after a record with this problem, no other record is tried.
             raise UserError("the model's chat template fails: it needs more than "
-                            f"{MAX_CPU_SECONDS} s of processor time or {MAX_BYTES >> 20} MiB for "
-                            f"{len(request):,} bytes; expected another chat_template.jinja, or "
-                            "shorter messages")
+                            f"{MAX_CPU_SECONDS} s of processor time or {MAX_BYTES >> 20} MiB; "
+                            "expected another chat_template.jinja, or shorter messages")
         text, problem = json.loads(reply)
         if problem:
             raise DataError(f"the model's chat template fails: {problem}")

@@ -138,6 +138,8 @@ def read_template_spec(folder, tokenizer):
     """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
     a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text.
     Raises DataError for a file that cannot be read."""
+    if tokenizer is None or tokenizer.eot_token is None:
+        return None
     given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
@@ -145,14 +147,14 @@ def read_template_spec(folder, tokenizer):
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None
-    if isinstance(text, list):  # several with names, of earlier versions of transformers
-        text = next((t.get("template") for t in text
-                     if isinstance(t, dict) and t.get("name") == "default"), None)
-    if given is not None and not isinstance(text, str):
+    if isinstance(text, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys()
+                                      for t in text):  # of earlier versions of transformers
+        text = {t["name"]: t["template"] for t in text}.get("default")
+    if not isinstance(text, (str, type(None))):
         path = os.path.join(folder, "tokenizer_config.json")
         raise DataError(f"{path}: chat_template: expected a text, or a list of objects with name "
-                        f"and template, one with the name default; got {str(given)[:80]!r}")
-    if not isinstance(text, str) or tokenizer is None or tokenizer.eot_token is None:
+                        f"and template, got {str(given)[:80]!r}")
+    if text is None:
         return None
     ends = [read_optional_json(folder, name).get("eos_token_id")
             for name in ("generation_config.json", "config.json")]

@@ -18,7 +18,7 @@ from data.rows import open_rows
 from model import chat, gpt, lora
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.formulas import warn_of_differences
-from model.core.ops import IGNORE, token_logprobs
+from model.core.ops import IGNORE
 from model.core.weights import digest
 from train.base.errors import CheckpointError, DataError
 from train.base.fields import key
@@ -80,8 +80,11 @@ def score_answers(model, idx, mask):
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
     x = model.trunk(idx[:, :-1])  # (2 B, T, C)
-    logps = token_logprobs(model, x.flatten(0, 1), targets.flatten())  # (2 B T,)
-    return x, targets, logps.view(targets.shape).sum(1)
+    head = (model.lm_head or model.wte).weight
+    # The mean loss of each row: model.loss computes gradients in the forward pass, chunk by chunk.
+    losses = [model.loss(x[i:i + 1], head, targets[i:i + 1], model.config.vocab_size)
+              for i in range(len(x))]
+    return x, targets, -torch.stack(losses) * (targets != IGNORE).sum(1)
 
 
 def answer_logps(model, tokens, mask):

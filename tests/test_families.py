@@ -774,13 +774,18 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
             chat_template=given)))
         assert open_chat_format(str(tmp_path))[2].spec == template.spec
-    for given in ([], ["x"], [[]], [dict(name="default")], [dict(template="x")]):
+    for given in ({}, ["x"], [[]], [dict(name="default")], [dict(template="x")]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
             chat_template=given)))
         assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
         said = capsys.readouterr().err
         assert "tokenizer_config.json: chat_template: expected a text, or a list" in said
         assert said.count("\n") == 1
+    for given in ([], [dict(name="tool_use", template="x")]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
+            chat_template=given)))
+        assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
+        assert "not a chat model" in capsys.readouterr().err
     os.unlink(tmp_path / "generation_config.json")  # ids that no tensor holds are no end
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(
         eos_token_id=[10**30, -1, True, template.ends[0]])))

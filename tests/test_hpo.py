@@ -393,13 +393,13 @@ def test_an_interrupted_trial_is_done_again(search, monkeypatch):
         None, vars(calls[2]) | dict(out_dir="x"))
 
 
-def test_a_trial_of_a_worker_that_died_is_done_again(tmp_path, data_dir, search):
+def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search):
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"
     long = dict(max_iters=30_000, eval_interval=15_000)
     worker = Fork(run_python, (["-m", "train.tools.hpo", *arguments(
         tmp_path, data_dir, trials(2), **long)],), stdout=output, stderr=tmp_path / "errors")
-    soon(lambda: (tmp_path / "hpo/stage_1_trial_0/train.log").exists(), 30)
+    soon(lambda: output.exists() and "\n" in output.read_text(), 30)
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
     worker.kill()
     study, = optuna.study.get_all_study_names(f"sqlite:///{tmp_path}/hpo/study.db")
@@ -407,7 +407,6 @@ def test_a_trial_of_a_worker_that_died_is_done_again(tmp_path, data_dir, search)
     study.set_user_attr("asked", study.user_attrs["asked"] | dict(max_iters=4, eval_interval=2))
     code, found = search(SPACE, trials(2))
     assert code == 0 and [t["trial"] for t in found] == [1, 2]
-    assert found[0]["params"] == dict(learning_rate=0.01, n_layer=1)  # of the configuration
 
 
 def test_evaluations_may_be_counted_in_epochs(search):

@@ -96,7 +96,7 @@ def test_a_wrong_answer_is_not_kept(hub, name, content):
     (hub.repos["some/one"] / "model.safetensors").write_bytes(WEIGHTS)
     (hub.repos["some/one"] / "chat_template.jinja").write_text("{{ messages }}")
     hub.wrong = {name: content}
-    with pytest.raises(DataError, match=f"{name}: not the .* files of a model; they are del"):
+    with pytest.raises(DataError, match=f"deleted {name}: expected the .* files of a model"):
         local_folder("hf:some/one")
     hub.wrong = {}
     folder = local_folder("hf:some/one")
@@ -110,7 +110,7 @@ def test_wrong_answers_of_several_files_are_removed_at_once(hub):
     (hub.repos["some/one"] / "tokenizer_config.json").write_text("{}")
     hub.wrong = {name: f"<html>{name}</html>".encode()
                  for name in ("config.json", "tokenizer_config.json")}
-    with pytest.raises(DataError, match="config.json, tokenizer_config.json: not the json files"):
+    with pytest.raises(DataError, match="deleted config.json, tokenizer_config.json: expected"):
         local_folder("hf:some/one", weights=False)
     hub.wrong = {}
     local_folder("hf:some/one", weights=False)

@@ -392,23 +392,32 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 def find_drift(tensors, ranks):
     """Return the names of those of `tensors` {name: tensor} that are not sharded and whose bits
-    differ between ranks. All ranks must call."""
-    sums = {name: t.detach().reshape(-1).view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)
-            for name, t in tensors.items() if not is_sharded(t)}
-    if not sums or ranks.world_size == 1:
+    differ between ranks, or that only some ranks have. All ranks must call."""
+    if ranks.world_size == 1:
         return []
-    values = torch.stack([*sums.values()]).tolist()
-    largest = max_over_ranks([*values, *(-value for value in values)], ranks)
-    smallest = largest[len(values):]
-    return [name for name, high, low in zip(sums, largest, smallest) if high != -low]
+    every_rank = gather_to_rank0({name: add_bits(t) for name, t in tensors.items()
+                                  if not is_sharded(t)}, ranks)
+    return broadcast_from_rank0(lambda: sorted({
+        name for sums in every_rank for name in sums.keys() | every_rank[0].keys()
+        if sums.get(name) != every_rank[0].get(name)}), ranks)
+
+
+def add_bits(tensor):
+    """Return the sum of the bits of a tensor, read as integers: an int, the same on each device."""
+    flat = tensor.detach().reshape(-1)
+    # As int64 if possible: torch copies smaller integers before it adds them.
+    is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
+    kind = torch.int64 if is_aligned else INTEGERS[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))
 
 
 def warn_of_drift(model, iter_num, ranks, warn):
-    """Call warn(text) if the weights of `model` differ between ranks. All ranks must call."""
-    if names := find_drift(dict(model.named_parameters()), ranks):
+    """Call warn(text) if trained weights of `model` differ between ranks; shards are not compared.
+    All ranks must call."""
+    if names := find_drift({n: p for n, p in model.named_parameters() if p.requires_grad}, ranks):
         warn(f"iter {iter_num}: {len(names)} weights differ between ranks, e.g. {names[0]}: the "
-             "checkpoint has those of rank 0. What changes gradients after their average, or "
-             "weights, must be equal on all ranks; random numbers of torch are not")
+             "checkpoint has those of rank 0. What changes weights, or gradients after their "
+             "average, must be equal on all ranks; torch's random numbers differ between ranks")
 
 
 def make_savable(model):
@@ -543,10 +552,11 @@ def check_state(optimizer, ranks):
     restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
     changed += [f"state {name}" for name, tensor in named_tensors(state)
                 if not torch.equal(local(restored[name]), local(tensor))]
+    drift = find_drift(dict(named_tensors(state)), ranks)
     if changed:
         raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
                               "checkpoint, which holds optimizer.state: keep it there")
-    if names := find_drift(dict(named_tensors(state)), ranks):
-        raise CheckpointError(f"{kind}: state {', '.join(names[:3])} is another on each rank, and "
-                              "a checkpoint holds that of rank 0: make it sharded like the "
+    if drift:
+        raise CheckpointError(f"{kind}: state {', '.join(drift[:3])} differs between ranks, and a "
+                              "checkpoint holds that of rank 0: make it sharded like the "
                               "parameter, e.g. torch.zeros_like(p), or equal on all ranks")

@@ -5,7 +5,6 @@ import collections
 import math
 from dataclasses import dataclass, fields
 
-from train.base.errors import ConfigError
 from train.keys import LearningRateKeys, TrainConfig
 
 OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
@@ -31,8 +30,6 @@ def get_lr(it: int, args) -> float:
         cosine=0.5 * (1.0 + math.cos(math.pi * decay_ratio)), linear=1.0 - decay_ratio,
         # warm-up, stable, decay: linear over the last part of the run
         wsd=min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup))))
-    if c.lr_schedule not in shapes:
-        raise ConfigError([f"lr_schedule: get_lr (train/lr_scheduler.py) has no {c.lr_schedule}"])
     return min_lr + shapes[c.lr_schedule] * (c.learning_rate - min_lr)
 
 

@@ -212,7 +212,6 @@ class Run:
         self.progress.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
-        self.first_step_hook = self.optimizer.register_step_post_hook(self.check_first_step)
         self.average = None  # running average of the weights
         if c.ema:
             from train.options.ema import Average
@@ -228,7 +227,7 @@ class Run:
             self.forward = functools.partial(self.compiler.call, self.model)
         # before_step(it) of the model and its parts; after_step(it, sums) of the model, or None.
         self.before_step = [module.before_step for module in self.raw_model.modules()
-                            if hasattr(module, "before_step")]
+                            if getattr(module, "before_step", None)]
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
@@ -355,14 +354,16 @@ class Run:
                 "last micro-batch must depend on each trained parameter. Use it in forward, or "
                 f"freeze it: --lr_groups '{{{names[0]}: 0}}'") from None
 
-    def check_first_step(self, *_):
-        """Warn of trained parameters without a gradient, and check that the state of an optimizer
-        that a fork has added can be resumed. A hook of the optimizer, after its first step. Raises
-        CheckpointError."""
-        self.first_step_hook.remove()
-        if names := [name for name, p in self.raw_model.named_parameters()
-                     if p.requires_grad and p.grad is None]:
-            self.log.warn(f"no gradient for {', '.join(names[:4])}: the loss does not depend on it")
+    def check_first_step(self):
+        """Warn of trained parameters that the first step has not updated, and check that the state
+        of an optimizer that a fork has added can be resumed. Raises CheckpointError."""
+        state = self.optimizer.state
+        unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
+                  if not state.get(p)]
+        if unused and any(state.values()):
+            self.log.warn(f"no gradient in the first step for {len(unused)} tensors, e.g. "
+                          f"{unused[0]}: if this is not intended, use them in forward, or freeze "
+                          "them by lr_groups")
         if type(self.optimizer) not in (AdamW, Muon):
             checkpoint.check_state(self.optimizer, self.ranks)
 

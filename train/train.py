@@ -100,6 +100,8 @@ def training_loop(run):
         # The first two steps compile.
         run.watchdog.restart(slow=p.iter_num <= run.log.first_iter + 1)
         train_step(run)
+        if p.iter_num == run.log.first_iter + 1:  # find now what a resume would lose
+            run.check_first_step()
     finish(run)
 
 

@@ -36,7 +36,6 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.device_lengths = self.lengths.to(device, copy=True)
         self.last_token = torch.full((rows, 1), -1, device=device)  # -1: the row is empty
-        self.updated = c.n_layer  # layers that have stored the tokens of the last start()
 
     def __getitem__(self, rows):
         return self.map_rows(lambda tensor, dim: tensor[(slice(None),) * dim + (rows,)])
@@ -86,10 +85,7 @@ class KVCache:
         if self.n_visible > size:
             raise ValueError(f"{self.n_visible} tokens exceed the context of this model, {size} "
                              "(block_size)")
-        if self.lengths.any() and self.updated != self.config.n_layer:
-            raise ValueError(f"{self.updated} of {self.config.n_layer} layers use the cache: this "
-                             "model cannot generate text token by token")
-        self.updated = 0
+        self.is_used = False
         self.mask = None
         first = self.device_lengths[:, None]  # (B, 1)
         if self.same_length:
@@ -125,7 +121,7 @@ class KVCache:
         `layer`; G: heads of keys and values, D: head size. Return (k, v, mask): all keys and values
         (B, G, S, D) of the layer, in the order of the text, where S is the length of the longest
         row; mask (B, 1, 1, S), true for the keys of each row, or None if all rows have S keys."""
-        self.updated += 1
+        self.is_used = True
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
                 cached[:, :, self.slots] = new

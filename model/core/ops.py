@@ -63,7 +63,8 @@ class SampledCrossEntropy(LinearCrossEntropy):
         share = counts / counts.sum() + 1 / vocab_size  # (V,)
         ordered = share.sort(descending=True).values
         rest = ordered.flip(0).cumsum(0).flip(0)
-        # The constant, if the k most frequent ids have p = 1; k is the first that fits.
+        # The constant, if the k most frequent ids have p = 1; k is the first that fits, up to
+        # rounding (with n_samples = vocab_size all have).
         constant = (n_samples - torch.arange(vocab_size)) / rest
         self.p = (share * constant[(constant * ordered < 1 + 1e-9).int().argmax()]).clamp(max=1)
         self.seed = seed

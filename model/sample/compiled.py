@@ -61,7 +61,6 @@ class CompiledDecoder(nn.Module):
         if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
             torch._dynamo.mark_static_address(cache.kv)
             torch.compiler.cudagraph_mark_step_begin()
-        cache.updated = self.config.n_layer  # by next_logits()
         return self.step(idx, cache.kv, positions, previous)
 
 
@@ -87,6 +86,7 @@ class SingleTokenCache:
     the cache is read, and kept in `new`; a write would make the compiled region copy the cache.
     With key_offset, `new` also has what swap_last_key() stores, for the slot behind the token.
     """
+    is_used = True  # by blocks that compile_decoder() accepts
 
     def __init__(self, kv, slot, mask, start=None):
         self.kv = kv

@@ -62,7 +62,8 @@ def reporting_full_disk(path):
 
 def is_full_disk(error):
     """Return whether an exception is the OSError of a full disk, a quota or a limit of ulimit -f.
-    """  # numpy's error has no number: "4096 requested and 3568 written".
+    """
+    # numpy's error has no number: "4096 requested and 3568 written".
     return isinstance(error, OSError) and (
         error.errno in FULL_DISK or "requested and" in str(error))
 

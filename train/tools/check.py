@@ -257,32 +257,40 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare the loss and its gradients, in eval mode, with those of the cross-entropy of the
-    logits; and three forms of the loss, in both modes: in chunks, compiled for a GPU, and from
-    samples that are all ids. The logits are large: a cap has no effect on small ones. Return a text
-    for the report, or raise AssertionError; SetupError if the model is no GPT."""
-    batch = case.run.data.train.get_batch("cpu", 0)
-    model = copy.deepcopy(case.run.raw_model).eval()
-    if not isinstance(model, GPT) or len(batch) != 2:
-        raise SetupError("not a GPT with batches of tokens and targets")
-    head, n_ids = (model.lm_head or model.wte).weight, model.config.vocab_size
-    head.data.mul_(LARGE_LOGIT / model(batch[0]).detach().abs().max())
-    targets = batch[1].flatten()
-    chunks, samples = LinearCrossEntropy(), SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
-
-    def differentiate(loss):  # of states (N, C)
+    """Compare three forms of the loss and their gradients: in chunks, compiled for a GPU, and from
+    samples that are all ids; in eval mode also with the cross-entropy of the logits, as the loss of
+    a batch, if it is one of tokens and targets. The logits are large: a cap has no effect on small
+    ones. Return a text for the report, or raise AssertionError; SetupError if the model is no GPT.
+    """
+    def differentiate(loss):
         model.zero_grad()
-        value = loss(model.trunk(batch[0]).flatten(0, 1))
+        value = loss()
         value.backward()
         return {name: p.grad.norm() for name, p in model.named_parameters()
                 if p.grad is not None and p.grad.any()} | dict(loss=value.detach())
-    compare(differentiate(lambda x: model(*batch)[0]), differentiate(
-        lambda x: F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE)), LOGIT_TOLERANCE)
+
+    def of_logits(idx, targets):
+        return differentiate(lambda: F.cross_entropy(
+            model(idx).flatten(0, 1), targets.flatten(), ignore_index=IGNORE))
+    model = copy.deepcopy(case.run.raw_model).eval()
+    if not isinstance(model, GPT):
+        raise SetupError("not a GPT")
+    head, n_ids = (model.lm_head or model.wte).weight, model.config.vocab_size
+    tokens = case.tokens(rows=2)
+    head.data.mul_(LARGE_LOGIT / model(tokens).detach().abs().max())
+    batch = case.run.data.train.get_batch("cpu", 0)
+    if len(batch) == 2:
+        compare(differentiate(lambda: model(*batch)[0]), of_logits(*batch), LOGIT_TOLERANCE)
+    idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :3] = IGNORE
+    forms = LinearCrossEntropy(), SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
     for mode in (False, True):
-        expected, *others = (differentiate(lambda x, form=form: form(x, head, targets, n_ids))
-                             for form in (chunks.train(mode), samples.train(mode),
-                                          whole_cross_entropy))
-        compare(others, [expected] * 2, LOGIT_TOLERANCE)
+        results = [differentiate(lambda form=form: form(model.trunk(idx), head, targets, n_ids))
+                   for form in (form.train(mode) for form in forms)]
+        results.append(differentiate(lambda: whole_cross_entropy(
+            model.trunk(idx).flatten(0, 1), head, targets.flatten(), n_ids)))
+        expected = results[0] if mode else of_logits(idx, targets)
+        compare(results, [expected] * 3, LOGIT_TOLERANCE)
     return "that of the logits, with its gradients; equal in chunks, compiled and with head_samples"
 
 
@@ -313,9 +321,13 @@ def check_decoding(case):
             raise SetupError(f"refused: {error}") from None
         packed = replace_linear_layers(copy.deepcopy(model))
         logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed, idx)}
-        with contextlib.suppress(ValueError), torch.compiler.set_stance("force_eager"):
-            decoder = compile_decoder(packed)  # not of every model; here not compiled
-            logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
+        with torch.compiler.set_stance("force_eager"):  # the code of --compile, not compiled
+            try:
+                decoder = compile_decoder(packed)
+            except ValueError:  # not of every model
+                decoder = None
+            if decoder:
+                logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
     return f"equal logits: {'; '.join(logits)}"
 

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -72,7 +73,8 @@ class ChildRun:
         self.value = values[-1] if complete else None
         self.seconds = seconds[-1] if seconds else 0.0
         if not complete:
-            lock_folder(self.folder).close()  # UserError: that of a killed command was faster
+            with suppress(FileNotFoundError):  # UserError: that of a killed command was faster
+                lock_folder(self.folder).close()
             echo(f"{self.name}: crashed, see {self.log}")
         elif self.value is None:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "

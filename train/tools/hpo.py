@@ -30,7 +30,7 @@ except ImportError:
 from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import base_type, convert, fields_by_name, key, parse_value, to_bool
-from train.base.files import exclusive_lock, lock_folder, write_text
+from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
 from train.train import train
@@ -154,7 +154,6 @@ def search(config, space, stages, out):
             if number > 1:
                 space = {k: narrow_dimension(d, start[k], stage["narrow"])
                          for k, d in space.items()}
-        queue_lost_trials(study, out)
         while len(finished_trials(study)) < stage["trials"]:
             print_result(study, run_trial(study, config, space, stage, out), config)
             write_results(studies, config, out)
@@ -221,20 +220,6 @@ def finished_trials(study):
                                                     optuna.trial.TrialState.PRUNED))
 
 
-def queue_lost_trials(study, out):
-    """Queue the trials again whose worker was killed: no process has the lock of their folder."""
-    with exclusive_lock(out):
-        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            with contextlib.suppress(UserError, FileNotFoundError):  # in use; not opened yet
-                lock_folder(trial_folder(study, trial, out)).close()
-                study.enqueue_trial(trial.params)
-                study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-
-
-def trial_folder(study, trial, out):
-    return os.path.join(out, f"{study.study_name}_trial_{trial.number}")
-
-
 def run_trial(study, config, space, stage, out):
     """Train the next trial of a stage and return it, an optuna.FrozenTrial. If training fails, e.g.
     with a non-finite loss or out of memory, the trial is marked as pruned, so that the sampler
@@ -247,7 +232,7 @@ def run_trial(study, config, space, stage, out):
         trial = study.ask(space)
     params = ", ".join(f"{name} {value}" for name, value in trial.params.items())
     print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
-    folder = trial_folder(study, trial, out)
+    folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
     try:
         ended = study.tell(trial, train_trial(trial, trial_config(
             config, trial.params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
