@@ -217,7 +217,8 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 class Block(nn.Module):
     """A transformer block: attention and MLP, each added to the residual stream x (B, T, C),
     through which gradients reach every layer unchanged. forward(x, *context) -> x; context: the
-    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer."""
+    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer, to
+    which compute() passes of_mlp."""
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
