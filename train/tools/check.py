@@ -188,10 +188,10 @@ def check_resume(case):
 
 @torch.no_grad()
 def change_weights(model):
-    """Add noise to the parameters, in place: a part of a model that is zero at first would hide
-    differences."""
+    """Add noise to the trained parameters, in place: a part of a model that is zero at first would
+    hide differences. Frozen weights are in the file of another model."""
     generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
 
 
