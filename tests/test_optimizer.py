@@ -151,6 +151,30 @@ def test_muon_takes_the_block_matrices_and_adamw_equals_torch_on_the_rest():
         assert same != (name in muon), name
 
 
+class Relative(torch.optim.SGD):
+    """Divides by the learning rate: NaN at a rate of 0."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            rate = torch.tensor(group["lr"])
+            for p in group["params"]:
+                p.mul_(rate / rate)
+
+
+def test_creating_state_restores_the_parameters():
+    model = gpt()
+    optimizer = Relative(model.parameters(), 0.1, momentum=0.9)
+    set_gradients(model)
+    optimizer.step()
+    before = {name: (p.clone(), p.grad.clone()) for name, p in model.named_parameters()}
+    create_state(optimizer)
+    assert all(torch.equal(p, before[name][0]) and torch.equal(p.grad, before[name][1])
+               for name, p in model.named_parameters())
+    assert len(optimizer.state) == len(before) and optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_state_by_name_goes_on_in_another_optimizer():
     first = gpt()
     optimizer = configure(first, MUON)

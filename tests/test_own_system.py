@@ -261,6 +261,14 @@ def test_an_unknown_metric_is_refused_before_any_step(rows, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_list_is_no_metric_for_early_stopping(rows, tmp_path, monkeypatch, toy):
+    real = toy.Toy.numbers
+    monkeypatch.setattr(toy.Toy, "numbers", lambda model, sums: real(model, sums) | dict(
+        per_class=sums["confusion"].diagonal()))
+    with pytest.raises(SetupError, match="'val_per_class'; choose one of val_loss, val_f1, val_su"):
+        go(rows, tmp_path, early_stopping_metric="val_per_class")
+
+
 def test_nothing_to_evaluate_on_is_said(rows, tmp_path, monkeypatch, toy):
     go(rows, tmp_path, max_iters=1)
     real = toy.open_data

@@ -458,12 +458,12 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     restore_optimizer(optimizer, entries, ranks, start.path, start.shards)
     fill(model.state_dict(), state["model"], ranks, start.shards, "model.")
     for name, part in parts.items():
-        if state[name] or name != "scaler":  # {} for a run without float16
-            try:
+        try:
+            if state[name] or name != "scaler":  # {} for a run without float16
                 part.load_state_dict(state[name])
-            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                raise CheckpointError(f"{start.path}: its {name} has an unknown format: "
-                                      f"{type(error).__name__}: {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{start.path}: its {name} has an unknown format: "
+                                  f"{type(error).__name__}: {error}") from error
     start.state = None  # frees the memory
 
 

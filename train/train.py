@@ -354,9 +354,10 @@ def check_metric_names(run):
     # One batch is enough to learn the names, unless no item in it counts.
     with run.clock.away():
         try:  # nothing is logged
-            names = list(evaluate_validation(run, 1))
+            numbers = evaluate_validation(run, 1)
         except SetupError:
-            names = list(evaluate_validation(run, c.eval_iters))
+            numbers = evaluate_validation(run, c.eval_iters)
+    names = [name for name, value in numbers.items() if not isinstance(value, list)]
     if c.early_stopping_metric not in names:
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{c.early_stopping_metric!r}; choose one of {', '.join(names)}")
