@@ -351,8 +351,9 @@ class Run:
             names = [trained[int(i)] for i in found[1].split()] if found else trained
             raise SetupError(
                 f"no gradient for {', '.join(names[:4])}: with several ranks (DDP) the loss of the "
-                "last micro-batch must depend on each trained parameter. Use it in forward, or "
-                f"freeze it: --lr_groups '{{{names[0]}: 0}}'") from None
+                "last micro-batch must depend on each trained parameter. Use it in forward (the "
+                "output of a layer skipped at random: times 0), or freeze it: --lr_groups "
+                f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
         """Warn of trained parameters that the first step has not updated, and check that the state
