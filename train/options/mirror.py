@@ -55,13 +55,13 @@ class Mirror:
         best = f"{self.root}/ckpt_best.pt"
         try:
             copies = self.copies()
-            if copies and never:
-                raise ValueError("--resume never, and it has the checkpoints of a run")
             if not copies:  # an error in the URL ends the run before it starts
-                self.fs.pipe_file(f"{self.root}/writable", b"")
-            elif self.fs.exists(best):
+                return self.fs.pipe_file(f"{self.root}/writable", b"")
+            if never:
+                raise ValueError("--resume never, and it has the checkpoints of a run")
+            if self.fs.exists(best):
                 self.get(best, "ckpt_best.pt", log)
-            if copies and not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
+            if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
