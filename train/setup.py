@@ -189,7 +189,7 @@ class Run:
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
         log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
                             config=asdict(c), system_info=machine)
-        if ranks.is_main and not c.eval_only:
+        if log.writes_files:
             log.describe_run(to_yaml(c), asdict(c), machine)
         for text in self.notes:  # which the console has
             log.write(printable(text))
@@ -407,9 +407,10 @@ class Run:
         it = self.progress.iter_num
         if epochs:
             steps = epochs * self.data.train.samples / self.config.samples_per_step
+        if not (it and steps):
+            return False
         # Three times a third of an epoch is one epoch.
-        periods = [math.floor(i / steps + 1e-9) if steps else 0 for i in (it - 1, it)]
-        return it > 0 and periods[1] > periods[0]
+        return math.floor(it / steps + 1e-9) > math.floor((it - 1) / steps + 1e-9)
 
     def count_epochs(self):
         """Return the number of epochs until now, a float of at most max_epochs, which must be set.
