@@ -407,10 +407,9 @@ class Run:
         it = self.progress.iter_num
         if epochs:
             steps = epochs * self.data.train.samples / self.config.samples_per_step
-        if not (it and steps):
-            return False
         # Three times a third of an epoch is one epoch.
-        return math.floor(it / steps + 1e-9) > math.floor((it - 1) / steps + 1e-9)
+        periods = [math.floor(i / steps + 1e-9) if steps else 0 for i in (it - 1, it)]
+        return it > 0 and periods[1] > periods[0]
 
     def count_epochs(self):
         """Return the number of epochs until now, a float of at most max_epochs, which must be set.
