@@ -119,4 +119,4 @@ def evaluate_knn(backbone, train_loader, loaders, config):
     return [grid.flatten()[best].item() for grid in grids]
 
 
-main = command(EvaluationOptions, print_comparison, prog="model.memory")
+main = command(EvaluationOptions, print_comparison)
