@@ -144,7 +144,7 @@ def evaluate(options):
     o = options
     model, tokenizer = load_model(o.ckpt, get_device(o.device), backbone=o.backbone)
     if not isinstance(model, GPT) or tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{o.ckpt}: expected a GPT and a tokenizer with an end-of-text token")
+        raise DataError(f"{o.ckpt}: the harness needs a GPT and a tokenizer with an end of text")
     if o.apply_chat_template and not model.template:
         raise DataError(f"--apply_chat_template: {o.ckpt} is not a chat model")
     if o.log_samples and not o.out:
