@@ -7,16 +7,9 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 import os
 import sys
 
+from train import config
 from train.base.cli import env_rank, report_error
 from train.base.errors import UserError, echo
-from train.config import (
-    DEFAULT_PATH,
-    describe_aliases,
-    format_config,
-    format_help,
-    load_config,
-    read_settings,
-)
 
 
 def main(argv):
@@ -27,28 +20,28 @@ def main(argv):
         # Nothing so far has imported torch, so --help is fast.
         options = [a for a in argv if a not in ("--help", "-h")]
         if len(options) < len(argv):
-            echo(format_help(read_settings(DEFAULT_PATH, options, [])[0]))
+            keys, _ = config.read_settings(config.DEFAULT_PATH, options, [])
+            echo(config.format_help(keys))
             return 0
-        config = load_config(DEFAULT_PATH, argv)
-        if config.print_config:
-            echo(format_config(config))
+        c = config.load_argv(argv)
+        if c.print_config:
+            echo(config.format_config(c))
             return 0
     except (UserError, ModuleNotFoundError) as error:
         return report_error(error)
-    for line in describe_aliases(config) if env_rank() == 0 else ():
+    for line in config.describe_aliases(c) if env_rank() == 0 else ():
         echo(line)
 
-    def job(config):
-        if config.dry_run:
-            from train.tools.dry_run import estimate
-            return estimate(config)
-        if config.profile:
-            from train.tools.profiler import profile
-            return profile(config)
-        from train.train import train
-        return train(config)
+    def job(c):
+        if c.dry_run:
+            from train.tools.dry_run import estimate as work
+        elif c.profile:
+            from train.tools.profiler import profile as work
+        else:
+            from train.train import train as work
+        return work(c)
     from train.robust import run_reporting_errors  # torch is imported from here on
-    return run_reporting_errors(config, job)
+    return run_reporting_errors(c, job)
 
 
 if __name__ == "__main__":

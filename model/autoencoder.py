@@ -19,6 +19,7 @@ dimensions of an array, P of all modalities, T of the target, H d_hidden, Z d_la
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from train.base.errors import ConfigError, DataError, echo
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.distributed import broadcast_from_rank0
-from train.evaluate import pack, unpack
+from train.evaluate import pack, to_numbers, unpack
 from train.system import ModelHooks
 
 USE = "python -m model.autoencoder --ckpt {out}/{best} --arrays {out}/val.npz"
@@ -55,8 +56,7 @@ class Keys:
     matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
     delays: int = key(0, "rows before a row, of the same run, that its prediction uses", ge=0)
-    linear_path: bool = key(False, "a ridge regression, fitted in closed form, is a fixed part of "
-                            "the prediction; the network learns the rest")
+    linear_path: bool = key(False, "predict by a fixed ridge regression plus the network")
     modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
 
     def problems(self):
@@ -245,9 +245,6 @@ class MultimodalAutoencoder(nn.Module):
         # N(0, 1 / inputs), and 0 for biases. At first, the linear path alone predicts the target.
         layer, _, part = name.rpartition(".")
         if layer == "linear":
-            if self.linear_path is None:
-                raise ConfigError(["linear_path: it is fitted to data_dir; expected one folder of "
-                                   "data.prepare.features, no mixture"])
             return self.linear_path[part == "bias"]
         is_zero = part == "bias" or layer == "head" and self.linear is not None
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
@@ -412,25 +409,23 @@ def evaluate_rows(model, arrays, rows=1024):
     model has a target, the prediction of it in the units of the original array.
     """
     total = 0.0
-    latents = []
-    predictions = []
+    parts = defaultdict(list)
     for start in range(0, len(arrays[0]), rows):
         batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
         loss, sums = model(*batch)
         total = total + pack(loss, sums, len(batch[0]))
         x = model.standardise(batch)
         z = model.encode(x)
-        latents.append(z)
+        parts["latent"].append(z)
         if model.head is not None:
-            predictions.append(model.predict(x, z) * model.std_target + model.mean_target)
+            parts["prediction"].append(model.predict(x, z) * model.std_target + model.mean_target)
     total, _ = unpack(total, sums)
-    latent = torch.cat(latents).numpy()
-    metrics = dict(rows=len(latent), loss=float(total["loss"] / len(latent)),
-                   **model.numbers(total))
+    metrics = dict(rows=len(arrays[0]), **to_numbers(model, total))
+    outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
     if model.head is None:
-        return metrics, None, dict(latent=latent)
-    prediction = torch.cat(predictions).double().numpy() + shift_of(model.spec, "target")
-    return metrics, correlations(total), dict(latent=latent, prediction=prediction)
+        return metrics, None, outputs
+    prediction = outputs["prediction"].astype(np.float64) + shift_of(model.spec, "target")
+    return metrics, correlations(total), outputs | dict(prediction=prediction)
 
 
 def evaluate_ridge(model, arrays):
@@ -451,9 +446,9 @@ class EvaluationOptions:
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
-    to: str | None = key(None, "also write the metrics, and the correlation of each target",
-                         metavar="FILE.json", path=True)
-    arrays: str | None = key(None, "also write the arrays latent (N, Z) and prediction (N, D)",
+    to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
+                         path=True)
+    arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
                              metavar="FILE.npz", path=True)
 
 

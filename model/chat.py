@@ -90,6 +90,12 @@ class ChatGPT(GPT):
             numbers["exact"] = float(sums["exact"] / sums["answers"])
         return numbers
 
+    def first_prompts(self, tokens, mask, *rest):
+        """Return, per row of a batch, the list of ids before its first answer. tokens, mask: (B,
+        ..., T + 1), flattened to rows; mask is 1 for tokens of answers. rest: not used."""
+        rows = zip(tokens.flatten(1), mask.flatten(1))
+        return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
+
     def flops_per_unit(self):
         return super().flops_per_unit() * self.row_tokens
 
@@ -153,21 +159,13 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
     return model
 
 
-def first_prompts(tokens, mask, *rest):
-    """Return, per row, the list of ids before its first answer. tokens, mask: (B, ..., T + 1),
-    flattened to rows; mask is 1 for tokens of answers. rest: other arrays of a batch, not used."""
-    rows = zip(tokens.flatten(1), mask.flatten(1))
-    return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
-
-
-def sample(model, data, config, get_prompts=first_prompts):
-    """Return [text]: prompts with the model's answers. The prompts are the user messages
-    config.sample_prompts or, by default, three of the validation data: get_prompts(*batch) returns
-    the list of ids of each."""
+def sample(model, data, config):
+    """Return [text]: prompts with the answers of `model`, a ChatGPT. The prompts are the user
+    messages config.sample_prompts or, by default, the first three of the validation data."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]
-    prompts = prompts or get_prompts(*data.val.fixed_batch(0, 3))[:3]
+    prompts = prompts or model.first_prompts(*data.val.fixed_batch(0, 3))[:3]
     return [tokenizer.decode(ids + generate_answer(model, tokenizer, ids, config.sample_tokens))
             for ids in prompts]
 

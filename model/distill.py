@@ -48,10 +48,8 @@ class Keys:
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1,
                                 needs="on_policy=False")
     distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
-    on_policy: bool = key(False, "the student answers prompts (data.prepare.prompts), and learns "
-                          "from the teacher's distribution at each token")
-    answer_tokens: int = key(64, "on_policy: maximum number of tokens per answer", ge=1,
-                             needs="on_policy")
+    on_policy: bool = key(False, "learn from the teacher at each token of the student's answers")
+    answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1, needs="on_policy")
 
     def problems(self):
         return [] if self.teacher else ["teacher: missing; e.g. out/quick/ckpt.pt"]
@@ -198,7 +196,7 @@ def build_model(config, data):
         return student
     student.keys = config
     if config.on_policy:
-        student.reward_function = grpo.reward_of(data)
+        student.reward_function = data.reward_function
     student.frozen = tuple(load_teacher(path, config, data.spec["vocab_size"])
                            for path in map(str.strip, config.teacher.split(",")))
     return student

@@ -51,16 +51,14 @@ MIN_DEVIATION = 1e-4  # added to the standard deviation of rewards, as in TRL
 
 @dataclass
 class Keys(chat.FromChatKeys):
-    reward: str = key("exact", "exact: 1 if the answer equals the reference answer, else 0; or a "
-                      "Python file with reward(prompt, answer, row) -> number, which is executed",
-                      free=True, path=True, reads="apart")
+    reward: str = key("exact", "exact: 1 for the reference answer, else 0; or a Python file with "
+                      "reward(prompt, answer, row), executed", free=True, path=True, reads="apart")
     group_size: int = key(8, "answers per prompt, which are compared with each other", ge=2)
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1)
-    grpo_norm: str = key("tokens", "divide the loss by the tokens of all answers, by each answer's "
-                         "tokens and the answers, or by answer_tokens and the answers",
+    grpo_norm: str = key("tokens", "divide the loss by all tokens, per answer, or by answer_tokens",
                          choices=["tokens", "answer", "constant"])
-    grpo_scale: str = key("group", "divide advantages by the standard deviation of the group's "
-                          "rewards, of the batch's, or not", choices=["group", "batch", "none"])
+    grpo_scale: str = key("group", "rewards whose standard deviation divides the advantages",
+                          choices=["group", "batch", "none"])
     mask_truncated: bool = key(False, "learn nothing from answers without an end token")
 
     def problems(self):
@@ -83,6 +81,9 @@ class AnsweringGPT(chat.ChatGPT):
     The sums are over prompts, sums["prompts"] is the number of prompts, and numbers() returns means
     per prompt. The caller sets keys, a TrainConfig, and reward_function, a RewardFunction.
     """
+
+    def first_prompts(self, prompts, lengths, *rest):
+        return [ids[:n].tolist() for ids, n in zip(prompts, lengths)]
 
     def numbers(self, sums):
         n_prompts = sums.get("prompts", sums["count"])  # sums["count"] are tokens
@@ -186,12 +187,11 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
             weights = torch.ones_like(weights)
         if c.grpo_norm == "answer":
             weights /= n_tokens
-        per_answer = dict(tokens=n_tokens * learned, answer=torch.ones_like(n_tokens),
-                          constant=torch.full_like(n_tokens, c.answer_tokens))
-        count = per_answer[c.grpo_norm].sum()
-        sums = dict(count=count, prompts=torch.tensor(len(prompts)), reward=mean, spread=spread,
+        n = len(answers)
+        counts = dict(tokens=(n_tokens * learned).sum(), answer=n, constant=n * c.answer_tokens)
+        sums = dict(count=counts[c.grpo_norm], prompts=len(prompts), reward=mean, spread=spread,
                     best=rewards.amax(1), flat=flat, length=n_tokens / K, truncated=truncated / K)
-        sums = {name: t.sum().to(prompts.device) for name, t in sums.items()}
+        sums = {name: torch.as_tensor(t).sum().to(prompts.device) for name, t in sums.items()}
         return [*self.pack(prompts, lengths, answers, weights), sums["count"]], sums
 
     @torch.compiler.disable
@@ -302,19 +302,14 @@ class RewardFunction:
         return value
 
 
-USER_FOLDERS = {}  # {file of a user: its working directory}
-
-
 @contextlib.contextmanager
 def user_code(path, context=""):
     """Context manager that raises the errors of the user's file at `path` as UserError, with the
     line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed.
-    The file has a working directory of its own. What code that loads a judge may set is restored:
+    What the file may change is restored: the working directory and, by code that loads a judge,
     gradients, and PyTorch's default dtype and device."""
-    ours, grad = "", torch.is_grad_enabled()
-    with contextlib.suppress(OSError):  # a folder was deleted
-        ours = os.getcwd()
-        os.chdir(USER_FOLDERS.get(path, ours))
+    folder = os.getcwd()
+    grad = torch.is_grad_enabled()
     try:
         yield
     except KeyboardInterrupt:
@@ -328,10 +323,7 @@ def user_code(path, context=""):
         what = what[-1 if isinstance(error, SyntaxError) else 0].strip()
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
     finally:
-        with contextlib.suppress(OSError):
-            USER_FOLDERS[path] = os.getcwd()
-        with contextlib.suppress(OSError):
-            os.chdir(ours)
+        os.chdir(folder)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -350,6 +342,7 @@ def load_reward(path):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
+sample = chat.sample
 inherit_shape = gpt.inherit_shape
 as_gpt = lora.as_gpt
 
@@ -373,13 +366,12 @@ def read_lines(path, needs_answers):
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        answers = [row["answer"] for row in rows]
         if not all(isinstance(row["question"], str) and isinstance(row["row"], dict)
                    and isinstance(row["answer"], (str, type(None))) for row in rows):
             raise ValueError("expected texts and a record in each row")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
-    if needs_answers and None in answers:
+    if needs_answers and any(row["answer"] is None for row in rows):
         raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use a "
                         "Python file (.py) instead")
     return lines
@@ -415,14 +407,6 @@ def open_prompts(config, ranks, needs_answers):
     return data
 
 
-def reward_of(data):
-    """Return data.reward_function. Raises DataError for a mixture of folders, which has none."""
-    if not hasattr(data, "reward_function"):
-        raise DataError("data_dir: prompts cannot be mixed; expected one folder of "
-                        "data.prepare.prompts")
-    return data.reward_function
-
-
 def open_data(config, ranks):
     """Return the Data of open_prompts(), with reward_function as in config.reward: "exact", or the
     path of a Python file, which is executed. Raises DataError or UserError."""
@@ -441,12 +425,8 @@ def build_model(config, data):
     model = chat.build_model(config, data, PolicyGPT)
     model.keys = config
     if hasattr(data, "train"):  # not for a checkpoint that is loaded for sampling
-        model.reward_function = reward_of(data)
+        model.reward_function = data.reward_function
         model.ranks = data.ranks
     return add_adapters(model, config.lora_rank, config.seed)
 
 
-def sample(model, data, config):
-    def get_prompts(prompts, lengths, *rest):
-        return [ids[:n].tolist() for ids, n in zip(prompts, lengths)]
-    return chat.sample(model, data, config, get_prompts)

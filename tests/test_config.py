@@ -119,9 +119,11 @@ def test_a_duplicate_key_comes_with_advice_that_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = os.path.basename(write(tmp_path, "n_layer: 2\nn_layer: 3\n", "config.yaml"))
     assert problems(file)[0].endswith("config.yaml:1); keep one")
-    for name, value, how in (("tracker", "wandb", ", with commas between the values"),
-                             ("sample_prompts", "a", ", as [VALUE, VALUE]")):
-        assert problems(None, [f"{name}={value}"] * 2)[0].endswith(f"; keep one{how}")
+    for name in ("tracker", "sample_prompts", "lr_groups"):
+        assert problems(None, [f"{name}=a"] * 2)[0].endswith(
+            "; keep one, as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}")
+    c = load_config(None, ["tracker=[wandb, mlflow]", "lr_groups={wte: 2, wpe: 3}"])
+    assert c.tracker == ["wandb", "mlflow"] and c.lr_groups == {"wte": 2, "wpe": 3}
 
 
 @pytest.mark.matrix(95)

@@ -117,7 +117,7 @@ def test_batch_holds_the_windows_of_the_file(folder):
     for step in range(60):
         x, y = loader.get_batch()
         assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
-        for i, start in enumerate(loader.windows(loader.sample_numbers([step]))):
+        for i, start in enumerate(loader.positions(loader.sample_numbers([step]))):
             assert np.array_equal(x[i], tokens[start:start + 32])
             assert np.array_equal(y[i], tokens[start + 1:start + 33])
     assert loader.step == 60
@@ -545,7 +545,7 @@ def test_memory_is_flat_over_10_000_batches_of_a_terabyte(tmp_path, monkeypatch)
     for _ in range(10_000):
         loader.get_batch()
     assert resident() - before < 50 << 20
-    starts = np.concatenate([loader.windows(loader.sample_numbers([step]))
+    starts = np.concatenate([loader.positions(loader.sample_numbers([step]))
                              for step in range(0, 11_000, 50)])
     assert starts.min() < 10**10 and starts.max() > 49 * 10**10
 
@@ -619,7 +619,7 @@ def test_a_thread_reads_ahead_the_same_batches():
     loader = SlowRows([np.arange(100)], TrainConfig(batch_size=4), Ranks())
     batches, steps = Prefetcher(loader, torch.device("cpu")), [*range(8), *range(3, 8)]
     for step in steps:
-        assert batches.get(step)[0].tolist() == loader.row_numbers(
+        assert batches.get(step)[0].tolist() == loader.positions(
             loader.sample_numbers([step])).tolist()
         if step == 3:
             batches.seconds = 0.0

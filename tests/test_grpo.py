@@ -547,7 +547,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
     *((dict(data_dir="{damaged}", row=row), r"val_rows.jsonl: .*prepare them again")
       for row in (dict(answer=5), dict(question=5), dict(row="a"))),
-    (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "prompts cannot be mixed; expected one folder"),
+    (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "does not support mixtures; name one folder"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
     if "{unheld}" in changes.values():
@@ -587,8 +587,8 @@ def test_a_reward_that_changes_the_folder_moves_no_file(made, tmp_path, monkeypa
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "data").symlink_to(made)
     (tmp_path / "reward.py").write_text(
-        f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n"
-        "def reward(prompt, answer, row):\n    os.chdir(os.pardir)\n    os.chdir('elsewhere')\n"
+        "import os\nos.chdir('elsewhere')\n"
+        "def reward(prompt, answer, row):\n    os.chdir('elsewhere')\n"
         "    return len(answer) % 3\n")
     (tmp_path / "run.yaml").write_text(json.dumps(settings(
         made, "out", reward="reward.py", data_dir="data/prompts", max_iters=2)))

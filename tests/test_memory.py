@@ -28,7 +28,8 @@ from model import convert, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
-from model.memory import baselines, knn_lm
+from model.memory import __main__ as baselines
+from model.memory import knn_lm
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -376,7 +377,7 @@ def test_the_memory_starts_from_the_keys_and_values_of_the_document(data_dir, ba
     last ones of two windows of 8 each."""
     model, data = opened(data_dir, backbone, chapter_size=12)
     base, _ = load_model(str(backbone))
-    windows = [data.train.windows(np.array([i]))[0] for i in range(8)]
+    windows = [data.train.positions(np.array([i]))[0] for i in range(8)]
     idx = torch.tensor(data.train.stream.read(np.array(windows), 8).astype(int))  # (8, T)
     x = base.wte(idx)
     rope = base.config.rope_tables(torch.arange(8.0)[:, None])[0]

@@ -165,8 +165,8 @@ def test_a_message_names_the_source_of_a_batch(folders):
     two = loaders(folders)
     whole = Mixture(two, [3, 7])
     assert whole.locate(0) == (
-        f"code: windows at tokens {two['code'].windows(np.array([0]))[0]}; web: windows at tokens "
-        + ", ".join(map(str, two["web"].windows(np.arange(3)))))
+        f"code: windows at tokens {two['code'].positions(np.array([0]))[0]}; "
+        "web: windows at tokens " + ", ".join(map(str, two["web"].positions(np.arange(3)))))
 
 
 def test_sources_of_two_types_of_files(folders, tmp_path):

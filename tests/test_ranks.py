@@ -97,12 +97,9 @@ def test_as_many_equal_runs_as_nodes_are_not_unnoticed(monkeypatch, name, value,
 def test_a_folder_that_another_machine_uses(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     with lock_folder(tmp_path):
-        with pytest.raises(UserError) as here:
-            lock_folder(tmp_path)
         monkeypatch.setattr("socket.gethostname", lambda: "node8")
-        with pytest.raises(UserError, match="on node7, a different machine.*--nnodes"):
+        with pytest.raises(UserError, match="on node7; .*several machines: torchrun --nnodes"):
             lock_folder(tmp_path)
-    assert "different machine" not in str(here.value)
 
 
 def late_rank(options, late):

@@ -31,13 +31,12 @@ from train.distributed import (
     Ranks,
     assign,
     broadcast_from_rank0,
-    broadcast_object,
     full,
+    gather_objects,
     gather_to_rank0,
     is_sharded,
     local,
     locate_shard,
-    max_over_ranks,
 )
 from train.optimizer import create_state
 
@@ -137,8 +136,7 @@ def find_damage(start, ranks):
             start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
     except (ValueError, OSError) as error:
         problem = f"{start.path}: {error}"
-    rank = max_over_ranks(ranks.rank if problem else -1, ranks)
-    return broadcast_object(problem, rank, ranks) if rank >= 0 else None
+    return next(filter(None, gather_objects(problem, ranks)), None)
 
 
 def find_checkpoint(config, log, damaged=()):
@@ -149,14 +147,12 @@ def find_checkpoint(config, log, damaged=()):
     use. Rank 0 only. Raises CheckpointError."""
     folder = config.out_dir
     job, restarted = restarted_job(folder)
-    state = None
-    path = None
-    shards = None
+    state = path = shards = None
     if config.resume in ("auto", "must") or restarted:
         state, path, shards = find_newest_checkpoint(folder, log, damaged)
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
-    elif config.resume == "never" and not config.eval_only:
+    elif config.resume == "never":
         own = {os.path.abspath(folder), os.path.abspath(os.path.join(folder, "shards"))}
         inside = [f"--{name} {path}" for name, path in input_files(config).items()
                   if own & {os.path.abspath(path), os.path.dirname(os.path.abspath(path))}]
@@ -166,9 +162,8 @@ def find_checkpoint(config, log, damaged=()):
         if names := [name for name in os.listdir(folder) if name.startswith(RUN_FILES)]:
             log(f"--resume never: moved the files in {folder} to {move_files(folder, names)}")
     if state is None and config.resume_file:
-        path = config.resume
-        if os.path.isfile(inside := os.path.join(path, "ckpt.pt")):
-            path = inside
+        inside = os.path.join(config.resume, "ckpt.pt")
+        path = inside if os.path.isfile(inside) else config.resume
         if path in damaged:
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)
@@ -234,14 +229,13 @@ def check_fits(start, config, data, model, ranks):
         content = state | {"state": (state.get("optimizer") or {}).get("state")}
         missing = [k for k, kind in REQUIRED_KEYS.items()
                    if k not in content or not isinstance(content[k], kind)]
+        remedy = f"to start from its weights: --init_from {start.path} and another --out_dir"
         if missing:
-            raise CheckpointError(
-                f"{start.path} has weights but not the rest of a run (no {', '.join(missing)}); to "
-                f"start from its weights: --init_from {start.path} and another --out_dir")
+            raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
+                                  f"{', '.join(missing)}); {remedy}")
         if state["progress"].get("data_shift"):  # written by an earlier version
             raise CheckpointError(f"{start.path}: after a loss spike the run skipped batches "
-                                  "(on_spike: rewind), which is no longer supported; to start from "
-                                  f"its weights: --init_from {start.path} and another --out_dir")
+                                  f"(on_spike: rewind), which is no longer supported; {remedy}")
         file_format.check_unchanged(
             find_changes(state, config, data), start.path, config.allow_change, ", start from "
             "scratch with --resume never (files are renamed), or choose another --out_dir",
@@ -379,11 +373,7 @@ def check_finite(model, optimizer, iter_num, path, ranks):
     shards; all must call."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
-    names = [name for name, _ in named_tensors(state)]
-    bad = find_non_finite(state)
-    index = max_over_ranks(names.index(bad) if bad else -1, ranks)
-    if index >= 0:
-        name = names[index]
+    if name := next(filter(None, gather_objects(find_non_finite(state), ranks)), None):
         hint = ("; if it is a constant, register_buffer(..., persistent=False)"
                 if name.removeprefix("model.") in dict(model.named_buffers()) else "")
         raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved over {path}, the last "

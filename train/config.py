@@ -10,17 +10,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import yaml
 
+from train.base import fields as key_fields
 from train.base.errors import ConfigError
-from train.base.fields import (
-    BOOLS,
-    PlainLoader,
-    base_type,
-    describe,
-    fields_by_name,
-    nearest,
-    parse_value,
-)
-from train.keys import FIELDS, GROUP_NAMES, GROUPS, LENGTHS_IN_EPOCHS, START_KEYS, TrainConfig
+from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
@@ -84,7 +76,7 @@ def read_yaml(path, problems, groups=()):
             text = f.read(MAX_YAML_CHARS + 1)
         if len(text) > MAX_YAML_CHARS:
             raise yaml.YAMLError(f"more than {MAX_YAML_CHARS:,} characters")
-        loader = PlainLoader(text)
+        loader = key_fields.PlainLoader(text)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise yaml.YAMLError(f"a {root.id} at top level" if root else "the file is empty")
@@ -165,6 +157,10 @@ class Aliases:
 
 ALIASES = Aliases()
 NULL = ("null", "none", "~")
+# {key: the lengths, in epochs or as a fraction, of an earlier file that it replaces}
+REPLACED_LENGTHS = dict(max_iters=["max_epochs"], eval_interval=["eval_epochs"],
+                        warmup_iters=["warmup_epochs", "warmup_ratio"],
+                        warmup_epochs=["warmup_ratio"], warmup_ratio=["warmup_epochs"])
 IGNORED = object()  # value of a setting without effect, of which the user is told
 
 
@@ -179,13 +175,16 @@ def remove_groups(dotted):
 
 
 def translate(name, raw, known, by_epochs=False):
-    """Return {key: raw value} of the setting `name` of another trainer with the value `raw`,
-    translated by train/aliases.yaml; {} if it has no effect. A name without a translation is
-    returned unchanged. known: {key: field} of the configuration class.
+    """Return {key: raw value} of a setting: unchanged if `name` is a key that accepts `raw`,
+    otherwise translated by train/aliases.yaml; {} if it has no effect. A name without a translation
+    is returned unchanged. known: {key: field} of the configuration class.
 
     by_epochs: whether the length of the run is set in epochs; save_every and eval_every then are
     too.
     """
+    choices = known[name].metadata.get("choices", [raw]) if name in known else []
+    if name in known and (raw in choices or not isinstance(raw, (str, bool))):
+        return {name: raw}
     target = name if name in known else ALIASES.names.get(name, name)
     if by_epochs and name in ALIASES.per_epoch:
         target = ALIASES.per_epoch[name]
@@ -194,7 +193,7 @@ def translate(name, raw, known, by_epochs=False):
     if isinstance(target, dict):
         return fill(target, raw)
     text = str(raw).strip().lower()
-    text = str(BOOLS.get(text, text)).lower()  # yes: true
+    text = str(key_fields.BOOLS.get(text, text)).lower()  # yes: true
     words = ALIASES.words
     word = words.get(name, {}).get(text) or words.get(target, {}).get(text)
     if isinstance(word, dict):
@@ -218,9 +217,9 @@ def fill(template, raw):
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
     settings take precedence (a length in steps also over one in epochs); if one file sets a key
-    twice, a message is appended to `problems`. Aliases are replaced by the keys in `known` {key:
-    field}, and " as ALIAS" is appended to `where`. Aliases without effect remain, with the value
-    IGNORED; unknown names remain too."""
+    twice, or the command line a list or dict, a message is appended to `problems`. Aliases are
+    replaced by the keys in `known` {key: field}, and " as ALIAS" is appended to `where`. Aliases
+    without effect remain, with the value IGNORED; unknown names remain too."""
     def place(setting):
         """Return the sort key of a setting: the number of the file, then -1 for a switch (an alias,
         e.g. amp) that is on, 0 for other settings, and 1 for a switch that is off: other settings
@@ -228,58 +227,41 @@ def resolve(settings, known, problems):
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed
-        return files[where.rpartition(":")[0]], is_switch * (1 if is_off else -1)
+        return files[file_of(where)], is_switch * (1 if is_off else -1)
 
     resolved = {}
-    files = {where.rpartition(":")[0]: i for i, (_, _, where) in enumerate(settings)}
+    files = {file_of(where): i for i, (_, _, where) in enumerate(settings)}
     lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
     by_epochs = lengths & {n for n, raw, _ in settings if str(raw).lower() not in ("", *NULL)}
     for name, raw, where in sorted(settings, key=place):
-        choices = known[name].metadata.get("choices") if name in known else ()
-        translated = {name: raw}
-        is_word = isinstance(raw, (str, bool)) and choices and raw not in choices
-        if name not in known or is_word:
-            translated = translate(name, raw, known, by_epochs)
+        file = file_of(where)
+        translated = translate(name, raw, known, by_epochs)
         if not translated and name in ALIASES.hints and str(raw).lower() not in NULL:
             resolved[name] = IGNORED, where
         for key, value in translated.items():
             old, first = resolved.pop(key, (None, ""))  # so that the latest one comes last
-            alias = "" if {key: value} == {name: raw} else name
             earlier = first.partition(" as ")[2]
-            if alias and isinstance(value, dict) and isinstance(old, dict):  # memory_lr and lora_lr
+            alias = "" if {key: value} == {name: raw} else name
+            is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
+            is_merged = alias and isinstance(value, dict) and isinstance(old, dict)
+            if is_merged:  # memory_lr and lora_lr
                 value = old | value
-                alias = ", ".join(dict.fromkeys([*filter(None, earlier.split(", ")), name]))
-            elif first and is_set_twice(key, first, where, known) and not (
-                    {earlier, name}.intersection(ALIASES.switches)):
-                is_text = key in known and known[key].metadata.get("text")
-                how = "as [VALUE, VALUE]" if is_text else "with commas between the values"
-                commas = "" if where.rpartition(":")[0] else f", {how}"
-                problems.append(f"{where}{f' as {alias}' if alias else ''}: {key} is set twice "
-                                f"(first at {first}); keep one{commas}")
-            resolved[key] = value, where + (f" as {alias}" if alias else "")
-    # A length in steps replaces one in epochs, or a ratio, that an earlier file sets; of a ratio
-    # and epochs of warm-up the later one is used.
-    names = list(resolved)
-    pairs = [(epochs, steps) for epochs, (steps, _) in LENGTHS_IN_EPOCHS.items()]
-    pairs += [("warmup_ratio", "warmup_iters"), ("warmup_ratio", "warmup_epochs"),
-              ("warmup_epochs", "warmup_ratio")]
-    for epochs, steps in pairs:
-        if {epochs, steps} <= resolved.keys() and names.index(epochs) < names.index(steps):
-            sources = {resolved[key][1].partition(" as ")[0].rpartition(":")[0]
-                       for key in (epochs, steps)}
-            if len(sources) > 1:
-                del resolved[epochs]
+                alias = f"{earlier}, {name}" if earlier else name
+            origin = f"{where} as {alias}" if alias else where
+            if (first and file_of(first) == file and (file or is_list) and not is_merged
+                    and not {earlier, name}.intersection(ALIASES.switches)):
+                how = "" if file else ", as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}"
+                problems.append(f"{origin}: {key} is set twice (first at {first}); keep one{how}")
+            for other in REPLACED_LENGTHS.get(key, ()):
+                if other in resolved and file_of(resolved[other][1]) != file:
+                    del resolved[other]
+            resolved[key] = value, origin
     return resolved
 
 
-def is_set_twice(key, first, where, known):
-    """Return whether a key that was set at `first` ("path:line" or "command line") may not be set
-    again at `where`: in the same file, or a list or dict on the command line. known: {key: field}.
-    """
-    file = where.rpartition(":")[0]
-    is_list = key in known and base_type(known[key].type) in (list, dict)
-    return first.startswith(f"{file}:") if file else (
-        is_list and first.partition(" as ")[0] == "command line")
+def file_of(where):
+    """Return the path in "path:line" or "path:line as ALIAS"; "" for the command line."""
+    return where.rpartition(":")[0]
 
 
 def read_settings(path, overrides, problems):
@@ -304,7 +286,7 @@ def read_settings(path, overrides, problems):
     settings += [option for option in options if option[0] not in ("config", "best_config")]
     model = [value for name, value, _ in settings if name == "model"]
     cls = config_class(str(model[-1]) if model else "gpt")
-    return cls, resolve(settings, fields_by_name(cls), problems)
+    return cls, resolve(settings, key_fields.fields_by_name(cls), problems)
 
 
 def load_config(path: str | os.PathLike | None = None,
@@ -315,7 +297,7 @@ def load_config(path: str | os.PathLike | None = None,
     problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
-    known = fields_by_name(cls)
+    known = key_fields.fields_by_name(cls)
     values = {}
     for name, (raw, where) in settings.items():
         if name not in known:
@@ -323,7 +305,7 @@ def load_config(path: str | os.PathLike | None = None,
                 problems.append(f"{where}: {describe_unknown(name, known, len(problems))}")
             continue
         try:
-            values[name] = parse_value(known[name], raw)
+            values[name] = key_fields.parse_value(known[name], raw)
         except ValueError as error:
             problems.append(f"{where}: {name}: {error}")
     if values.get("max_epochs") and not {"eval_interval", "eval_epochs"} & settings.keys():
@@ -347,7 +329,7 @@ def describe_unknown(name, known, n_problems):
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
         return f"unknown key {name!r}; it is a key of --model {ALIASES.models[name]}"
-    similar = nearest(name, [*known, *ALIASES.names]) if n_problems < MAX_HINTS else ""
+    similar = key_fields.nearest(name, [*known, *ALIASES.names]) if n_problems < MAX_HINTS else ""
     return f"unknown key {name!r}{similar}; `python run_train.py --help` lists the keys"
 
 
@@ -382,21 +364,20 @@ def find_conflicts(c):
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
     if "://" in c.out_dir:
         found.append(f"out_dir: expected a folder; --mirror {c.out_dir} copies its checkpoints")
-    world_size = str(c.world_size or os.environ.get("WORLD_SIZE", ""))
     if c.world_size and c.world_size % c.nodes:
         found.append(f"world_size: {c.world_size} GPUs cannot be divided among {c.nodes} nodes")
+    given = os.environ.get("WORLD_SIZE", "")
+    world_size = c.world_size or (int(given) if given.isdigit() else 0)  # 0: unknown
     samples = c.samples_per_step
-    if world_size.isdigit() and samples % max(1, int(world_size)):
-        valid = [str(w) for w in range(1, min(samples, 1024) + 1) if samples % w == 0]
+    if world_size and samples % world_size:
         found.append(f"batch_size x gradient_accumulation_steps ({c.batch_size} x "
                      f"{c.gradient_accumulation_steps} = {samples} samples per step) is not "
-                     f"divisible by {world_size} ranks; valid numbers of ranks: {', '.join(valid)}")
-    if c.distributed == "hsdp" and world_size.isdigit() and int(world_size):
-        size = c.shard_size or c.replica_size(int(world_size))
-        if int(world_size) % size:
-            valid = [str(n) for n in range(1, int(world_size) + 1) if int(world_size) % n == 0]
-            found.append(f"shard_size ({size}) does not divide {world_size} ranks; valid: "
-                         f"{', '.join(valid)}")
+                     f"divisible by {world_size} ranks; valid numbers of ranks: "
+                     f"{divisors(samples)}")
+    size = c.shard_size or c.replica_size(world_size) or 1
+    if c.distributed == "hsdp" and world_size % size:
+        found.append(f"shard_size ({size}) does not divide {world_size} ranks; valid: "
+                     f"{divisors(world_size)}")
     if c.save_precision and c.checkpoint_format == "sharded":
         found.append("save_precision needs whole weights: checkpoint_format: file, or convert the "
                      "checkpoint afterwards (python -m model.convert)")
@@ -404,6 +385,11 @@ def find_conflicts(c):
         found += [f"{setting} needs evaluations: eval_interval above 0"
                   for setting in needing_evaluations(c)]
     return found + getattr(c, "problems", list)()
+
+
+def divisors(n):
+    """Return a text that lists the divisors of `n` up to 1,024."""
+    return ", ".join(str(d) for d in range(1, min(n, 1024) + 1) if n % d == 0)
 
 
 def needing_evaluations(c):
@@ -451,7 +437,8 @@ def format_help(cls=TrainConfig):
     for group, keys in group_fields(cls).items():
         listed = parser.add_argument_group(group)
         for f in keys:
-            listed.add_argument(f"--{f.name}", metavar=base_type(f.type).__name__, help=describe(f))
+            listed.add_argument(f"--{f.name}", help=key_fields.describe(f),
+                                metavar=key_fields.base_type(f.type).__name__)
     return parser.format_help()
 
 
@@ -478,7 +465,7 @@ def describe_aliases(config):
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
         alias = where.partition(" as ")[2]
-        if name not in fields_by_name(type(config)):
+        if name not in vars(config):
             ignored.setdefault(ALIASES.hints[name], []).append(name)
         elif alias:
             read.setdefault(alias, []).append(f"{name} {getattr(config, name)}")

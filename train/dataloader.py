@@ -22,13 +22,13 @@ items of a torch Dataset; a mixture of several is in train/options/mixture.py. E
 and may have the hooks of train/system.py.
 """
 
-import concurrent.futures
 import functools
 import hashlib
 import math
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -158,11 +158,13 @@ class Loader:
 
     samples: number per epoch. val_samples: number of validation samples, which do not overlap.
     batch_size: of this rank's batches. val_batch_size: of validation batches, equal at any world
-    size. A subclass has read(g) -> arrays of the samples numbered g (m,) int64, ascending;
-    tensors(arrays, device) -> a batch; describe(g) -> a text, where the samples are; identity() ->
-    plain types that identify the data; fixed_batch(index, count, device) -> a validation batch.
+    size. A subclass has positions(g) -> where the samples numbered g (m,) int64, ascending, are in
+    the data, (m,) int64; rows(positions) -> arrays of the samples there; tensors(arrays, device) ->
+    a batch; identity() -> plain types that identify the data.
     """
     calls_per_chunk = 1  # batches that are read at once
+    places = "rows"      # what positions() returns, for messages
+    stride = 1           # distance of the positions of validation samples
 
     def __init__(self, samples, val_samples, batch_size, val_batch_size, seed, rank, world_size):
         self.samples = samples
@@ -202,6 +204,13 @@ class Loader:
         self.chunk = tuple(t.view(len(steps), self.batch_size, *t.shape[1:]) for t in batch)
         self.chunk_steps, self.chunk_device = steps, device
 
+    def read(self, g):
+        """Return the arrays of the samples numbered g, counted over the whole run."""
+        return self.rows(self.positions(g))
+
+    def describe(self, g):
+        return f"{self.places} {', '.join(map(str, self.positions(g)))}"
+
     def locate(self, step):
         """Return a text about where this rank's batch of `step` comes from, e.g. the row numbers.
         """
@@ -230,6 +239,12 @@ class Loader:
         chosen = np.arange(first, min(first + self.val_batch_size, n), dtype=np.int64)
         return chosen * self.val_samples // n
 
+    def fixed_batch(self, index, count, device="cpu"):
+        """Return validation batch `index` of `count`: samples without overlap, spread evenly over
+        the data, always the same. IndexError if there is no such batch."""
+        positions = self.fixed_samples(count, index) * self.stride
+        return self.tensors(self.rows(positions), torch.device(device))
+
     @functools.cached_property
     def cached_identity(self):  # read once; every checkpoint contains it
         return self.identity()
@@ -249,6 +264,7 @@ class DataLoader(Loader):
     Attributes: n_tokens, dtype, vocab_size.
     """
     unit = "tok"
+    places = "windows at tokens"
 
     def __init__(self, data_dir: str | os.PathLike, batch_size: int, block_size: int,
                  split: str = "train", seed: int = 1337, rank: int = 0, world_size: int = 1,
@@ -262,34 +278,24 @@ class DataLoader(Loader):
         self.vocab_size = self.stream.vocab_size
         self.block_size = block_size
         self.units_per_sample = block_size
+        self.stride = block_size
         super().__init__(count_windows(self.n_tokens, block_size),
                          (self.n_tokens - 1) // block_size, batch_size, batch_size, seed, rank,
                          world_size)
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
-    def windows(self, g):
-        """Return the index of the first token of the samples numbered g, counted over the whole
-        run. (m,) int64, ascending -> (m,) int64."""
+    def positions(self, g):
+        """Return the index of the first token of the samples numbered g. (m,) -> (m,) int64."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
-    def describe(self, g):
-        return f"windows at tokens {', '.join(map(str, self.windows(g)))}"
-
-    def read(self, g):
-        return (self.stream.read(self.windows(g), self.block_size + 1),)  # (m, T + 1)
+    def rows(self, positions):
+        return [self.stream.read(positions, self.block_size + 1)]  # (m, T + 1)
 
     def tensors(self, arrays, device):
         """Return (x, y), int64 (B, T) on `device`, of the windows arrays[0] (B, T + 1); y is x
         shifted by one token."""
         tokens = arrays[0]
         return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
-
-    def fixed_batch(self, index, count, device="cpu"):
-        """Return (x, y), int64 (<= B, T), of validation batch `index` of `count`: windows without
-        overlap, spread evenly over the stream, always the same. IndexError if there is no such
-        batch."""
-        starts = self.fixed_samples(count, index) * self.block_size
-        return self.tensors([self.stream.read(starts, self.block_size + 1)], torch.device(device))
 
     def identity(self):
         """Return a dict that identifies the tokens: sizes, dtype, and the SHA-256 of the first and
@@ -325,27 +331,17 @@ class RowLoader(Loader):
         super().__init__(n, n, config.micro_batch(ranks.world_size), config.batch_size,
                          config.seed, ranks.rank, ranks.world_size)
 
-    def row_numbers(self, g):
-        """Return the row of the arrays for each of the samples numbered g, counted over the whole
-        run. (m,) int64, ascending -> (m,) int64."""
+    def positions(self, g):
+        """Return the row of the arrays for each of the samples numbered g. (m,) -> (m,) int64."""
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
-    def describe(self, g):
-        return f"rows {', '.join(map(str, self.row_numbers(g)))}"
-
-    def read(self, g):
-        return self.rows(self.row_numbers(g))
-
-    def rows(self, numbers):
-        """Return [rows `numbers` (m,) of the array, (m, ...)] for every array."""
-        return [np.ascontiguousarray(array[numbers]) for array in self.arrays]
+    def rows(self, positions):
+        """Return [rows `positions` (m,) of the array, (m, ...)] for every array."""
+        return [np.ascontiguousarray(array[positions]) for array in self.arrays]
 
     def tensors(self, arrays, device):
         return tuple(send(part.astype(np.int64) if part.dtype.kind == "u" else part, device)
                      for part in arrays)
-
-    def fixed_batch(self, index, count, device="cpu"):
-        return self.tensors(self.rows(self.fixed_samples(count, index)), torch.device(device))
 
     def identity(self):
         """Return a dict of shapes, dtypes, and the SHA-256 of the first and last MiB of every
@@ -372,11 +368,11 @@ class DatasetLoader(RowLoader):
     def __init__(self, dataset, config, ranks):
         super().__init__([dataset], config, ranks)
 
-    def rows(self, numbers):
-        """Return items `numbers` (m,) as a list of CPU tensors (m, ...), one per part of an item.
+    def rows(self, positions):
+        """Return items `positions` (m,) as a list of CPU tensors (m, ...), one per part of an item.
         DataError if the items cannot be stacked."""
         dataset, = self.arrays
-        numbers = numbers.tolist()
+        numbers = positions.tolist()
         items = [dataset[i] for i in numbers]
         try:
             batch = default_collate(items)
@@ -422,14 +418,13 @@ class Prefetcher:
     """
 
     def __init__(self, loader, device):
-        def select_gpu():  # or the thread would create a context on GPU 0 for pinned memory
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
         self.loader = loader
         self.device = device
         self.thread = None
         if not getattr(loader, "computes", False):
-            self.thread = concurrent.futures.ThreadPoolExecutor(1, "batches", select_gpu)
+            # Or the thread would create a context on GPU 0, for pinned memory.
+            start = torch.cuda.set_device if device.type == "cuda" else None
+            self.thread = ThreadPoolExecutor(1, "batches", start, (device,))
         self.ahead = {}  # {step: Future}
         self.seconds = 0.0  # time spent waiting for batches
         # Small batches have thousands per read; a limited number suffices to start the next read.

@@ -29,18 +29,17 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
     one rank only), then cpu. The GPU with the index device_id (default: local_rank) becomes torch's
     current device. local_world_size: number of ranks on this machine. report: print the
     capabilities. Raises SetupError if the device is missing."""
-    if name == "auto" and prefer_cuda and torch.cuda.is_available():
-        name = "cuda"
-    elif name == "auto":
-        name = "mps" if torch.backends.mps.is_available() and local_world_size == 1 else "cpu"
+    has_mps = torch.backends.mps.is_available()
+    if name == "auto":
+        name = ("cuda" if prefer_cuda and torch.cuda.is_available() else
+                "mps" if has_mps and local_world_size == 1 else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda" + (r"(:\d+)?" if local_world_size == 1 else ""), name):
         raise SetupError(f"device: {name!r} for {local_world_size} ranks: expected auto, cpu, mps, "
                          "cuda (see CUDA_VISIBLE_DEVICES), or cuda:N for one rank")
     kind, _, index = name.partition(":")
     index = int(index or (local_rank if device_id is None else device_id))
     needed = max(local_world_size, index + 1) if kind == "cuda" else 1
-    available = dict(cpu=1, mps=int(torch.backends.mps.is_available()),
-                     cuda=torch.cuda.device_count())[kind]
+    available = dict(cpu=1, mps=int(has_mps), cuda=torch.cuda.device_count())[kind]
     if needed > available:
         raise SetupError(f"device: {kind}: {needed} GPUs are needed on this machine, torch "
                          f"{torch.__version__} sees {available}; see nvidia-smi, the torch build, "

@@ -123,16 +123,15 @@ def read_environment():
     ints, or `None` without torchrun. SetupError if only some are set: the ranks would train
     independently."""
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    if not any(env[name] for name in ENVIRONMENT[:3]):
+    numbers = [env[name] for name in ENVIRONMENT[:3]]
+    if not any(numbers):
         return None
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"]
-    numbers = [int(text) for text in (*(env[name] for name in ENVIRONMENT[:3]), local_world_size)
-               if text.isdigit()]
+    numbers.append(os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"])
+    numbers = [int(text) for text in numbers if text.isdigit()]
     if not all(env.values()) or len(numbers) < 4 or numbers[0] >= numbers[2]:
         text = ", ".join(f"{name}={value}" for name, value in env.items())
-        raise SetupError(f"environment: expected all of these, with RANK below WORLD_SIZE: {text}; "
-                         "start ranks with `torchrun --nproc_per_node=N run_train.py ...`, or "
-                         "unset them")
+        raise SetupError(f"environment: expected all, with RANK below WORLD_SIZE: {text}; unset "
+                         "them, or start ranks with `torchrun --nproc_per_node=N run_train.py ...`")
     return numbers
 
 
@@ -227,31 +226,31 @@ def gather_to_rank0(value, ranks):
     return values
 
 
-def broadcast_object(value, rank, ranks):
-    """Return, on every rank, the object that the rank with the number `rank` passes as `value`; it
-    is pickled. All ranks must call."""
-    objects = [value]
+def gather_objects(value, ranks):
+    """Return the list of `value` of each rank, on every rank. Values are pickled. All ranks must
+    call."""
+    values = [value] * ranks.world_size
     if ranks.world_size > 1:
-        dist.broadcast_object_list(objects, src=rank, group=ranks.control)
-    return objects[0]
+        dist.all_gather_object(values, value, group=ranks.control)
+    return values
 
 
 def broadcast_from_rank0(make, ranks):
     """Call make() on rank 0, and return the result, which is pickled, or raise the exception, on
     every rank. All ranks must call."""
-    result = None
-    error = None
+    outcome = [None, None]  # result, exception
     if ranks.is_main:
         try:
-            result = make()
-        except Exception as raised:
-            error = raised
+            outcome[0] = make()
+        except Exception as error:
+            outcome[1] = error
     if ranks.world_size > 1:
         try:
-            pickle.loads(pickle.dumps(error))
+            pickle.loads(pickle.dumps(outcome[1]))
         except Exception:
-            error = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
-        result, error = broadcast_object((result, error), 0, ranks)
+            outcome[1] = RuntimeError(f"rank 0: {type(outcome[1]).__name__}: {outcome[1]}")
+        dist.broadcast_object_list(outcome, src=0, group=ranks.control)
+    result, error = outcome
     if error is not None:
         raise error
     return result
@@ -286,12 +285,11 @@ def describe_mesh(model, ranks):
     """Return a text about the replication and sharding of a model over the ranks, e.g. "2 nodes x 8
     GPUs: replicate 2 x shard 8"."""
     mesh = getattr(next(model.parameters()), "device_mesh", None)
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True) if mesh
-                 else [("replicate", ranks.world_size)])
+    sizes = zip(mesh.mesh_dim_names, mesh.shape) if mesh else [("replicate", ranks.world_size)]
     n = ranks.ranks_per_node
     nodes = "1 node" if n == ranks.world_size else f"{ranks.world_size // n} nodes"
     return (f"{nodes} x {n} {'GPUs' if ranks.device.type == 'cuda' else 'processes'}: "
-            + " x ".join(f"{name} {size}" for name, size in sizes.items()))
+            + " x ".join(f"{name} {size}" for name, size in sizes))
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
@@ -306,10 +304,10 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     buffers without values.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    tensors = model.state_dict()
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
                          "(1,), or use --distributed ddp")
-    tensors = model.state_dict()
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
                          'with device="cpu", or use --distributed ddp')
@@ -323,23 +321,20 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
                             else t.to(ranks.device)))
     tensors = model.state_dict()
-    unknown = []
+    unknown = set()
     for name in empty:
         value = initial(name, tensors[name].shape, seed)
-        if value is None:
-            unknown.append(name)
-        else:
+        if value is not None:
             assign(tensors[name], value)
+            continue
+        usual = ("normal(name, shape, 0.02, seed)" if tensors[name].dim() > 1 else
+                 f"torch.full(shape, {'0.0' if name.endswith('bias') else '...'})")
+        unknown.add(f"    {re.sub(r'[.][0-9]+[.]', '.*.', name)}: return {usual}")
     if unknown:
-        values = {name: "normal(name, shape, 0.02, seed)" if tensors[name].dim() > 1 else
-                  f"torch.full(shape, {'0.0' if name.endswith('bias') else '...'})"
-                  for name in unknown}
-        lines = {f"    {re.sub(r'[.][0-9]+[.]', '.*.', name)}: return {value}"
-                 for name, value in values.items()}
         raise SetupError("under FSDP, initial(name, shape, seed) of the model returns the initial "
                          "values, in place of those of __init__, for a GPT also on one process; "
                          "add a line for each of these, with the value of __init__, e.g.\n"
-                         + "\n".join(sorted(lines)) + "\nor use --distributed ddp")
+                         + "\n".join(sorted(unknown)) + "\nor use --distributed ddp")
     return model
 
 

@@ -62,8 +62,7 @@ class RunKeys:
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
     mirror: str | None = free_key(None, "folder or s3:// or gs:// URL for copies of checkpoints, "
                                   "from which an empty out_dir continues", path=True)
-    run_name: str | None = free_key(None, "name of the run in trackers (default: out_dir)",
-                                    needs="tracker")
+    run_name: str | None = free_key(None, "name in trackers (default: out_dir)", needs="tracker")
 
 
 @dataclass
@@ -84,8 +83,7 @@ class LengthKeys:
                                          "max_epochs if eval_interval is not set either", **EPOCHS)
     eval_iters: int = free_key(50, "validation batches of batch_size samples", ge=1)
     eval_tasks: list[str] = free_key([], "task files NAME.jsonl to evaluate, logged as val_NAME")
-    eval_task_rows: int = free_key(200, "examples per task: the first ones; 0: all", ge=0,
-                                   needs="eval_tasks")
+    eval_task_rows: int = free_key(200, "first examples per task; 0: all", ge=0, needs="eval_tasks")
     eval_on_start: bool = free_key(True, "also evaluate before the first step")
     log_interval: int = free_key(10, "steps between log lines", ge=1)
     save_interval: int | None = free_key(None, "steps between saves (default: eval_interval)", ge=0)
@@ -304,12 +302,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         the default. The condition, a text, states the reason: another key must be set ("NAME") or
         have one of the values ("NAME=A|B")."""
         defaults = type(self)()
-        unused = {}
-        for f in fields(self):
-            is_set = self.is_explicit(f.name) or getattr(self, f.name) != getattr(defaults, f.name)
-            if is_set and not self.has_effect(f):
-                unused[f.name] = f.metadata["needs"]
-        return unused
+        return {f.name: f.metadata["needs"] for f in fields(self)
+                if not self.has_effect(f) and (
+                    self.is_explicit(f.name)
+                    or getattr(self, f.name) != getattr(defaults, f.name))}
 
     def has_effect(self, f):
         """Return whether the key of the dataclass field `f` has an effect: `needs` in the metadata

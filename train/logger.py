@@ -18,11 +18,6 @@ from train.base.errors import printable
 from train.base.files import atomic_write, write_text
 from train.lr_scheduler import get_lr, milestones
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
 SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
@@ -52,7 +47,8 @@ class Logger:
         self.config = config or {}
         self.run_name = self.config.get("run_name") or os.path.normpath(
             self.config.get("out_dir", out_dir))
-        self.eval_only = bool(self.config.get("eval_only"))  # then only train.log is written
+        # Whether files other than train.log are written.
+        self.writes_files = main and not self.config.get("eval_only")
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
@@ -67,9 +63,8 @@ class Logger:
     # messages
 
     def info(self, message, color=""):
-        if self.is_main:
-            text = printable(message)
-            self.write(text, f"{color}{text}{RESET}" if color and self.console.color else text)
+        text = printable(message)
+        self.write(text, f"{color}{text}{RESET}" if color and self.console.color else text)
 
     def warn(self, message):
         self.info(f"warning: {message}", YELLOW)
@@ -81,44 +76,42 @@ class Logger:
 
     def write(self, text, line=None, live=None):
         """Append `text` to train.log, with times; on the console show(line, live)."""
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-        self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
-        self.console.show(line, live)
+        if self.is_main:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
+            self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
+            self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
         """Append generated text of step `iter` to samples.txt, unless eval_only, and print the
         start of it (all of it if `whole`)."""
-        if self.is_main:
-            if not self.eval_only:
-                self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
-            line = " ".join(text.split())
-            if len(line) > MAX_SAMPLE_CHARS:
-                line = f"{line[:MAX_SAMPLE_CHARS]}..."
-            self.info(f"--- sample\n{text}\n---" if whole else f"sample: {line}")
+        if self.writes_files:
+            self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
+        line = " ".join(text.split())
+        if len(line) > MAX_SAMPLE_CHARS:
+            line = f"{line[:MAX_SAMPLE_CHARS]}..."
+        self.info(f"--- sample\n{text}\n---" if whole else f"sample: {line}")
 
     # -------------------------------------------------------------------------
     # numbers
 
     def step(self, record):
         """Log a step, `record` {name: number}; max_iters and eta_s are for the console only."""
-        if self.is_main:
-            self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
-            line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
-            live = self.console.live
-            self.write(line, None if live else line, progress_line(record) if live else None)
+        self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
+        line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
+        live = self.console.live
+        self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
         """Log an evaluation. record: a dict of iter (the number of the next step), tokens,
         train_loss (the mean since the last evaluation), val_loss and numbers that the model
         defines, `None` if unknown."""
-        if self.is_main:
-            self.store(record)
-            line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
-            self.write(line, line)
+        self.store(record)
+        line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
+        self.write(line, line)
 
     def store(self, record):
         """Append a record {name: number} to metrics.jsonl and the trackers, unless eval_only."""
-        if not self.eval_only:
+        if self.writes_files:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
                 self.trackers.call("record", record)
@@ -160,7 +153,7 @@ class Logger:
 
     def plot(self):
         """Draw loss.svg from metrics.jsonl, unless eval_only; a failure is a warning."""
-        if self.is_main and not self.eval_only:
+        if self.writes_files:
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
                 records = read_metrics(self.metrics.path, limit=MAX_LINES)
@@ -267,10 +260,12 @@ def progress_line(record):
 
 def peak_memory(device):
     """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (`None`: unknown)."""
-    if device.type != "cuda":  # Windows has no `resource`
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
-    import torch
-    return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    if device.type == "cuda":
+        import torch
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    with suppress(ImportError):  # Windows
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT
 
 
 class Clock:
@@ -306,9 +301,7 @@ class Clock:
             warn(SLOW_INPUT.format(batches.seconds / seconds))
         batches.seconds = 0.0
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
-        self.it = it + 1
-        self.started_at = time.perf_counter()
-        self.seconds_away = 0.0
+        self.start(it + 1)
         return per_step
 
 

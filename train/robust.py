@@ -29,17 +29,14 @@ def on_signals(names, handler):
     """Context in which the signals `names` (e.g. "SIGTERM") call handler(number, frame); the
     previous handlers are restored on exit. Signals that the process was started to ignore (nohup)
     are still ignored. Without effect outside the main thread."""
-    old = {}
-    for name in names:
-        with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
-            number = getattr(signal, name)
-            if signal.getsignal(number) != signal.SIG_IGN:
-                old[number] = signal.signal(number, handler)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
+                number = getattr(signal, name)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    old = signal.signal(number, handler)  # None: not a Python function
+                    stack.callback(signal.signal, number, old or signal.SIG_DFL)
         yield
-    finally:
-        for number, previous in old.items():  # not every handler is a Python function
-            signal.signal(number, previous or signal.SIG_DFL)
 
 
 class Signals:
@@ -50,15 +47,12 @@ class Signals:
     where one request causes two signals (Slurm signals torchrun and all ranks, torchrun the ranks)
     and torchrun kills slow ranks."""
 
-    STOP = ("SIGTERM", "SIGINT", "SIGHUP")
-
     def __init__(self):
         self.stop = 0
         self.save = 0
-        self.handlers = None
+        self.handlers = on_signals(("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"), self.handle)
 
     def __enter__(self):
-        self.handlers = on_signals((*self.STOP, "SIGUSR1"), self.handle)
         self.handlers.__enter__()
         return self
 
@@ -76,11 +70,12 @@ class Signals:
         if signum == getattr(signal, "SIGUSR1", None):
             self.save = 1
             return
-        if self.stop and not under_torchrun():
-            os._exit(128 + signum)
-        is_first = not self.stop
-        self.stop = self.stop or signum  # before the write, during which a second one may arrive
-        if is_first and env_rank() == 0:
+        if self.stop:
+            if not under_torchrun():
+                os._exit(128 + signum)
+            return
+        self.stop = signum  # before the write, during which a second one may arrive
+        if env_rank() == 0:
             hint = "" if under_torchrun() else "; a second signal quits at once"
             with contextlib.suppress(OSError):
                 os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
@@ -160,15 +155,14 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     scaled: whether the loss is scaled (float16). Some gradients then overflow: the step is skipped,
     and the scale decreases. Other non-finite values, and too many overflows in a row, stop the run.
     """
-    p = progress
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        p.overflows += 1
-        p.overflows_in_a_row += 1
-        expected = p.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW
+        progress.overflows += 1
+        progress.overflows_in_a_row += 1
+        expected = progress.overflows_in_a_row <= MAX_OVERFLOWS_IN_A_ROW
         return "skip" if scaled and math.isfinite(loss) and expected else "stop"
-    p.overflows_in_a_row = 0
-    p.spikes_in_a_row += 1
-    if p.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # a permanently higher loss, e.g. of other data
+    progress.overflows_in_a_row = 0
+    progress.spikes_in_a_row += 1
+    if progress.spikes_in_a_row > MAX_SPIKES_IN_A_ROW:  # permanently higher, e.g. on other data
         spikes.losses.clear()
         return "update"
     return "skip" if on_spike == "skip" else "update"
@@ -180,12 +174,11 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 def run_reporting_errors(config, job):
     """Call job(config), print an error, and return the exit code, or exit with it under torchrun.
     0: success, 2: invalid input, 1: a crash or non-finite numbers, 128 + n: stopped by signal n."""
-    rank = env_rank()
     try:
         job(config)
         return exit_process(0)
     except CollectiveExit as error:  # raised by all ranks, printed by rank 0
-        if not rank and error.exit_code < 128:
+        if not env_rank() and error.exit_code < 128:
             warn_stderr(error)
         return exit_process(error.exit_code)
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
@@ -195,22 +188,19 @@ def run_reporting_errors(config, job):
             os._exit(0)
         if isinstance(error, UserError) or missing_part(error):
             return exit_process(report_error(error))
-        return report_crash(error, config, rank)
+        report_crash(error, config)
+        return exit_process(1)  # without waiting for other ranks, which may not respond
 
 
-def report_crash(error, config, rank):
-    """Print the traceback of `error` (not if memory was insufficient) and advice, and return exit
-    code 1; under torchrun exit without waiting for other ranks, which may not respond."""
-    hint = suggest_fix(error, config)
-    known = hint.startswith("Out of memory")
-    text = "" if known else "".join(traceback.format_exception(error))
-    if under_torchrun():
-        text = "".join(f"[rank {rank}] {line}\n" for line in f"{text}{hint}".splitlines())
-    elif hint:
-        text += f"{hint}\n"
+def report_crash(error, config):
+    """Print the traceback of `error` (not if memory was insufficient) and advice."""
+    text = suggest_fix(error, config)
+    if not text.startswith("Out of memory"):
+        text = "".join(traceback.format_exception(error)) + text
+    prefix = f"[rank {env_rank()}] " if under_torchrun() else ""
+    text = "".join(f"{prefix}{line}\n" for line in text.splitlines())
     sys.stderr.write(printable(text))  # one write, so that the texts of ranks are not interleaved
     sys.stderr.flush()
-    return exit_process(1)
 
 
 def suggest_fix(error, config):

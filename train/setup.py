@@ -189,7 +189,7 @@ class Run:
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
         log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
                             config=asdict(c), system_info=machine)
-        if ranks.is_main and not c.eval_only:
+        if log.writes_files:
             log.describe_run(to_yaml(c), asdict(c), machine)
         for text in self.notes:  # which the console has
             log.write(printable(text))

@@ -51,8 +51,7 @@ class ModelType:
     def build_model(config, data):
         """Return the model, an nn.Module, for a TrainConfig and the run's Data. It may read
         data.spec only, so that it can be rebuilt from ckpt.pt, and is also called under
-        torch.device("meta"). The default raises ConfigError."""
-        raise ConfigError(["build_model(config, data) is missing"])
+        torch.device("meta"). load_model_type() refuses a file without it."""
 
     # sample(model, data, config) -> list of texts for samples.txt, written at each evaluation.
     # It runs in eval mode without gradients: on all ranks if the model is sharded, otherwise

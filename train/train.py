@@ -402,7 +402,7 @@ def report_finished(run):
                  "starts afresh.")
     # A run that was stopped before the test evaluates the test data now.
     run.test_numbers = distributed.broadcast_from_rank0(run.log.read_tested, run.ranks)
-    if run.data.test is not None and not run.test_numbers:
+    if not run.test_numbers:
         test(run)
 
 

@@ -129,8 +129,7 @@ class HarnessOptions:
     batch_size: int = key(8, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
     include_path: str | None = key(None, "folder with more task files (.yaml)", metavar="FOLDER")
-    apply_chat_template: bool = key(False, "ask in the chat format of the model; examples are "
-                                    "earlier turns")
+    apply_chat_template: bool = key(False, "ask in the chat format of the model")
     out: str | None = key(None, "also write all results to this file", metavar="FILE.json")
     log_samples: bool = key(False, "also write each question and answer to the --out file")
 
@@ -145,8 +144,7 @@ def evaluate(options):
     o = options
     model, tokenizer = load_model(o.ckpt, get_device(o.device), backbone=o.backbone)
     if not isinstance(model, GPT) or tokenizer is None or tokenizer.eot_token is None:
-        raise DataError(f"{o.ckpt}: the harness needs a GPT and a tokenizer with an end-of-text "
-                        "token")
+        raise DataError(f"{o.ckpt}: the harness needs a GPT and a tokenizer with an end of text")
     if o.apply_chat_template and not model.template:
         raise DataError(f"--apply_chat_template: {o.ckpt} is not a chat model")
     if o.log_samples and not o.out:

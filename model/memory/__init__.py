@@ -52,15 +52,13 @@ MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 class Keys(RouterKeys):
     backbone: str = key("", "checkpoint of the GPT that gets a memory; \"\": a new GPT", free=True,
                         path=True, reads=True)
-    train_base: bool = key(False, "train the backbone, too (its rate: lr_groups); a new one always "
-                           "is trained")
+    train_base: bool = key(False, "train the backbone, too (its rate: lr_groups)")
     lora_rank: int = key(0, "rank of adapters on the backbone's attention and MLP; 0: none", ge=0)
     n_chapters: int = key(16, "chapters per block", ge=1)
     chapters_per_token: int = key(2, "chapters per token", ge=1)
     chapter_size: int = key(32, "key-value pairs per chapter", ge=1)
-    old_data_dir: str = key("", "folder with text of the kind that the backbone was trained on: it "
-                            "is evaluated, and the model stays close to the backbone on it",
-                            free=True, path=True)
+    old_data_dir: str = key("", "folder with text on which the model is to stay close to the "
+                            "backbone, and is evaluated", free=True, path=True)
     old_weight: float = key(1.0, "weight of the divergence from the backbone on the old text", ge=0,
                             needs="old_data_dir")
 

@@ -31,8 +31,7 @@ class LoadOptions:
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE, metavar="FILE")
     ema: bool = key(False, EMA)
-    tokenizer: str | None = key(None, "tokenizer to use if the checkpoint has none: byte, gpt2, a "
-                                "rank file or a prepared folder")
+    tokenizer: str | None = key(None, "default: its own; byte, gpt2, a rank file or a folder")
     device: str = key("auto", "auto, cpu, cuda or mps")
     dtype: str = key("auto", "precision of the weights", choices=["auto", "float32", "bfloat16"])
 
@@ -66,14 +65,11 @@ def load_for_decoding(options):
 class SampleOptions(SamplingOptions, LoadOptions):
     """Generate text with a checkpoint, which contains the tokenizer."""
     prompt: str = key("", "text to continue (default: a new document)", text=True)
-    temperature: float | None = key(None, "0: always the most likely token (default: 0.8; with "
-                                    "--chat 0)", ge=0)
+    temperature: float | None = key(None, "0: the most likely token [0.8; with --chat 0]", ge=0)
     num_samples: int = key(1, "number of texts, generated in one batch", ge=1)
     chat: bool = key(False, "talk with a chat model")
-    system: str | None = key(None, "--chat: system message, before the first question",
-                             text=True)
-    compile: bool = key(False, "compile the decoding of one text: some ten seconds, then about "
-                        "twice the speed on a CPU")
+    system: str | None = key(None, "--chat: message before the first question", text=True)
+    compile: bool = key(False, "compile the decoding of one text: ten seconds, then twice as fast")
 
     def __post_init__(self):
         if self.temperature is None:

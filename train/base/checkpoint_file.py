@@ -17,14 +17,7 @@ import torch
 from train.base.errors import CheckpointError
 from train.base.files import add_link, atomic_write, describe_write_error, sync_folder
 from train.base.sharded_file import is_sharded, open_shards
-from train.base.tensors import (
-    SAFETENSORS_DTYPES,
-    HashingFile,
-    digest,
-    find_non_finite,
-    named_tensors,
-    walk,
-)
+from train.base.tensors import SAFETENSORS_DTYPES, HashingFile, digest, find_non_finite, walk
 
 FORMAT_VERSION = 1
 SAFE_TORCH = (2, 10)  # weights_only is unsafe in earlier versions: CVE-2025-32434, CVE-2026-24747
@@ -47,7 +40,8 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
         hashing = HashingFile(f)
         torch.save(state, hashing)
         f.write(MARK + hashing.sha.hexdigest().encode())
-    replace_checkpoint(path, write, links, sum(t.nbytes for _, t in named_tensors(state)))
+    n_bytes = sum(part.nbytes for _, part in walk(state) if isinstance(part, torch.Tensor))
+    replace_checkpoint(path, write, links, n_bytes)
 
 
 def replace_checkpoint(path, write, links=(), size=0):

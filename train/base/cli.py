@@ -46,18 +46,15 @@ def underscores(argv):
 def add_dashes(argv, parser):
     """Return `argv` with NAME=VALUE as --NAME=VALUE if `parser`, an ArgumentParser, has the option
     --NAME. The value of a preceding option is not changed."""
-    options = {name: action for action in parser._actions for name in action.option_strings}
+    flags = {name: action.nargs == 0 for action in parser._actions
+             for name in action.option_strings}
     out = []
-    previous = ""
-    for argument in argv:
+    for previous, argument in zip(["", *argv], argv):
         name, equals, _ = argument.partition("=")
         # An argument after an option without a value, other than a flag, is the value.
-        action = options.get(previous)
-        is_option = previous.startswith("--") and "=" not in previous
-        is_value = action.nargs != 0 if action else is_option
-        is_setting = equals and f"--{name}" in options and not is_value
+        is_value = previous[:2] == "--" and "=" not in previous and not flags.get(previous)
+        is_setting = equals and f"--{name}" in flags and not is_value
         out.append(f"--{argument}" if is_setting else argument)
-        previous = argument
     return out
 
 

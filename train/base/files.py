@@ -74,12 +74,9 @@ def describe_write_error(error, path, size=0):
     if not is_full_disk(error):
         return str(error)
     needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
-    limit = "raise the limit of a file's size (ulimit -f)"
-    if error.errno == errno.EFBIG:
-        return f"{error}; {needs}{limit}"
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
-    return (f"{error}; {needs}{free / 2**20:.1f} MiB are free; free some disk space"
-            + ("" if error.errno else f" or {limit}"))
+    return (f"{error}; {needs}{free / 2**20:.1f} MiB are free; free some disk space, or raise the "
+            "limit of a file's size (ulimit -f)")
 
 
 def write_text(path, text):
@@ -154,11 +151,8 @@ def lock_folder(folder):
         file.seek(0)
         holder = file.read(200).strip() or "another process"
         file.close()
-        here = " on " not in holder or holder.endswith(f" on {socket.gethostname()}")
-        hint = "" if here else (", a different machine; a run on several is started by torchrun "
-                                "with --nnodes (train/README.md)")
-        raise UserError(f"{folder} is in use by {holder}{hint}; wait for it, stop it, or choose "
-                        "another folder") from None
+        raise UserError(f"{folder} is in use by {holder}; wait for it, stop it, or choose another "
+                        "folder (a run on several machines: torchrun --nnodes)") from None
     except (ImportError, OSError):  # the file system has no locks
         return file
     file.truncate(0)

@@ -55,23 +55,23 @@ def write_shards(folder, rank, parts):
     `shape`."""
     files = {}
     chunks = {}
-    for subfolder in ("", "optimizer/"):
-        own = {name: part for name, part in parts.items()
-               if name.startswith("model.") != bool(subfolder)}
+    for subfolder, prefix in (("", "model."), ("optimizer/", "")):
+        own = {name.removeprefix(prefix): part for name, part in parts.items()
+               if name.startswith("model.") == bool(prefix)}
         if not own:
             continue
         file = subfolder + SHARD.format(rank + 1)
         path = os.path.join(folder, file)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        short = {name: name.removeprefix("model.") for name in own}
-        info = {short[name]: {"saved_offsets": offsets} for name, (offsets, _) in own.items()}
+        info = {name: {"saved_offsets": offsets} for name, (offsets, _) in own.items()}
         files[file] = write_safetensors(
-            path, {short[name]: tensor for name, (_, tensor) in own.items()},
+            path, {name: tensor for name, (_, tensor) in own.items()},
             {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
         sync_folder(os.path.dirname(path))
         start = files[file]["size"] - sum(tensor.nbytes for _, tensor in own.values())
         for name, (offsets, tensor) in own.items():
-            chunks[name] = dict(file=file, start=start, offsets=offsets, shape=list(tensor.shape))
+            chunks[prefix + name] = dict(file=file, start=start, offsets=offsets,
+                                         shape=list(tensor.shape))
             start += tensor.nbytes
     return files, chunks
 

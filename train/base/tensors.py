@@ -28,12 +28,10 @@ def walk(nested, path=()):
     yield path, nested
     if len(path) > MAX_DEPTH:
         raise ValueError("nested too deeply")
-    if isinstance(nested, dict):
-        for key, part in nested.items():
-            yield from walk(part, (*path, key))
-    elif isinstance(nested, (list, tuple)):
-        for index, part in enumerate(nested):
-            yield from walk(part, (*path, index))
+    parts = (nested.items() if isinstance(nested, dict) else
+             enumerate(nested) if isinstance(nested, (list, tuple)) else ())
+    for key, part in parts:
+        yield from walk(part, (*path, key))
 
 
 def named_tensors(state):

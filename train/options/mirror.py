@@ -37,7 +37,6 @@ class Mirror:
         self.folder = folder
         self.lock = threading.Lock()  # one copy at a time
         self.thread = None            # of the last save
-        self.pending = False          # whether ckpt.pt is newer than the last copy
 
     def copies(self):
         """Return the paths of the copies of ckpt.pt in the store, oldest first, complete or not."""
@@ -56,13 +55,13 @@ class Mirror:
         best = f"{self.root}/ckpt_best.pt"
         try:
             copies = self.copies()
-            if copies and never:
-                raise ValueError("--resume never, and it has the checkpoints of a run")
             if not copies:  # an error in the URL ends the run before it starts
-                self.fs.pipe_file(f"{self.root}/writable", b"")
-            elif self.fs.exists(best):
+                return self.fs.pipe_file(f"{self.root}/writable", b"")
+            if never:
+                raise ValueError("--resume never, and it has the checkpoints of a run")
+            if self.fs.exists(best):
                 self.get(best, "ckpt_best.pt", log)
-            if copies and not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
+            if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
@@ -88,20 +87,20 @@ class Mirror:
         begin like a manifest. ValueError if the rest of it or a shard is damaged, or a shard is
         missing."""
         folder = sharded_file.folder_named_in(manifest)
-        for path in self.fs.find(f"{self.root}/{folder}") if folder else ():
+        if not folder:
+            return False
+        for path in self.fs.find(f"{self.root}/{folder}"):
             name = path.rpartition(f"/{folder}/")[2]
-            local = os.path.join(self.folder, folder, name)
             if sharded_file.SHARD_FILE.fullmatch(name):
+                local = os.path.join(self.folder, folder, name)
                 os.makedirs(os.path.dirname(local), exist_ok=True)
                 self.fs.get_file(path, local)
-        if folder:
-            shards = sharded_file.open_shards(manifest)
-            shards.verify(shards.files)
-        return bool(folder)
+        shards = sharded_file.open_shards(manifest)
+        shards.verify(shards.files)
+        return True
 
     def update(self, logger):
         """Start to copy the ckpt.pt just saved, in the background; logger.warn after a failure."""
-        self.pending = True
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 
@@ -114,12 +113,11 @@ class Mirror:
 
     def copy(self, logger):
         """Copy ckpt_best.pt, if it has changed, and ckpt.pt to the store; then delete all but the
-        last two copies of ckpt.pt. Without effect if ckpt.pt was already copied. Failures are
-        warnings, logger.warn(text)."""
+        last two copies of ckpt.pt. Without effect if ckpt.pt was already copied, or if the
+        thread of a later save waits to copy it. Failures are warnings, logger.warn(text)."""
         with self.lock:
-            if not self.pending:  # it was copied by the thread before
+            if threading.current_thread() is not self.thread:
                 return
-            self.pending = False
             try:
                 copies = self.copies()
                 if os.path.exists(os.path.join(self.folder, "ckpt_best.pt")):
@@ -142,10 +140,10 @@ class Mirror:
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
         try:
-            files = []
-            if folder := sharded_file.folder_named_in(link):
-                files = [f"{folder}/{file}" for file in sharded_file.open_shards(link).files]
-            pairs = [(os.path.join(self.folder, file), f"{self.root}/{file}") for file in files]
+            folder = sharded_file.folder_named_in(link)
+            files = sharded_file.open_shards(link).files if folder else ()
+            pairs = [(os.path.join(self.folder, folder, file), f"{self.root}/{folder}/{file}")
+                     for file in files]
             for local, remote in [*pairs, (link, path)]:
                 if not self.is_copy(local, remote):
                     self.fs.put_file(local, remote)

@@ -17,6 +17,7 @@ from fractions import Fraction
 import numpy as np
 
 from train.base.errors import DataError
+from train.base.fields import fields_by_name
 from train.dataloader import Data, Loader
 
 MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIOD
@@ -190,7 +191,8 @@ def mix(data, weights):
 def check_compatible(a, data_a, b, data_b):
     """Raise DataError unless the Data of folders a and b have samples of the same shape and the
     same spec, and their model type supports mixtures."""
-    if not hasattr(data_a.train, "read"):
+    # An attribute of the model type, e.g. a reward function, belongs to one folder.
+    if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
     facts_a, facts_b = (data.spec | dict(sample=[

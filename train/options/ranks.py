@@ -2,6 +2,7 @@
 sends, the speed of the network, and the time that each rank works per step."""
 
 import hashlib
+import math
 import os
 import pathlib
 import socket
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from train.base.environment import environment
 from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
-from train.distributed import all_gather_vectors, is_sharded
+from train.distributed import all_gather_vectors, gather_objects, is_sharded
 from train.logger import Clock
 from train.optimizer import batches_by_shape, gathered_numel, muon_parameters, working_dtype
 from train.system import REPOSITORY
@@ -42,9 +43,7 @@ def check_ranks(config, ranks, log):
     between ranks, or if a launcher has started more nodes or processes than this run has. A
     collective: every rank must call it. Raises SetupError, on all ranks, if code or configuration
     differ."""
-    rows = [{}] * ranks.world_size
-    if ranks.world_size > 1:
-        dist.all_gather_object(rows, describe_rank(config, ranks), group=ranks.control)
+    rows = gather_objects(describe_rank(config, ranks) if ranks.world_size > 1 else {}, ranks)
     nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
         for name in STARTED[what]:
@@ -255,8 +254,8 @@ class RankClock(Clock):
         self.spans = []     # (begin, end) of the work in each step
         self.begin = None   # end of the previous step, when all ranks have the same numbers
         self.end = None
-        # Slow rank (-1: none), the step since which it is slow in every lap, whether it was named.
-        self.slow = (-1, 0, False)
+        self.slow_rank = None  # slow in every lap since the step slow_since (infinite: was named)
+        self.slow_since = math.inf
         optimizer.register_step_pre_hook(self.end_step)
         first = next(p for p in model.parameters() if p.requires_grad)  # has the last gradient
         self.sharded = is_sharded(first)
@@ -299,12 +298,12 @@ class RankClock(Clock):
         slowest = max(all_work)
         rank = all_work.index(slowest)
         self.numbers = dict(work_ms=median, slowest_ms=slowest, slowest_rank=rank)
-        is_slow = slowest >= SLOW_FACTOR * median + SLOW_MS
-        if not is_slow or rank != self.slow[0]:
-            self.slow = (rank if is_slow else -1, start, False)
-        _, since, named = self.slow
-        if is_slow and not named and it + 1 - since >= SLOW_STEPS:
-            self.slow = (rank, since, True)
-            warn(f"rank {rank} is slow since iter {since}, and all others wait for it: it works "
-                 f"{slowest:.1f} ms per step, the median rank {median:.1f} ms")
+        slow_rank = rank if slowest >= SLOW_FACTOR * median + SLOW_MS else None
+        if slow_rank != self.slow_rank:
+            self.slow_rank = slow_rank
+            self.slow_since = start
+        if slow_rank is not None and it + 1 - self.slow_since >= SLOW_STEPS:
+            warn(f"rank {rank} is slow since iter {self.slow_since}, and all others wait for it: "
+                 f"it works {slowest:.1f} ms per step, the median rank {median:.1f} ms")
+            self.slow_since = math.inf
         return per_step
