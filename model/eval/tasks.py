@@ -98,6 +98,8 @@ class ExampleReader:
         the index of the task. Raises DataError, with all invalid records, or if there are no
         records."""
         path = find_file(path)
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise DataError(f"{path}: expected a file, got a named pipe or a device")
         examples = list(parse_records([path], lambda record: self.parse(record, task), hint=""))
         if not examples:
             raise DataError(f"{path}: no rows in it")
