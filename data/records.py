@@ -239,7 +239,8 @@ def source_records(source):
     try:
         yield from records(source)
     except FileNotFoundError:
-        raise DataError(f"{source}: no such file, folder or dataset (OWNER/NAME)") from None
+        raise DataError(f"{source}: no such file or folder, and no name of a dataset (OWNER/NAME, "
+                        "or hf:NAME)") from None
     except READ_ERRORS as error:
         raise DataError(f"{source}: cannot be read: {error}") from None
 

@@ -78,7 +78,8 @@ def read_text(path, separator):
                     yield "".join(lines).strip("\r\n"), True
                     lines = []
         except UnicodeDecodeError:
-            raise ValueError("not UTF-8; convert texts (iconv -f ENCODING -t utf-8)") from None
+            raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
+                             ) from None
         yield "".join(lines).strip("\r\n"), True
 
 
