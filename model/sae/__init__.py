@@ -73,9 +73,9 @@ class Keys:
     layer: int = key(1, "block whose output is learned, from 0", ge=0, needs="backbone")
     target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
                       "from its input; N: the output of block N from that of block `layer`")
-    sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: above "
-                   "learned thresholds; relu: any number", choices=["topk", "batchtopk", "jumprelu",
-                                                                    "relu"])
+    sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: those "
+                   "above learned thresholds; relu: any number",
+                   choices=["topk", "batchtopk", "jumprelu", "relu"])
     d_sae: int = key(1024, "number of features", ge=1)
     k: int = key(32, "topk, batchtopk: features per token", ge=1, needs="sae=topk|batchtopk")
     l1: float = key(0.02, "relu: weight of the L1 penalty", ge=0, needs="sae=relu")
@@ -503,9 +503,8 @@ def show_features(options):
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
         return
     tokenizer = model.backbone().tokenizer
-    spec = model.spec
-    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, spec["block_size"], "val",
-                        vocab_size=spec["vocab_size"])
+    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, model.spec["block_size"],
+                        "val", vocab_size=model.spec["vocab_size"])
     if options.baseline:
         print(format_table(compare_with_random(model, tokens, options.batches)))
         return

@@ -99,9 +99,8 @@ class RepeatOptions:
     seeds: int = key(5, "runs per setting: the seed of the configuration and the next ones", ge=2)
     changes: list[str] = key([], "a change to compare with the unchanged run; may be repeated",
                              option="set", text=True, metavar="'KEY=VALUE ...'")
-    sizes: list[str] = key([], "a size at which changes are compared; may be repeated: a change is "
-                           "kept if it is an improvement at every size", option="size", text=True,
-                           metavar="'KEY=VALUE ...'")
+    sizes: list[str] = key([], "a size at which changes are compared; may be repeated",
+                           option="size", text=True, metavar="'KEY=VALUE ...'")
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
 

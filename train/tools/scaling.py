@@ -211,12 +211,11 @@ def scaling(options, arguments):
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
          f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
-    if not options.check:
-        return 0
-    reached, = train_runs([larger], fingerprint, options)
-    if reached is None:
-        return 1
-    echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
+    if options.check:
+        reached, = train_runs([larger], fingerprint, options)
+        if reached is None:
+            return 1
+        echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
     return 0
 
 
