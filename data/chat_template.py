@@ -91,8 +91,7 @@ class ChatTemplate:
         if not (isinstance(ends, list) and all(type(i) is int and 0 <= i < MAX_VOCAB for i in ends)
                 and all(isinstance(text, str) for name, text in spec.items() if name != "ends")
                 and bool(ends) == ("jinja" in spec)):
-            raise DataError(f"its template is {str(spec)[:80]}: expected texts, and ids that end "
-                            "an answer")
+            raise DataError(f"its template is {spec!r:.80}: expected texts, and ids of the end")
         self.ends = ends
         self.jinja = spec["jinja"] if ends else builtin_jinja(spec)
         self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
@@ -204,8 +203,7 @@ class ChatTemplate:
         n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in ends), 0)
         rest = squeeze(tokenizer.decode(answer_ids[n_learned:]))
         if not n_learned or answer and answer in rest:
-            raise DataError(refused + "no end token follows an answer; expected one of "
-                            f"{ends}")
+            raise DataError(f"{refused}no end token follows an answer; expected one of {ends}")
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
@@ -331,6 +329,5 @@ def encode_marked(text, tokenizer):
     for n, part in enumerate(parts):
         ids += encode_part(part, tokenizer.encode_special if n % 2 else tokenizer.encode)
     if max(ids, default=0) >= tokenizer.n_vocab:
-        raise DataError(f"its chat template uses token {max(ids)}, the model knows "
-                        f"{tokenizer.n_vocab}")
+        raise DataError(f"its template uses token {max(ids)}, the model knows {tokenizer.n_vocab}")
     return ids

@@ -60,38 +60,37 @@ def local_folder(name, weights=True):
     arguments = dict(function="snapshot_download", repo_id=name[3:])
     folder = download(name, max_bytes=MAX_JSON_BYTES, max_seconds=MAX_JSON_SECONDS,
                       allow_patterns=CONFIG_FILES, **arguments)
-    check_files(name, folder, ".json")
-    check_files(name, folder, ".jinja")
+    check_files(name, folder)
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     if weights:
         folder = download(name, allow_patterns=WEIGHT_FILES, **arguments)
-        check_files(name, folder, ".safetensors")
+        check_files(name, folder)
     return folder
 
 
-def check_files(name, folder, ending):
+def check_files(name, folder):
     """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
-    .json, .jinja or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or
-    is cut off; the invalid files are deleted."""
-    invalid = set()
-    for path in Path(folder).glob("*" + ending):
+    .json, .jinja or .safetensors has invalid content, e.g. an HTML page from a mirror, or is cut
+    off; the invalid files are deleted."""
+    deleted = []
+    for path in sorted(Path(folder).iterdir()):
         try:
-            if ending == ".safetensors":
+            if path.suffix == ".safetensors":
                 require("safetensors", name).safe_open(path, "np")  # compares sizes
-                continue
-            text = path.read_text("utf-8")
-            found = json.loads(text).keys() if ending == ".json" else text
-            if path.name in CONTENT and CONTENT[path.name] not in found:
-                raise ValueError
+            elif path.suffix in (".json", ".jinja"):
+                text = path.read_text("utf-8")
+                found = json.loads(text).keys() if path.suffix == ".json" else text
+                if path.name in CONTENT and CONTENT[path.name] not in found:
+                    raise ValueError
         except (OSError, MemoryError, UserError):
             raise
         except Exception:
-            invalid |= {path.resolve(), path}
-    for path in invalid:
-        path.unlink(missing_ok=True)
-    if names := sorted(path.name for path in invalid if path.suffix == ending):
-        raise DataError(f"{name}: deleted {', '.join(names)}: expected the {ending[1:]} files of a "
+            deleted.append(path.name)
+            path.resolve().unlink(missing_ok=True)  # the file itself, then the link to it
+            path.unlink(missing_ok=True)
+    if deleted:
+        raise DataError(f"{name}: deleted {', '.join(deleted)}: expected the valid files of a "
                         "model. Check the network and the mirror, and try again")
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.meta import read_meta_for
-from data.records import parse_records
+from data.records import check_columns, parse_records
 from data.rows import id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
 from train.base.errors import DataError, echo
@@ -57,9 +57,7 @@ class Fields:
 def parse_labelled_text(record, fields):
     """Return a LabelledText of a record, a dict. fields: Fields, the names of its fields. Raises
     ValueError for a missing or invalid text, label, group or evidence."""
-    if fields.text not in record:
-        raise ValueError(f"no field {fields.text!r}; its fields are "
-                         f"{', '.join(map(str, record))}: choose one with --text")
+    check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
         raise ValueError(f"field {fields.text!r}: expected a text, got {text!r}")

@@ -135,20 +135,19 @@ def json_values(stream, name, columns):
     content = b"".join(lines)
     content += stream.read(MAX_JSON_BYTES - len(content))
     if len(content) >= MAX_JSON_BYTES:
-        raise ValueError("expected less than 1 GB; `jq -c '.[]' FILE > FILE.jsonl` makes lines of "
-                         "a list")
+        raise ValueError("expected less than 1 GB; make lines: `jq -c '.[]' FILE > FILE.jsonl`")
     values = parse_json(content)
     for i, record in enumerate(values if isinstance(values, list) else [values]):
         yield f"{name}: record {i}", record
 
 
-def check_columns(names, columns):
+def check_columns(names, columns, option="--field"):
     """Raise ValueError unless all `columns` (`None`: no check) are among `names`, the columns of a
-    table or the fields of a record."""
+    table or the fields of a record. option: the option that names other columns."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
-            raise ValueError(f"no field {column!r}; its fields are {known}: choose with --field")
+            raise ValueError(f"no field {column!r}; its fields are {known}: choose with {option}")
 
 
 def csv_rows(stream, name, columns):
@@ -180,13 +179,11 @@ def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) of a parquet file, the binary `stream`, a thousand rows at a
     time. name: of the file. columns: to read (default: all); ValueError if one is missing."""
     parquet = require("pyarrow.parquet", "reading it")
-    count = 0
     with parquet.ParquetFile(stream) as file:
         check_columns(file.schema_arrow.names, columns)
-        for batch in file.iter_batches(1000, columns=columns):
-            for i, row in enumerate(batch.to_pylist()):
-                yield f"{name}: record {count + i}", row
-            count += len(batch)
+        batches = file.iter_batches(1000, columns=columns)
+        for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"{name}: record {i}", row
 
 
 def dataset_rows(source):
@@ -274,8 +271,7 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
     skip_bad by log(text). Raises DataError for a source that cannot be read.
     """
     bad = []
-    streams = (source_records(source) if isinstance(source, str) else source
-               for source in sources)
+    streams = (source_records(s) if isinstance(s, str) else s for s in sources)
     results = parse_each(itertools.chain.from_iterable(streams), parse, bad,
                          math.inf if skip_bad else MANY)
     yield from itertools.islice(results, limit)

@@ -63,8 +63,7 @@ def find_files(data_dir, split):
         paths = glob.glob(f"{start}{split}.bin") or [
             path for pattern in shards for path in glob.glob(start + pattern)
             if re.search(rf"(?<![A-Za-z]){split}", os.path.basename(path))]  # not medieval.bin
-        expected = (f"{split}.bin, or shards *{split}*.bin or *{split}*.npy with no letter before "
-                    f"{split}")
+        expected = f"{split}.bin, or shards *{split}*.bin, *{split}*.npy with no letter before it"
         existing = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
     elif split != "train" and "{split}" not in data_dir:
         # The same tokens would be training and validation data.
@@ -153,8 +152,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     except (KeyError, TypeError):
         expected = n  # not written by data.prepare
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
-        raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}: cut short or "
-                        "replaced? prepare the data again")
+        raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}; prepare again")
     if n < least:
         raise DataError(f"{paths[0]}: {n:,} tokens, but block_size {least - 1} needs {least:,}: "
                         "lower block_size, or prepare more text")

@@ -159,7 +159,6 @@ def read_checkpoint_spec(path):
     data_spec = state.get("spec") or {}
     tokenizer = data_spec.get("tokenizer") or state.get("tokenizer")
     if not tokenizer:
-        raise DataError(f"{path}: this checkpoint names no tokenizer; name it: byte, gpt2, a rank "
-                        "file or a prepared folder")
+        raise DataError(f"{path}: no tokenizer; name it: byte, gpt2, a rank file, a data folder")
     return dict(tokenizer=tokenizer, template=data_spec.get("template"),
                 block_size=state.get("model_args", {}).get("block_size"))

@@ -340,12 +340,10 @@ def parse_ranks(text, where):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise DataError(f"{where}:{number}: expected `base64 rank`, as in tiktoken's files; "
-                            f"got {line[:60]!r}") from None
+            raise DataError(f"{where}:{number}: expected `base64 rank`, got {line!r:.60}") from None
     if len(ranks.keys() & {bytes([i]) for i in range(256)}) < 256 or len(
             set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
-        raise DataError(f"{where}: not a usable rank file: expected distinct ranks, and all 256 "
-                        "single bytes among the tokens")
+        raise DataError(f"{where}: expected distinct ranks, and all 256 single bytes as tokens")
     return ranks
 
 

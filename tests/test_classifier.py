@@ -527,7 +527,7 @@ def test_the_example_is_of_many_files_of_both_packages():
 
 
 @pytest.mark.parametrize("record, message", [
-    (dict(body="x", label="a"), "no field 'text'; its fields are body, label"),
+    (dict(body="x", label="a"), "no field 'text'; its fields are 'body', 'label'"),
     (dict(text="", label="a"), "field 'text': expected a text"),
     (dict(text="x"), "expected a label in each row"),
     (dict(text="x", label=["a"]), "field 'label': expected a label"),

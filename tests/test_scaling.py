@@ -94,9 +94,9 @@ def test_a_run_costs_its_budget(data_dir):
             "--gradient_accumulation_steps=3", "--mlp=relu2", "--max_epochs=9",
             "--lr_decay_iters=7", "--device=cpu", "--n_hidden=5", "--config=train/config_test.yaml"]
     config = config_file.load_argv(rest)
-    plan = scaling.make_planner(rest, config, 16, open_data(config, Ranks()))
+    data = open_data(config, Ranks())
     for depth, width in ((1, 32), (3, 64)):
-        p = plan(3e8, depth)
+        p = scaling.plan_run(rest, config, 16, data, 3e8, depth)
         weights = 12 * depth * width**2 + (2 * depth + 1) * width + 256 * width  # norms' as well
         a_token = 6 * weights + 12 * depth * width * 32
         assert p.n == a_token / 6 and p.d % (6 * 32) == 0

@@ -43,11 +43,10 @@ class Options(FolderOptions):
         None, "fraction of the text for validation: documents chosen by a hash, or the end of the "
         "text if there are few (default: 0.1, at most 10 MB)", gt=0, le=0.5)
     tokenizer: str = key(
-        "", "byte (any text, 257 tokens), char (one token per character), gpt2 (50,257 tokens), "
-        "bpe (trained on the text), a rank file in tiktoken's format, or a prepared folder, a "
-        "Hugging Face model or checkpoint with the same tokenizer (default: byte)", metavar="NAME")
-    vocab_size: int | None = key(None, "tokens of --tokenizer bpe, including the end of text",
-                                 ge=257, le=MAX_VOCAB)
+        "", "byte (any text), char (one token per character), gpt2, bpe (trained on the text), a "
+        "rank file in tiktoken's format, or a prepared folder, a Hugging Face model or checkpoint "
+        "with the same tokenizer (default: byte)", metavar="NAME")
+    vocab_size: int | None = key(None, "tokens of bpe, with the end of text", ge=257, le=MAX_VOCAB)
     dataset: str = key("", "known text, instead of sources; fineweb10B and fineweb_edu are GPT-2's "
                        "tokens", choices=("", "stdlib", "shakespeare", *CORPORA))
     shards: int | None = key(None, "the first N training files of a dataset only", ge=1)
@@ -92,8 +91,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
         in_val, cut = encode.choose_split(documents, fraction)
         if not cut:  # its first character has almost all bytes
-            raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little "
-                            "to split")
+            raise DataError(f"{o.sources[0]}: {documents.size} bytes of text; too little to split")
         splits = encode.write_splits(folder, documents, tokenizer, in_val, cut)
         val = {"fraction": fraction, "by": "document" if cut == documents.size else "tail"}
         meta = Meta("gpt", id_dtype(tokenizer.n_vocab).name, **write_tokenizer(folder, tokenizer),
@@ -102,8 +100,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         os.unlink(documents.path)
         write_meta(folder, meta)
     if skipped:
-        log(f"Skipped {len(skipped):,} files that are no text or copies, e.g. "
-            f"{', '.join(skipped[:5])}")
+        log(f"Skipped {len(skipped):,} files that are no text or copies: {', '.join(skipped[:5])}")
     log(f"Prepared {o.out} in {time.monotonic() - start:.1f} s")
     return meta.to_dict()
 
@@ -113,8 +110,8 @@ def report_text(out, splits):
     trains on the folder `out`: with train/config.yaml if there is a GPU and at least 100 million
     tokens, else with train/config_quick.yaml."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
-    report(out, splits,
-           "config" if gpu and splits["train"]["tokens"] >= 100e6 else "config_quick")
+    is_large = gpu and splits["train"]["tokens"] >= 100e6
+    report(out, splits, "config" if is_large else "config_quick")
 
 
 # -----------------------------------------------------------------------------
@@ -131,10 +128,9 @@ def ensure_dataset(data_dir, log=echo):
                 return
             prepare([STDLIB], data_dir, log=lambda line: None)
     except OSError as error:
-        raise DataError(f"{data_dir}: cannot be prepared: {error}; choose another data_dir"
-                        ) from None
-    log(f"Prepared {data_dir} from the Python standard library of this machine in "
-        f"{time.monotonic() - start:.1f} s")
+        raise DataError(f"{data_dir}: not prepared: {error}; choose another data_dir") from None
+    seconds = time.monotonic() - start
+    log(f"Prepared {data_dir} from this machine's Python standard library in {seconds:.1f} s")
 
 
 # -----------------------------------------------------------------------------

@@ -45,8 +45,7 @@ class ChatOptions(SampleOptions):
                          "prepared folder, or the model's ckpt.pt", metavar="NAME")
     field: list[str] = key([], "once: the field with the messages; several times: the fields of "
                            "the question and, last, of the answer", text=True)
-    show: int = key(0, "print the first N conversations, with the tokens to learn in brackets",
-                    ge=0)
+    show: int = key(0, "print the first N conversations, the tokens to learn in brackets", ge=0)
 
 
 def to_messages(record, fields=(), prompt_only=False):
@@ -113,8 +112,7 @@ class ChatWriter(SampleWriter):
         rows = pack_chats(chats, width)
         ids, masks = zip(*(map(np.concatenate, zip(*row)) for row in rows))
         numbers = [np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]) for row in rows]
-        save_arrays(folder, split,
-                    tokens=pad_rows(ids, width, self.tokenizer.eot_token, self.id_dtype),
+        save_arrays(folder, split, tokens=self.pad_tokens(ids, width),
                     mask=pad_rows(masks, width, 0, np.uint8),
                     chat=pad_rows(numbers, width, [[len(row)] for row in rows], np.uint16))
         return dict(chats=len(chats), rows=len(rows), tokens=sum(map(len, ids)),

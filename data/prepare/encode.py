@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.rows import documents_in_val, id_dtype
-from data.tokenizer_hf import GPT2_PATTERN
-from data.tokenizer_types import RankTokenizer, split_long_spaces
+from data.tokenizer_types import GPT2_PATTERN, RankTokenizer, split_long_spaces
 from train.base.errors import echo, require
 
 PIECE_BYTES = 1 << 20   # of text per task
@@ -33,7 +32,8 @@ THREADS = min(16, os.cpu_count() or 1)
 
 def choose_split(documents, fraction):
     """Return (in_val, cut). For validation are the documents where in_val, bool (n,), is True, and
-    all text from byte `cut` on. documents: a Documents; fraction: of the text, for validation.
+    all text from byte `cut` on, so that a document may be divided there. documents: a Documents;
+    fraction: of the text, for validation.
 
     Documents are chosen by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times
     the text requested; then cut is the size of the text. Otherwise only the end of the text is
@@ -50,14 +50,15 @@ def choose_split(documents, fraction):
         return in_val, size
     cut = min(max(int(size * (1 - fraction)), 2), size - 2)
     if len(ends) > 1:
+        has_records = "records" in documents.kinds
         border = int(ends[np.abs(ends[:-1] - cut).argmin()])
-        if documents.has_records and 1 - border / size > max(0.5, fraction * 2):
+        if has_records and 1 - border / size > max(0.5, fraction * 2):
             return np.arange(len(ends)) == np.abs(sizes - fraction * size).argmin(), size
-        if documents.has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
+        if has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
             cut = border
     with open(documents.path, "rb") as f:
         cut = seek_character(f, cut)
-    return np.zeros_like(in_val), cut
+    return np.append(0, ends[:-1]) >= cut, cut
 
 
 def seek_character(f, position):
@@ -175,26 +176,22 @@ def write_splits(folder, documents, tokenizer, in_val, cut):
     "documents", "bytes", "sha256"}, "val": ...}: number of tokens, of documents that begin in the
     split and of bytes of text, and the digest of the file."""
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
-    done = 0
     shown = time.monotonic()
-    starts = np.array([0, *documents.ends[:-1]])
-    n_val = int((in_val | (starts >= cut)).sum())  # documents that begin in it
+    n_val = int(in_val.sum())  # documents that begin in it
     splits = {}
-    for split, n_documents in (("train", len(starts) - n_val), ("val", n_val)):
+    for split, n_documents in (("train", len(in_val) - n_val), ("val", n_val)):
         pieces = (piece for piece in cut_pieces(documents, in_val, cut) if piece.split == split)
         digest = hashlib.sha256()
-        n_tokens = 0
-        n_bytes = 0
+        numbers = splits[split] = dict(tokens=0, documents=n_documents, bytes=0)
         with open(os.path.join(folder, f"{split}.bin"), "wb") as out:
             for ids, size in map_in_order(work, batches(pieces)):
                 out.write(ids)
                 digest.update(ids)
-                n_tokens += len(ids)
-                n_bytes += size
-                done += size
+                numbers["tokens"] += len(ids)
+                numbers["bytes"] += size
                 if time.monotonic() - shown > PROGRESS_SECONDS:
                     shown = time.monotonic()
-                    echo(f"tokenizing: {done / documents.size:.0%}", sys.stderr)
-        splits[split] = dict(tokens=n_tokens, documents=n_documents, bytes=n_bytes,
-                             sha256=digest.hexdigest())
+                    done = sum(n["bytes"] for n in splits.values()) / documents.size
+                    echo(f"tokenizing: {done:.0%}", sys.stderr)
+        numbers["sha256"] = digest.hexdigest()
     return splits

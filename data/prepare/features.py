@@ -147,8 +147,7 @@ def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
     mixture = rng.standard_normal((8, 60))
     target = z @ (mixture / np.linalg.norm(mixture, axis=0))  # variance 1
     target = 100 + target + noise * rng.standard_normal(target.shape)
-    runs = np.repeat(np.arange(n_runs), run_length)
-    return arrays, target.astype("f4"), runs
+    return arrays, target.astype("f4"), np.repeat(np.arange(n_runs), run_length)
 
 
 # -----------------------------------------------------------------------------
@@ -160,8 +159,7 @@ class FeatureOptions(FolderOptions):
     arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
                             positional=True, metavar="FILE.npy")
     target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
-    val_fraction: float = key(0.1, "share of the runs for validation; 0: no split, of rows "
-                              "to predict", ge=0, lt=1)
+    val_fraction: float = key(0.1, "share of the runs for validation; 0: no split", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
                     "about 20 equal runs)", metavar="FILE.npy")
     synthetic: bool = key(False, "instead of files: generate data with a known structure")

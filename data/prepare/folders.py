@@ -1,21 +1,20 @@
 """The output of all commands: folders of prepared data, which are replaced without ever leaving a
 folder that looks complete, and a summary."""
 
-import json
 import os
 import re
 import shlex
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from data.meta import Meta, read_meta
+from data.meta import Meta, read_meta, write_meta
 from train.base.errors import DataError, echo
 from train.base.fields import PlainLoader, key
-from train.base.files import lock_folder, reporting_full_disk, sync_folder, write_text
+from train.base.files import lock_folder, reporting_full_disk, sync_folder
 from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
@@ -88,9 +87,7 @@ def move_files(folder, out):
         with open(os.path.join(folder, name), "rb") as f:
             os.fsync(f.fileno())  # before a rename: a power failure must not lose the content
     os.makedirs(out, exist_ok=True)
-    with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-        content = json.load(f)
-    write_text(os.path.join(out, "meta.json"), json.dumps(content | {"incomplete": True}))
+    write_meta(out, replace(read_meta(folder), incomplete=True))
     for name in os.listdir(out):
         if name not in files and re.fullmatch(PREPARED, name):
             os.unlink(os.path.join(out, name))

@@ -47,8 +47,7 @@ class LabelOptions(FolderOptions, Fields):
                             "same split (default: each text is a group)", metavar="NAME")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
                          "prepared folder, or a checkpoint (.pt)", metavar="NAME")
-    val_fraction: float = key(0.1, "share of the texts for validation; as many are for testing",
-                              gt=0, lt=0.5)
+    val_fraction: float = key(0.1, "share of texts for validation, and for testing", gt=0, lt=0.5)
     max_tokens: int = key(512, "cut longer texts", ge=1)
     example: bool = key(False, "instead of files: which word is missing from a piece of Python, "
                                "and where? Made of the sources of numpy and torch")
@@ -75,14 +74,13 @@ def prepare_labels(args):
             raise DataError("no row has a label or evidence; name their fields with --label, "
                             "--evidence, or --start and --end")
         task = "joint" if has_spans and classes else "span" if has_spans else "class"
-        n_spans = 0
-        width = 0
         splits = split_rows(rows, args.val_fraction)
-        for split, part in splits.items():
-            arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
-            n_spans += int((arrays["spans"][:, 0] >= 0).sum())
-            width = max(width, arrays["tokens"].shape[1])
-            save_arrays(folder, split, **arrays)
+        arrays = {split: to_arrays(part, tokenizer, classes, args.max_tokens)
+                  for split, part in splits.items()}
+        for split in splits:
+            save_arrays(folder, split, **arrays[split])
+        width = max(part["tokens"].shape[1] for part in arrays.values())
+        n_spans = sum((part["spans"][:, 0] >= 0).sum() for part in arrays.values())
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
@@ -91,10 +89,10 @@ def prepare_labels(args):
          f"{dict(zip(classes, counts))}")
     if n_lost := sum(row.start is not None for row in rows) - n_spans:
         echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
-    warn_if_few({split: len(part) for split, part in splits.items() if part})
+    n_rows = {split: len(part) for split, part in splits.items()}
+    warn_if_few(n_rows)
     start = f" --init_from {shlex.quote(args.tokenizer)}" if args.tokenizer.endswith(".pt") else ""
-    report(out, {split: dict(rows=len(part)) for split, part in splits.items()},
-           "configs/classifier", start)
+    report(out, {split: dict(rows=n) for split, n in n_rows.items()}, "configs/classifier", start)
 
 
 def split_rows(rows, fraction):
@@ -105,8 +103,8 @@ def split_rows(rows, fraction):
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
     if empty := [name for name in SPLITS if not splits[name]]:
-        raise DataError(f"{', '.join(empty)}: none of {len(rows)} rows is in this split; more rows "
-                        "or a larger fraction")
+        raise DataError(f"{', '.join(empty)}: none of {len(rows)} rows; give more, or a larger "
+                        "fraction")
     return splits
 
 

@@ -51,8 +51,7 @@ def to_pair(record):
         sides = [[("system", parse_content(record["system"])), *side] for side in sides]
     (role, answer), (other_role, other_answer) = (side[-1] for side in sides)
     if sides[0][:-1] != sides[1][:-1] or {role, other_role} != {"assistant"}:
-        raise ValueError("chosen and rejected: expected the same messages but for the last one, an "
-                         "answer of the assistant")
+        raise ValueError("chosen and rejected: expected the same messages but for the last answer")
     if answer.strip() == other_answer.strip():
         raise ValueError("chosen and rejected: the same answer twice")
     return sides
@@ -139,14 +138,12 @@ class PairWriter(SampleWriter):
         from model.dpo import answer_logps
         width = self.block_size + 1
         ids, masks = zip(*(side for pair in pairs for side in pair))
-        tokens = pad_rows(ids, width, self.tokenizer.eot_token, self.id_dtype)
-        mask = pad_rows(masks, width, 0, np.uint8)  # (2 N, T)
-        logps = []
-        for i in range(0, 2 * len(pairs), 2 * PAIRS_PER_BATCH):
-            batch = [array[i:i + 2 * PAIRS_PER_BATCH].reshape(-1, 2, width).astype(np.int64)
-                     for array in (tokens, mask)]
-            logps.append(answer_logps(self.reference, *batch))
-        logps = np.concatenate(logps)  # (N, 2)
+        tokens = self.pad_tokens(ids, width).reshape(-1, 2, width)  # (N, 2, T)
+        mask = pad_rows(masks, width, 0, np.uint8).reshape(-1, 2, width)
+        batches = (slice(i, i + PAIRS_PER_BATCH) for i in range(0, len(pairs), PAIRS_PER_BATCH))
+        logps = np.concatenate([answer_logps(self.reference, tokens[rows].astype(np.int64),
+                                             mask[rows].astype(np.int64))
+                                for rows in batches])  # (N, 2)
         save_arrays(folder, split, tokens=tokens.reshape(len(pairs), -1),
                     mask=mask.reshape(len(pairs), -1), logps=logps)
         return dict(pairs=len(pairs), preferred=float((logps[:, 0] > logps[:, 1]).mean()))

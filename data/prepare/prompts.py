@@ -20,7 +20,7 @@ import numpy as np
 
 from data.prepare.chat import to_messages
 from data.prepare.samples import SampleOptions, SampleWriter
-from data.rows import pad_rows, save_arrays
+from data.rows import save_arrays
 from train.base.cli import command
 from train.base.fields import key
 
@@ -81,7 +81,7 @@ class PromptWriter(SampleWriter):
     def write_split(self, folder, split, rows):
         ids = [ids for _, ids, _ in rows]
         save_arrays(folder, split, length=np.array([*map(len, ids)], np.uint32),
-                    tokens=pad_rows(ids, self.block_size, self.tokenizer.eot_token, self.id_dtype))
+                    tokens=self.pad_tokens(ids, self.block_size))
         with open(os.path.join(folder, f"{split}_rows.jsonl"), "w", encoding="utf-8") as f:
             # Values that JSON cannot represent, e.g. dates of a table, become text.
             f.writelines(json.dumps(line, default=str) + "\n" for *_, line in rows)

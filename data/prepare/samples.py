@@ -14,7 +14,7 @@ from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
 from data.records import SOURCES, parse_records
-from data.rows import id_dtype, split_by_prompt
+from data.rows import id_dtype, pad_rows, split_by_prompt
 from data.tokenizer import write_tokenizer
 from train.base.errors import DataError
 from train.base.fields import key
@@ -73,8 +73,8 @@ class SampleWriter:
     def __init__(self, args):
         self.args = args
         source = args.tokenizer
-        is_hf = source.startswith("hf:") or os.path.exists(os.path.join(
-            os.path.expanduser(source), "config.json"))
+        config_file = os.path.expanduser(os.path.join(source, "config.json"))
+        is_hf = source.startswith("hf:") or os.path.exists(config_file)
         if is_hf and self.model == "chat":
             self.config = "configs/finetune"
             self.options = f" --backbone {shlex.quote(source)}"
@@ -108,8 +108,7 @@ class SampleWriter:
     def write(self, folder, splits):
         """Write the encoded samples {"train": [...], "val": [...]} to `folder`. Return {split:
         numbers for meta.json}."""
-        return {split: self.write_split(folder, split, samples)
-                for split, samples in splits.items()}
+        return {split: self.write_split(folder, split, part) for split, part in splits.items()}
 
     def read(self):
         """Read and encode the records of args.sources. Return {"train": encoded samples, "val":
@@ -128,6 +127,7 @@ class SampleWriter:
                             "give more, a larger --block_size or a different --val_fraction")
         return splits
 
-    @property
-    def id_dtype(self):
-        return id_dtype(self.tokenizer.n_vocab)
+    def pad_tokens(self, ids, width):
+        """Return an array (n, width) of n sequences of token ids, filled up with end tokens."""
+        dtype = id_dtype(self.tokenizer.n_vocab)
+        return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

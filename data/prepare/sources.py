@@ -95,14 +95,13 @@ def record_text(record, fields):
 
 class Documents:
     """Documents, one after the other in a new file of UTF-8, `path`: add_file() per source, then
-    file.close(). Attributes: path, file, ends (of each document, in bytes), size (bytes),
-    has_records, has_text (whether documents of records, of text files were added)."""
+    file.close(). Attributes: path, file, ends (of each document, in bytes), size (bytes), kinds (of
+    the sources: "records", which are never divided, and "text files")."""
 
     def __init__(self, path):
         self.path = path
-        self.ends = array("q")    # of each document, in bytes
-        self.has_records = False  # which are never divided
-        self.has_text = False     # of text files, which may have a separator
+        self.ends = array("q")
+        self.kinds = set()
         self.file = open(path, "wb")
 
     @property
@@ -138,8 +137,7 @@ class Documents:
             problems.append((path, getattr(error, "strerror", None) or str(error)))
         if not problems:
             self.ends += ends[1:]
-            self.has_records |= is_record
-            self.has_text |= not is_record
+            self.kinds.add("records" if is_record else "text files")
         return problems
 
 
@@ -169,14 +167,14 @@ def read_sources(o, path):
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
-    for option, used in (("field", documents.has_records), ("separator", documents.has_text)):
-        if getattr(o, option) not in (None, []) and not (used or problems or skipped):
-            kind = dict(field="records", separator="text files")[option]
+    for option, kind in (("field", "records"), ("separator", "text files")):
+        is_used = kind in documents.kinds or problems or skipped
+        if getattr(o, option) not in (None, []) and not is_used:
             raise DataError(f"{', '.join(o.sources)}: no {kind}; --{option} is for these only")
     documents.file.close()  # the end may have text of a file with problems
     if documents.size < MIN_BYTES and not problems:
         names = f"; skipped files: {', '.join(skipped[:3])}" if skipped else ""
-        problems.append((", ".join(o.sources), f"{documents.size} bytes of text; too little to "
-                         f"split{names}"))
+        too_little = f"{documents.size} bytes of text; too little to split{names}"
+        problems.append((", ".join(o.sources), too_little))
     records.raise_problems(problems)
     return documents, skipped

@@ -45,10 +45,10 @@ class Keys:
     task: str | None = key(None, "class: label; span: evidence; joint: both (default: the data's)",
                            choices=["class", "span", "joint"], free=True)
     span_weight: float = key(1.0, "joint: weight of the evidence's loss", ge=0)
-    bidirectional: bool = key(False, "each token sees the whole text, but in layers with a window "
-                                     "earlier tokens; the label is read from the mean state")
-    ngrams: int = key(0, "hashed weights per class of a linear model of n-grams, whose scores of "
-                         "labels are added; 0: none", ge=0)
+    bidirectional: bool = key(False, "each token sees the whole text (in layers with a window only "
+                                     "earlier tokens); the mean state gives the label")
+    ngrams: int = key(0, "weights per class of a linear model of n-grams, which is added; 0: none",
+                      ge=0)
 
 
 # -----------------------------------------------------------------------------
@@ -68,9 +68,8 @@ def open_data(config, ranks):
         raise DataError(f"task: {spec['task']}, but {c.data_dir} was prepared for the task "
                         f"{meta.extra['task']}: prepare it with labels and evidence")
     if c.pos == "learned" and c.block_size < spec["max_tokens"]:
-        raise DataError(f"{c.data_dir}: texts of up to {spec['max_tokens']} tokens, but this model "
-                        f"has {c.block_size} learned positions (block_size): prepare the data with "
-                        f"--max_tokens {c.block_size}")
+        raise DataError(f"{c.data_dir}: texts of {spec['max_tokens']} tokens exceed the learned "
+                        f"positions (block_size): prepare it with --max_tokens {c.block_size}")
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
@@ -140,8 +139,7 @@ class Classifier(nn.Module):
     and the state of that token selects the first one.
     """
 
-    def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False,
-                 ngrams=0):
+    def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
         """shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
         positions, block_size becomes the length of the longest text. spec: Data.spec, a dict with
         "task", "classes", "class_counts" and "max_tokens". ngrams: weights of NGrams per class, 0:
@@ -296,10 +294,10 @@ def states_at(x, positions):
 
 
 def build_model(config, data):
-    shape = GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig)}
-                      | dict(vocab_size=data.spec["vocab_size"]))
-    model = Classifier(shape, data.spec, config.seed, config.span_weight,
-                       config.bidirectional, config.ngrams)
+    c = config
+    args = {f.name: getattr(c, f.name) for f in fields(GPTConfig)}
+    shape = GPTConfig(**args | dict(vocab_size=data.spec["vocab_size"]))
+    model = Classifier(shape, data.spec, c.seed, c.span_weight, c.bidirectional, c.ngrams)
     for block in model.gpt.h:
-        block.gradient_checkpointing = config.gradient_checkpointing
+        block.gradient_checkpointing = c.gradient_checkpointing
     return model

@@ -13,14 +13,7 @@ import torch
 from data import labels
 from data.rows import pad_rows
 from data.tokenizer import open_tokenizer
-from model.classifier.metrics import (
-    calibration_error,
-    classification_metrics,
-    fit_temperature,
-    scale,
-    span_metrics,
-    span_sums,
-)
+from model.classifier import metrics
 from model.core.load import load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
@@ -32,16 +25,13 @@ from train.distributed import get_device
 @dataclass
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on other data."""
-    ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", metavar="FILE", path=True,
-                    aliases="checkpoint")
-    data: list[str] = key([], "files (.jsonl, .csv, .tsv, ...), with or without labels, or one "
-                          "folder of data.prepare.labels (default: the training data)", nargs="+",
-                          metavar="PATH", text=True, aliases="dataset.path")
+    ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
+    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's own)",
+                          nargs="+", metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder", choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
                           "report, beside the checkpoint)", metavar="FOLDER", path=True)
-    baseline: bool = key(False, "also fit TF-IDF with logistic regression to the training data and "
-                                "print its metrics (scikit-learn)")
+    baseline: bool = key(False, "also evaluate TF-IDF with logistic regression (scikit-learn)")
     batch_size: int = key(64, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
 
@@ -56,43 +46,43 @@ def evaluate_checkpoint(args):
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
-    if args.baseline and all(row["true_label"] is None for row in rows):
+    labelled = np.array([row["true_label"] is not None for row in rows])
+    if args.baseline and not labelled.any():
         raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label")
     scores, spans = predict(model, arrays, args.batch_size)
     tokens, _, targets, truths = map(np.asarray, arrays)
-    classes = model.spec["classes"]
-    metrics = dict(rows=len(rows))
+    report = dict(rows=len(rows))
     if scores is not None:
-        metrics["temperature"] = calibrate(args, own_data, model, tokenizer)
-        calibrated = scale(scores, metrics["temperature"])
+        temperature = calibrate(args, own_data, model, tokenizer)
+        calibrated = metrics.scale(scores, temperature)
+        classes = model.spec["classes"]
+        report["temperature"] = temperature
         for row, p, q in zip(rows, scores, calibrated):
             row |= dict(label=classes[p.argmax()], probability=round(float(p.max()), 4),
                         calibrated=round(float(q.max()), 4))
-        labelled = np.array([row["true_label"] is not None for row in rows])
         if labelled.any():
             labels.warn_if_few({"the data": labelled.sum()})
             y = targets[labelled]
-            metrics |= classification_metrics(y, scores[labelled]) | dict(
-                classes=classes, ece=calibration_error(y, scores[labelled]),
-                ece_calibrated=calibration_error(y, calibrated[labelled]))
-            if args.baseline:
-                known = load_rows(replace(args, data=[own_data], split="train"), model, tokenizer)
-                texts = [row["text"] for row in rows if row["true_label"] is not None]
-                metrics["baselines"] = fit_baselines(*known, texts, y, len(classes))
+            report |= rate_scores(y, scores[labelled]) | dict(classes=classes)
+            report["ece_calibrated"] = metrics.calibration_error(y, calibrated[labelled])
+        if args.baseline:
+            known = load_rows(replace(args, data=[own_data], split="train"), model, tokenizer)
+            texts = [row["text"] for row in rows if row["true_label"] is not None]
+            report["baselines"] = fit_baselines(*known, texts, y, len(classes))
     if spans is not None:
         for row, ids, (first, last) in zip(rows, tokens, spans):
             row["evidence"] = tokenizer.decode(ids[first:last + 1])
-        sums = span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
+        sums = metrics.span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
-            metrics |= span_metrics(sums) | dict(spans=int(sums["spans"]))
+            report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
         if scores is not None:
-            metrics |= faithfulness(model, arrays, scores, spans, args.batch_size)
+            report |= faithfulness(model, arrays, scores, spans, args.batch_size)
     lines = [json.dumps({name: v for name, v in row.items() if v is not None}, default=str) + "\n"
              for row in rows]
     os.makedirs(args.out, exist_ok=True)
     Path(args.out, "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    Path(args.out, "metrics.json").write_text(json.dumps(metrics, indent=1, allow_nan=False))
-    echo(format_report(metrics))
+    Path(args.out, "metrics.json").write_text(json.dumps(report, indent=1, allow_nan=False))
+    echo(format_report(report))
     print(f"Wrote {os.path.join(args.out, 'predictions.jsonl')}; metrics.json has all metrics")
 
 
@@ -138,7 +128,14 @@ def calibrate(args, own_data, model, tokenizer):
     except DataError as error:
         echo(f"The temperature is 1, no validation rows to fit it to: {error}")
         return 1.0
-    return fit_temperature(np.asarray(arrays[2]), predict(model, arrays, args.batch_size)[0])
+    scores, _ = predict(model, arrays, args.batch_size)
+    return metrics.fit_temperature(np.asarray(arrays[2]), scores)
+
+
+def rate_scores(targets, scores):
+    """Return classification_metrics() and "ece" of scores (N, K), probabilities. targets: (N,)."""
+    return metrics.classification_metrics(targets, scores) | dict(
+        ece=metrics.calibration_error(targets, scores))
 
 
 def fit_baselines(arrays, rows, texts, targets, n_classes):
@@ -156,8 +153,8 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
         regression = LogisticRegression(C=20, max_iter=1000).fit(features, arrays[2])
         scores = np.zeros((len(texts), n_classes))  # a class may have no training row
         scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
-        out[f"TF-IDF, {name}"] = classification_metrics(targets, scores) | dict(
-            ece=calibration_error(targets, scores), seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        out[f"TF-IDF, {name}"] = rate_scores(targets, scores) | dict(seconds=seconds)
     return out
 
 
@@ -201,10 +198,9 @@ def predict(model, arrays, batch_size):
     return [None if p[0] is None else torch.cat(p).cpu().numpy() for p in zip(*parts)]
 
 
-def format_report(metrics):
-    """Return the report of `metrics`, the content of metrics.json, as text: tables like
-    scikit-learn's classification_report, the confusion matrix, baselines and evidence."""
-    m = metrics
+def format_report(m):
+    """Return the text of a report `m`, the content of metrics.json: tables like scikit-learn's
+    classification_report, the confusion matrix, baselines and evidence."""
     parts = []
     if "accuracy" in m:
         names = ("precision", "recall", "f1")
@@ -216,9 +212,9 @@ def format_report(metrics):
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
         matrix = [[name, *map(str, row)] for name, row in zip(m["classes"], m["confusion_matrix"])]
         parts = [format_table([["", *names, "rows"], *table]),
-                 f"accuracy {m['accuracy']:.4f}, AUROC {area}", f"calibration error (ECE) "
-                 f"{m['ece']:.4f}, {m['ece_calibrated']:.4f} at the temperature "
-                 f"{m['temperature']:.3f} of the validation rows", "confusion matrix:",
+                 f"accuracy {m['accuracy']:.4f}, AUROC {area}, ECE {m['ece']:.4f}, at the "
+                 f"temperature {m['temperature']:.3f} {m['ece_calibrated']:.4f}",
+                 "confusion matrix:",
                  format_table([["true \\ predicted", *m["classes"]], *matrix])]
     if "baselines" in m:
         table = [[name, *(f"{b[n]:.4f}" for n in ("f1_macro", "accuracy", "ece")),
@@ -229,7 +225,7 @@ def format_report(metrics):
         parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
     if "sufficiency" in m:
-        parts.append(f"of the predicted evidence: comprehensiveness {m['comprehensiveness']:.4f}, "
+        parts.append(f"comprehensiveness of the predicted evidence {m['comprehensiveness']:.4f}, "
                      f"sufficiency {m['sufficiency']:.4f}")
     return "\n".join(parts)
 

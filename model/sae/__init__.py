@@ -28,7 +28,7 @@ import contextlib
 import html
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,28 +39,24 @@ import torch.nn.functional as F
 from model.core.init import fill, stable_hash
 from model.core.load import BACKBONE, load_model
 from model.core.ops import IGNORE
-from model.core.weights import check_tokenizer
-from model.sae.activations import (
-    N_SKIPPED,
-    OUTLIER_RATIO,
-    ActivationLoader,
-    load_backbone,
-    open_activations,
-)
+from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, load_backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
+from model.sae.activations import open_data as open_data  # of the model interface
 from model.sae.sparse import ActiveFeatures, sum_rows
 from train.base.cli import command, format_table
 from train.base.errors import CheckpointError, ConfigError, echo
 from train.base.fields import key
 from train.base.tensors import write_safetensors
-from train.dataloader import Data, DataLoader, open_token_data
-from train.distributed import Ranks, broadcast_from_rank0
+from train.dataloader import DataLoader
+from train.distributed import Ranks
 from train.evaluate import evaluate
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one layer of one model
 THRESHOLD_RATE = 0.05  # batchtopk: share of the newest step in the running mean of the threshold
 BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effect on it
+# sae-lens's name of an autoencoder and of a transcoder; for all others those of jumprelu.
+SAE_LENS = dict(topk=("topk", None), relu=("standard", "transcoder"))
 NUMBERS = ("explained_variance", "l0", "spliced_loss", "loss_recovered")  # beside the baseline
 PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <title>Features of {0}</title>
@@ -72,27 +68,24 @@ PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content
 
 @dataclass
 class Keys:
-    backbone: str | None = key("out/quick/ckpt.pt", "checkpoint of the GPT whose activations are "
-                               "learned; null: data_dir has activations", free=True, path=True,
-                               reads=True)
+    backbone: str | None = key("out/quick/ckpt.pt", "GPT whose activations are learned; null: "
+                               "data_dir has activations", free=True, path=True, reads=True)
     layer: int = key(1, "block whose output is learned, from 0", ge=0, needs="backbone")
     target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
                       "from its input; N: the output of block N from that of block `layer`")
-    sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: above "
-                   "learned thresholds, with an L0 penalty; relu: any number, with an L1 penalty",
+    sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: those "
+                   "above learned thresholds; relu: any number",
                    choices=["topk", "batchtopk", "jumprelu", "relu"])
     d_sae: int = key(1024, "number of features", ge=1)
     k: int = key(32, "topk, batchtopk: features per token", ge=1, needs="sae=topk|batchtopk")
-    l1: float = key(0.02, "relu: weight of the L1 penalty, feature x norm of decoder row", ge=0,
-                    needs="sae=relu")
+    l1: float = key(0.02, "relu: weight of the L1 penalty", ge=0, needs="sae=relu")
     l0: float = key(1e-3, "jumprelu: weight of the L0 penalty", ge=0, needs="sae=jumprelu")
-    prefixes: list[int] = key([], "batchtopk: the first N features also reconstruct alone, for "
-                              "each N of this list (Matryoshka)", ge=1, needs="sae=batchtopk")
+    prefixes: list[int] = key([], "batchtopk: for each N, the first N features also reconstruct "
+                              "alone (Matryoshka)", ge=1, needs="sae=batchtopk")
     auxk: int = key(64, "dead features that are trained on the reconstruction error; 0: none", ge=0)
     auxk_weight: float = key(1 / 32, "weight of the AuxK loss", ge=0, needs="auxk")
     dead_after: int = key(1000, "steps without firing after which a feature is dead", ge=1)
-    buffer_size: int = key(65536, "activations in the ring buffers of all ranks", ge=1,
-                           needs="backbone")
+    buffer_size: int = key(65536, "activations in all ring buffers", ge=1, needs="backbone")
 
     def problems(self):
         used = ("k", "auxk") if "topk" in self.sae else ("auxk",)
@@ -105,8 +98,7 @@ class Keys:
         if self.target not in ("input", "mlp") and not is_block:
             found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
         if self.backbone is None and self.target != "input":
-            found.append(f"target: {self.target}: it needs a backbone; activations in data_dir are "
-                         "their own target, input")
+            found.append(f"target: {self.target}: it needs a backbone; expected input without one")
         return found
 
 
@@ -377,26 +369,6 @@ class SAEModel(nn.Module):
             self.sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
 
-# -----------------------------------------------------------------------------
-# model interface, see train/system.py
-
-def open_data(config, ranks):
-    """Return the Data of config.data_dir: activations of the backbone for training and windows of
-    tokens for evaluations; without a backbone, prepared activations for both."""
-    if config.backbone is None:
-        return open_activations(config, ranks)
-    backbone = load_backbone(config.backbone, config.layer, ranks.device, config.dtype,
-                             config.target)
-    shape, tokenizer = backbone.gpt.config, backbone.tokenizer
-    data = open_token_data(replace(config, vocab_size=shape.vocab_size, block_size=min(
-        config.block_size, shape.block_size)), ranks)
-    check_tokenizer(tokenizer and tokenizer.spec(), config.backbone, data.spec, config)
-    mean, scale = broadcast_from_rank0(lambda: backbone.statistics(data.train), ranks)
-    spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
-                block_size=data.train.block_size)
-    return Data(ActivationLoader(data.train, backbone, config, ranks), data.val, spec)
-
-
 def build_model(config, data):
     return SAEModel(config, data.spec)
 
@@ -411,27 +383,26 @@ def export_sae_lens(model, folder):
     a transcoder with topk."""
     sae, c, spec = model.sae, model.keys, model.spec
     is_transcoder = c.target != "input"
+    architecture = SAE_LENS.get(c.sae, ("jumprelu", "jumprelu_transcoder"))[is_transcoder]
+    if architecture is None:
+        raise ConfigError(["sae-lens has no transcoder with topk; use batchtopk"])
     scale, mean = sae.scale.view(-1), sae.mean
     tensors = dict(W_enc=sae.W_enc * scale[0], b_enc=sae.b_enc, W_dec=sae.decoder() / scale[-1],
                    b_dec=sae.b_dec / scale[-1] + mean[-spec["d_in"]:])
     if hasattr(sae, "threshold"):
         tensors["threshold"] = sae.threshold.expand(c.d_sae)
     hook = "ln2.hook_normalized" if c.target == "mlp" else "hook_resid_post"
-    cfg = dict(architecture=dict(topk="topk", relu="standard").get(c.sae, "jumprelu"),
-               d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32", device="cpu",
-               apply_b_dec_to_input=not is_transcoder, normalize_activations="none",
-               reshape_activations="none",
-               metadata=dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
-                             hook_name=f"blocks.{c.layer}.{hook}", prepend_bos=False,
-                             context_size=spec["block_size"]))
+    metadata = dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
+                    hook_name=f"blocks.{c.layer}.{hook}", prepend_bos=False,
+                    context_size=spec["block_size"])
+    cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
+               device="cpu", apply_b_dec_to_input=not is_transcoder, metadata=metadata,
+               normalize_activations="none", reshape_activations="none")
     if c.sae == "topk":
         cfg |= dict(k=c.k, rescale_acts_by_decoder_norm=False)
     if is_transcoder:
-        if c.sae == "topk":
-            raise ConfigError(["sae-lens has no transcoder with topk; use batchtopk"])
         tensors["b_enc"] = sae.b_enc - mean[:spec["d_in"]] @ tensors["W_enc"]  # not of x - b_dec
-        cfg |= dict(architecture="transcoder" if c.sae == "relu" else "jumprelu_transcoder",
-                    d_out=spec["d_in"])
+        cfg["d_out"] = spec["d_in"]
     os.makedirs(folder, exist_ok=True)
     write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
     Path(folder, "cfg.json").write_text(json.dumps(cfg, indent=1))
@@ -532,26 +503,25 @@ def show_features(options):
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
         return
     tokenizer = model.backbone().tokenizer
-    spec = model.spec
-    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, spec["block_size"], "val",
-                        vocab_size=spec["vocab_size"])
+    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, model.spec["block_size"],
+                        "val", vocab_size=model.spec["vocab_size"])
     if options.baseline:
         print(format_table(compare_with_random(model, tokens, options.batches)))
         return
-    rate, value, window, position, idx = find_top_contexts(model, tokens, options.batches,
-                                                           options.contexts)
+    found = find_top_contexts(model, tokens, options.batches, options.contexts)
+    rate, value, window, position, idx = found
     style = dict(marks=("<mark>", "</mark>"), escape=html.escape) if options.html else {}
     lines = []
     for f in value.mean(1).argsort(descending=True)[:options.features].tolist():
         lines.append(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
         for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
             lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
+    text = "\n".join(lines)
     if options.html:
-        Path(options.html).write_text(PAGE.format(html.escape(options.ckpt), "\n".join(lines)),
-                                      encoding="utf-8")
-        print(f"Wrote {options.html}")
-        return
-    echo("\n".join(lines))
+        page = PAGE.format(html.escape(options.ckpt), text)
+        Path(options.html).write_text(page, encoding="utf-8")
+        text = f"Wrote {options.html}"
+    echo(text)
 
 
 main = command(FeatureOptions, show_features)

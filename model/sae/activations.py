@@ -19,12 +19,12 @@ import torch.nn as nn
 
 from data.rows import open_rows
 from model.core.init import stable_hash
-from model.core.weights import load_frozen
+from model.core.weights import check_tokenizer, load_frozen
 from model.gpt import GPT, MLP
 from train.base.errors import CheckpointError
-from train.dataloader import Data, RowLoader
+from train.dataloader import Data, RowLoader, open_token_data
 from train.device import choose_dtype
-from train.distributed import get_device
+from train.distributed import broadcast_from_rank0, get_device
 
 # The activation of the first token is many times longer than typical and would dominate the squared
 # error. It is neither reconstructed nor replaced.
@@ -68,8 +68,7 @@ class Backbone:
                                       "an MLP; expected input or the number of a block")
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
-        self.lower._modules = self.gpt._modules | {"h": self.gpt.h[:last + 1],
-                                                   "ln_f": nn.Identity()}
+        self.lower._modules = self.gpt._modules | dict(h=self.gpt.h[:last + 1], ln_f=nn.Identity())
 
     @functools.cached_property
     def file_hash(self):
@@ -119,8 +118,8 @@ def measure_scale(x, d_in):
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
-    scales = [float(part.var(0, correction=0).mean().clamp(min=1e-12) ** -0.5)
-              for part in x.split(d_in, dim=1)]
+    variances = [part.var(0, correction=0).mean().clamp(min=1e-12) for part in x.split(d_in, dim=1)]
+    scales = [float(variance ** -0.5) for variance in variances]
     return x.mean(0).tolist(), scales if len(scales) > 1 else scales[0]
 
 
@@ -217,6 +216,23 @@ class ActivationLoader:
 
     def fingerprint(self):
         return self.tokens.fingerprint() | {"backbone": self.backbone.digest}
+
+
+def open_data(config, ranks):
+    """Return the Data of config.data_dir: activations of the backbone for training and windows of
+    tokens for evaluations; without a backbone, prepared activations for both."""
+    c = config
+    if c.backbone is None:
+        return open_activations(c, ranks)
+    backbone = load_backbone(c.backbone, c.layer, ranks.device, c.dtype, c.target)
+    shape, tokenizer = backbone.gpt.config, backbone.tokenizer
+    data = open_token_data(c.replace(vocab_size=shape.vocab_size,
+                                     block_size=min(c.block_size, shape.block_size)), ranks)
+    check_tokenizer(tokenizer and tokenizer.spec(), c.backbone, data.spec, c)
+    mean, scale = broadcast_from_rank0(lambda: backbone.statistics(data.train), ranks)
+    spec = dict(data.spec, d_in=shape.n_embd, mean=mean, scale=scale, backbone=backbone.digest,
+                block_size=data.train.block_size)
+    return Data(ActivationLoader(data.train, backbone, c, ranks), data.val, spec)
 
 
 def open_activations(config, ranks):

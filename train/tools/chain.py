@@ -17,11 +17,9 @@ from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.config import load_argv
 from train.distributed import Ranks
-from train.options.loss_svg import read_metrics
+from train.options.loss_svg import curve, read_metrics
 from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
-
-METRIC = "val_loss"
 
 
 @dataclass
@@ -46,19 +44,19 @@ def train_chain(options, arguments):
                   f"--distill_weight={options.weight}"] if teachers else []
         runs.append(ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs)}"],
                              fingerprint, options.out))
-        train_all(runs[-1:], METRIC, options.out, jobs=1)
-    echo(format_table([("run", "seconds", METRIC, "ensemble of the earlier runs"),
-                       *map(table_row, runs)]))
+        train_all(runs[-1:], "val_loss", options.out, jobs=1)
+    header = ("run", "seconds", "val_loss", "ensemble of the earlier runs")
+    echo(format_table([header, *map(table_row, runs)]))
     return int(any(run.value is None for run in runs))
 
 
 def table_row(child):
     """Return the row of a table for a ChildRun, a tuple of strings: name, seconds, validation loss,
     and that of the ensemble of the earlier runs (nan: crashed, or no earlier run)."""
-    losses = [r["val_teacher_loss"] for r in read_metrics(child.folder / "metrics.jsonl")
-              if "val_teacher_loss" in r]
-    numbers = child.value or math.nan, losses[-1] if losses else math.nan
-    return (child.name, f"{child.seconds:.0f}", *(f"{x:.4f}" for x in numbers))
+    losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
+    ensemble = losses[-1][1] if losses else math.nan
+    loss = math.nan if child.value is None else child.value
+    return child.name, f"{child.seconds:.0f}", f"{loss:.4f}", f"{ensemble:.4f}"
 
 
 main = command(ChainOptions, train_chain, load=list, interrupt_message="the same command resumes")

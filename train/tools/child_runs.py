@@ -22,11 +22,11 @@ from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, input_files, load_argv, to_yaml
-from train.options.loss_svg import curve, read_metrics, to_number
+from train.options.loss_svg import curve, read_metrics
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
-OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_train.py: no training
+OTHER_MODES = "eval_only, profile, dry_run, print_config"  # of run_train.py: no training
 
 
 class ChildRun:
@@ -40,9 +40,8 @@ class ChildRun:
 
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
-        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES):
-            raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
-                            f"{', '.join(OTHER_MODES)}")
+        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES.split(", ")):
+            raise UserError(f"{name}: needs evaluations: eval_interval above 0, no {OTHER_MODES}")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
         states = [os.stat(file) for file in files if os.path.exists(file)]
         identity = to_yaml(config) + str(fingerprint) + "".join(
@@ -66,12 +65,12 @@ class ChildRun:
         (with `note`), for a run that has ended, now or in an earlier command. metric: the name,
         e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
-        seconds = [60 * x for x, _ in curve(records, "iter", "time")]
-        seconds += [x for r in records if (x := to_number(r.get("seconds"))) is not None]
-        values = [x for r in records if (x := to_number(r.get(metric))) is not None] or [None]
+        values = [None, *(y for _, y in curve(records, metric))]
+        seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
+                   *(y for _, y in curve(records, "seconds"))]
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
-        self.seconds = seconds[-1] if seconds else 0.0
+        self.seconds = seconds[-1]
         if not complete:
             with suppress(FileNotFoundError):  # UserError: that of a killed command was faster
                 lock_folder(self.folder).close()
@@ -80,8 +79,8 @@ class ChildRun:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
                  "train the run again")
         else:
-            write_text(self.result_file, json.dumps({
-                "iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}))
+            result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}
+            write_text(self.result_file, json.dumps(result))
             echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
 

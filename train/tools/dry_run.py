@@ -40,34 +40,27 @@ def estimate(config):
         on_gpu = ranks.device.type == "cuda"
         # Before the data and other models are read.
         program = 0 if on_gpu else memory_resident() or (peak_memory(ranks.device) or 0) * MIB
-        available = program + (
-            torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available())
+        free = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
+        available = program + free
         check_ranks(config, ranks, log)
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
         check_epochs(config, data.train.samples)
         config = config.in_steps(data.train.samples)
-
-        def build_empty():
-            with torch.device("meta"):  # allocates only frozen weights: the model may not fit
-                return load_model_type(config.model).build_model(config, data)
-        empty_model = build_empty()
+        with torch.device("meta"):  # allocates only frozen weights: the model may not fit
+            empty_model = load_model_type(config.model).build_model(config, data)
         dtype, reason = choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
         if config.world_size:
-            probe = build_empty()
-            for model in (empty_model, probe):  # lr_groups may freeze
-                build_optimizer(model, config, log=lambda text: None)
-            return log_table(log, config, data, empty_model, probe, flops)
+            build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
+            return log_table(log, config, data, empty_model, flops)
         compiled = should_compile(config, flops, ranks)
-        precision = f"{reason}; compile {ON_OFF[compiled]}"
-        device = describe_device(ranks.device)
-        log_plan(log, config, ranks, data, empty_model, device, precision, flops)
+        log_plan(log, config, ranks, data, empty_model, describe_device(ranks.device),
+                 f"{reason}; compile {ON_OFF[compiled]}", flops)
         log_network(config, empty_model, ranks, log)
         build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
-        memory = {} if on_gpu else dict(program=program)
-        memory |= state_memory(config, empty_model, ranks.world_size)
+        memory = dict(program=program) | state_memory(config, empty_model, ranks.world_size)
         del empty_model  # with its frozen weights, of which a run has one copy
         check_memory(memory, available, ranks)
         try:
@@ -75,16 +68,15 @@ def estimate(config):
         except torch.OutOfMemoryError:
             raise CollectiveExit(TOO_LARGE) from None
         memory["activations and data"] = max(0, rest - program)
+        total = sum(memory.values()) / MIB
         listed = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in memory.items())
-        log(f"Memory, MiB: {listed}; total {sum(memory.values()) / MIB:,.0f} of "
-            f"{available / MIB:,.0f}")
+        log(f"Memory, MiB: {listed}; total {total:,.0f} of {available / MIB:,.0f}")
         check_memory(memory, available, ranks)
         unit = data.train.unit
-        units = config.samples_per_step * data.train.units_per_sample
-        log(f"Fits. {seconds * 1000:,.0f} ms per step, {units / seconds:,.0f} {unit}/s")
+        n = config.samples_per_step * data.train.units_per_sample
+        log(f"Fits. {seconds * 1000:,.0f} ms per step, {n / seconds:,.0f} {unit}/s")
         for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
-            log(f"  {steps:>9,} steps: {compact(steps * units):>6} {unit}, "
-                f"{duration(steps * seconds)}")
+            log(f"  {steps:>9,} steps: {compact(steps * n):>6} {unit}, {duration(steps * seconds)}")
 
 
 def check_memory(memory, available, ranks):

@@ -39,6 +39,8 @@ NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
 # Of Optuna, with a study.db whose rows are not what it writes.
 DAMAGE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError)
 RANGE_KEYS = {"low", "high", "log", "step"}
+NOT_SAVED = dict(resume="never", run_name=None, sample_tokens=0, save_interval=0, save_epochs=None,
+                 keep_last=0, mirror=None, save_precision=None, checkpoint_format="file")
 # With max_iters of a stage.
 SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters")
 
@@ -64,8 +66,7 @@ def read_space(path, config):
         stages = [read_stage(**stage) for stage in raw_stages or [{}]]
     except (ValueError, TypeError):
         problems.append(f"{where}: stages: got {raw_stages}; expected a list such as [{{trials: 12,"
-                        " max_iters: 200}, {trials: 6, max_iters: 1000, narrow: 0.3}]; narrow is "
-                        "the share of each range to keep around the best value so far")
+                        " max_iters: 200}, {trials: 6, narrow: 0.3}]; narrow: share of each range")
     if problems:
         raise ConfigError(problems)
     return space, stages
@@ -86,11 +87,9 @@ def read_dimension(name, raw, known):
     if isinstance(raw, list):
         choices = [parse_value(known[name], value) for value in raw]
         return optuna.distributions.CategoricalDistribution(choices)
-    kinds = {int: optuna.distributions.IntDistribution,
-             float: optuna.distributions.FloatDistribution}
     kind = base_type(known[name].type)
     is_range = isinstance(raw, dict) and {"low", "high"} <= set(raw) <= RANGE_KEYS
-    if kind not in kinds or not is_range:
+    if kind not in (int, float) or not is_range:
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
     limits = {k: kind(v) if k == "step" else parse_value(known[name], v)
@@ -98,7 +97,9 @@ def read_dimension(name, raw, known):
     if not all(v is not None and abs(v) < 1e300 for v in limits.values()):
         raise ValueError(f"expected finite numbers, got {raw}")
     log = convert(raw.get("log", "false"), to_bool, "true or false for log")
-    return kinds[kind](log=log, **limits)
+    distributions = optuna.distributions
+    distribution = distributions.IntDistribution if kind is int else distributions.FloatDistribution
+    return distribution(log=log, **limits)
 
 
 def narrow_dimension(dist, best, share):
@@ -165,8 +166,8 @@ def search(config, space, stages, out):
     write_results(studies, config, out)  # the search may have been killed after the last trial
     path = shlex.quote(os.path.join(out, "best_config.yaml"))
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
-          f"{best.value:.4f}\nTo train with it: python run_train.py --config "
-          f"{path}\nTo add its values to another configuration: best_config={path}")
+          f"{best.value:.4f}\nTo train with it: python run_train.py --config {path}\n"
+          f"To add its values to another configuration: best_config={path}")
 
 
 def open_study(config, space, number, stage, start, out):
@@ -174,14 +175,14 @@ def open_study(config, space, number, stage, start, out):
     parameters `start` {key: value}. Each stage is a study, as results of runs of different lengths
     are not comparable. ConfigError if the study has another configuration or space."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
+    # An evaluation in the first quarter of a trial does not prune it.
+    first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
     path = os.path.join(out, "study.db")
     with exclusive_lock(out):  # without POSIX locks, use a single worker
         study = optuna.create_study(
             storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
-            direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
-            load_if_exists=True,
-            pruner=optuna.pruners.MedianPruner(4, 0 if config.max_epochs else (
-                stage["max_iters"] or config.max_iters) // 4))
+            direction=f"{config.early_stopping_mode}imize", load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(4, first_pruned))
         if "asked" not in study.user_attrs:
             study.enqueue_trial(start)
             study.set_user_attr("start", start)
@@ -206,11 +207,11 @@ def database_errors(out, others=()):
             *others) as error:
         if isinstance(error, optuna.exceptions.StorageInternalError):
             error = error.__cause__  # of sqlalchemy
-        # An OperationalError is a full disk or a lock, and the file is intact.
-        hint = ("" if isinstance(error, sqlalchemy.exc.OperationalError) else
-                "; move it away to begin the search again")
         reason = str(getattr(error, "orig", error)) or type(error).__name__
-        raise UserError(f"{path}: {reason}{hint}") from None
+        # An OperationalError is a full disk or a lock, and the file is intact.
+        if not isinstance(error, sqlalchemy.exc.OperationalError):
+            reason += "; move it away to begin the search again"
+        raise UserError(f"{path}: {reason}") from None
 
 
 def finished_trials(study):
@@ -235,9 +236,7 @@ def run_trial(study, config, space, stage, out):
     folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
     try:
         ended = study.tell(trial, train_trial(trial, trial_config(
-            config, trial.params, stage["max_iters"], out_dir=folder, resume="never", run_name=None,
-            sample_tokens=0, save_interval=0, save_epochs=None, keep_last=0, mirror=None,
-            save_precision=None, checkpoint_format="file")))
+            config, trial.params, stage["max_iters"], out_dir=folder, **NOT_SAVED)))
     except (optuna.TrialPruned, BadNumbers, ConfigError, DataError, SetupError,
             RuntimeError) as error:
         trial.set_user_attr("error", " ".join(str(error).split())[:200])
@@ -301,13 +300,13 @@ def write_results(studies, config, out):
                    for n, study in enumerate(studies, 1) for t in finished_trials(study)]
         write_text(os.path.join(out, "trials_history.json"), json.dumps(history, indent=1))
         if studies[-1].best_trials:
-            best_config = trial_config(config, studies[-1].best_params,
-                                       out_dir=os.path.join(out, "best"))
-            changes = {k: v for k, v in asdict(best_config).items()
-                       if k in studies[-1].best_params or v != getattr(config, k)}
+            params = studies[-1].best_params
+            best = trial_config(config, params, out_dir=os.path.join(out, "best"))
+            changes = {"base": "base_config.yaml"} | {
+                k: v for k, v in asdict(best).items() if k in params or v != getattr(config, k)}
             write_text(os.path.join(out, "base_config.yaml"), to_yaml(config))
-            write_text(os.path.join(out, "best_config.yaml"), yaml.safe_dump(
-                {"base": "base_config.yaml"} | changes, sort_keys=False, allow_unicode=True))
+            write_text(os.path.join(out, "best_config.yaml"),
+                       yaml.safe_dump(changes, sort_keys=False, allow_unicode=True))
 
 
 # -----------------------------------------------------------------------------
@@ -335,11 +334,8 @@ def run_search(options, config):
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
-
-    def work(config):
-        with database_errors(options.out):
-            search(config, space, stages, options.out)
-    return run_reporting_errors(config, work)
+    work = database_errors(options.out)(search)  # also a decorator
+    return run_reporting_errors(config, lambda config: work(config, space, stages, options.out))
 
 
 main = command(SearchOptions, run_search, load=load_argv)

@@ -80,14 +80,14 @@ def suggest(rates, losses, high):
     bottom = next(i for i, y in enumerate(smoothed) if y <= start - 0.95 * fall)
     noise = pstdev(a - b for a, b in zip(losses[:bottom + 10], smoothed))
     if fall <= 2 * noise:
-        return result | dict(why=f"the loss fell by only {max(0.0, fall):.2g}, which is within its "
-                                 "noise; try a larger batch or other rates (--from, --to)")
+        return result | dict(why=f"the loss fell by only {max(0.0, fall):.2g}, within its noise; "
+                                 "try a larger batch or other rates (--from, --to)")
     if bottom > 0.9 * (n - 1) and rates[n - 1] > 0.999 * high:
         return result | dict(why=f"the loss was still falling at {high:.2g}; increase --to")
     # Rates are in equal steps of their logarithm, so differences are slopes.
-    slopes = [smoothed[min(i + half, n - 1)] - smoothed[max(i - half, 0)]
-              for i in range(bottom + 1)]
-    return result | dict(suggestion=rates[slopes.index(min(slopes))])
+    steepest = min(range(bottom + 1), key=lambda i: (
+        smoothed[min(i + half, n - 1)] - smoothed[max(i - half, 0)]))
+    return result | dict(suggestion=rates[steepest])
 
 
 def draw_sweep(sweep):
@@ -104,7 +104,7 @@ def report_sweep(sweep, config):
     """Write a sweep, the dict of find_lr, to lr_finder.json and lr_finder.svg in config.out_dir and
     print the suggestion."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
-    write_text(path.replace(".svg", ".json"), json.dumps(sweep))
+    write_text(os.path.join(config.out_dir, "lr_finder.json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
     if sweep["suggestion"] is None:
         print(f"No clear minimum: {sweep['why']}. See {path}")
@@ -117,7 +117,7 @@ def report_sweep(sweep, config):
 
 @dataclass
 class SweepOptions:
-    "Sweep the learning rate of a run, and report where the loss falls fastest."
+    """Sweep the learning rate of a run, and report where the loss falls fastest."""
     low: float = key(1e-7, "lowest learning rate", gt=0, option="from")
     high: float = key(1.0, "highest learning rate", le=100, option="to")
     steps: int = key(100, "optimizer steps", ge=10)

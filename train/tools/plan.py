@@ -4,6 +4,7 @@ All numbers are computed, for DDP, FSDP and HSDP (shards within a node, copies b
 activations are those of a forward pass on fake tensors, in eager mode; compiled code keeps fewer.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -43,14 +44,14 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
           "save GB", "stall ms", "sensible GPUs")
 
 
-def log_table(log, config, data, model, probe, flops):
+def log_table(log, config, data, model, flops):
     """Log a table of memory and time with log(text), a line per method (DDP, FSDP, HSDP), for
-    config.world_size GPUs of the type config.gpu. model, probe: two copies of the model on the meta
-    device, of which `probe` is changed. flops: per step. SetupError if the memory depends on the
-    data."""
+    config.world_size GPUs of the type config.gpu. model: on the meta device. flops: per step.
+    SetupError if the memory depends on the data."""
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    activations = activation_bytes(probe, data.train.get_batch(torch.device("cpu"), 0), dtype)
+    batch = data.train.get_batch(torch.device("cpu"), 0)
+    activations = activation_bytes(copy.deepcopy(model), batch, dtype)
     nodes, per_node = config.nodes, config.world_size // config.nodes
 
     def compute_costs(method, world_size):
@@ -71,9 +72,8 @@ def log_table(log, config, data, model, probe, flops):
     log(f"Plan for {nodes} x {per_node} {gpu.name}, computed with {MFU:.0%} MFU and "
         f"{BANDWIDTH_SHARE:.0%} of {gpu.link:g} GB/s per GPU within a node, {gpu.network:g} "
         f"between nodes, sending during computing:\n{format_table(rows)}\n"
-        "GB within: sent by a GPU per step; between: by a node. "
-        f"Sensible: fits into {gpu.memory:g} GiB, with an efficiency of at least "
-        f"{MIN_EFFICIENCY:.0%} for {config.samples_per_step:,} samples per step.")
+        "GB within: sent by a GPU per step; between: by a node. Sensible: fits into "
+        f"{gpu.memory:g} GiB, efficiency {MIN_EFFICIENCY:.0%} or more at this batch.")
 
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):

@@ -18,8 +18,7 @@ class PlotOptions:
     runs: list[str] = key([], "run folders (out_dir), or metrics.jsonl files", positional=True,
                           required=True, metavar="RUN")
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
-    metric: str = key("loss", "another metric of training lines or, as val_NAME, of evaluations: "
-                      "ppl, grad_norm, ...")
+    metric: str = key("loss", "a metric of training lines or, as val_NAME, of evaluations")
     out: str = key("", "FILE.svg (default: METRIC.svg in the folder of a single run, compare.svg "
                    "in the parent folder of the first of several)")
 

@@ -33,7 +33,7 @@ def profile(config):
         seconds_per_step(WARM_UP_STEPS)
         seconds = seconds_per_step(n)
         with torch.profiler.profile() as profiler:  # of all devices
-            profiled_seconds = seconds_per_step(n)
+            profiled = seconds_per_step(n)
         if ranks.is_main:
             path = os.path.join(config.out_dir, "profile.json.gz")
             os.makedirs(config.out_dir, exist_ok=True)
@@ -41,6 +41,5 @@ def profile(config):
             kind = "cpu" if ranks.device.type == "cpu" else "device"
             echo(profiler.key_averages().table(f"self_{kind}_time_total", TABLE_ROWS,
                                                max_name_column_width=40))
-            echo(f"A step takes {seconds * 1000:,.1f} ms, under the profiler "
-                 f"{profiled_seconds * 1000:,.1f} ms ({n} steps). Trace: {path}, for "
-                 "https://ui.perfetto.dev or chrome://tracing")
+            echo(f"A step takes {seconds * 1000:,.1f} ms, under the profiler {profiled * 1000:,.1f}"
+                 f" ms ({n} steps). Trace: {path}, for https://ui.perfetto.dev")

@@ -62,26 +62,25 @@ def student_quantile(freedom):
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
-def make_table(results, seeds, config):
+def make_table(results, n_seeds, config):
     """Return a table, a list of rows of strings with a header, of the results {(size, change):
-    {seed: ChildRun}} without crashed runs. seeds: the number of seeds. The verdict on a change is
-    that of all sizes if they agree, else unclear."""
+    {seed: ChildRun}}. The verdict on a change is that of all sizes if they agree, else unclear."""
+    values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
+              for setting, runs in results.items()}
+    comparisons = {(size, change): compare(values[size, change], values[size, BASE],
+                                           config.early_stopping_mode) for size, change in values}
     table = [COLUMNS]
-    metrics = {setting: {seed: run.value for seed, run in runs.items()}
-               for setting, runs in results.items()}
-    comparisons = {(size, change): compare(values, metrics[size, BASE], config.early_stopping_mode)
-                   for (size, change), values in metrics.items()}
-    for (size, change), runs in results.items():
+    for (size, change), by_seed in values.items():
         *interval, _ = comparisons[size, change]
         verdicts = {c[3] for (_, other), c in comparisons.items() if other == change}
         verdict = verdicts.pop() if len(verdicts) == 1 else "unclear"
-        values = metrics[size, change].values()
-        mean = fmean(values) if runs else math.nan
-        seconds = fmean(run.seconds for run in runs.values()) if runs else math.nan
-        spread = stdev(values) if len(runs) > 1 else math.nan
-        numbers = [f"{x:.5g}" for x in (mean, spread, *interval, seconds)]
-        table.append((label(size, change), config.early_stopping_metric, f"{len(runs)} of {seeds}",
-                      *numbers, BASE if change == BASE and runs else verdict))
+        seconds = [results[size, change][seed].seconds for seed in by_seed]
+        n = len(by_seed)
+        mean, time = (fmean(x) if n else math.nan for x in (by_seed.values(), seconds))
+        spread = stdev(by_seed.values()) if n > 1 else math.nan
+        numbers = [f"{x:.5g}" for x in (mean, spread, *interval, time)]
+        table.append((label(size, change), config.early_stopping_metric, f"{n} of {n_seeds}",
+                      *numbers, BASE if change == BASE and n else verdict))
     return table
 
 
@@ -97,13 +96,11 @@ def label(size, change):
 @dataclass
 class RepeatOptions:
     """Train the same run with several seeds, with and without changes, and compare the results."""
-    seeds: int = key(5, "runs per setting, with the seed of the configuration and the next ones",
-                     ge=2)
+    seeds: int = key(5, "runs per setting: the seed of the configuration and the next ones", ge=2)
     changes: list[str] = key([], "a change to compare with the unchanged run; may be repeated",
                              option="set", text=True, metavar="'KEY=VALUE ...'")
-    sizes: list[str] = key([], "a size at which changes are compared; may be repeated: a change is "
-                           "kept if it is an improvement at every size", option="size", text=True,
-                           metavar="'KEY=VALUE ...'")
+    sizes: list[str] = key([], "a size at which changes are compared; may be repeated",
+                           option="size", text=True, metavar="'KEY=VALUE ...'")
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
 
@@ -112,38 +109,34 @@ def repeat(options, arguments):
     """Run all settings with all seeds, print the table and append it to results.tsv; return the
     exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
-    metric = config.early_stopping_metric
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
-    results = {(size, change): {} for size in sizes for change in [BASE, *changes]}
-    runs = {}
-    for size, change in results:
+    seeds = range(config.seed, config.seed + options.seeds)
+    runs = {(size, change): {} for size in sizes for change in [BASE, *changes]}
+    for size, change in runs:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         changed_config = load_argv(changed)
         for name in ("seed", "out_dir"):
             if getattr(changed_config, name) != getattr(config, name):
                 raise UserError(f"--set {change}: this command sets {name} of each run")
         fingerprint = open_data(changed_config, Ranks()).train.fingerprint()
-        for seed in range(config.seed, config.seed + options.seeds):
-            runs[seed, size, change] = ChildRun(f"{label(size, change)}, seed {seed}",
-                                                [*changed, f"--seed={seed}"], fingerprint,
-                                                options.out)
+        for seed in seeds:
+            runs[size, change][seed] = ChildRun(f"{label(size, change)}, seed {seed}", [
+                *changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
-    train_all([runs[key] for key in sorted(runs)], metric, options.out, options.jobs)
-    for (seed, *setting), run in runs.items():
-        if run.value is not None:
-            results[tuple(setting)][seed] = run
-    table = make_table(results, options.seeds, config)
+    in_order = [by_seed[seed] for seed in seeds for by_seed in runs.values()]
+    train_all(in_order, config.early_stopping_metric, options.out, options.jobs)
+    table = make_table(runs, options.seeds, config)
     echo(format_table(table))
     path = Path(options.out).absolute().parent / "results.tsv"
     lines = table[1:] if path.exists() else table
     with open(path, "a", encoding="utf-8") as f:
         f.writelines("\t".join(line) + "\n" for line in lines)
     echo(f"Appended to {os.path.relpath(path)}")
-    return int(not any(results.values()))
+    return int(all(run.value is None for run in in_order))
 
 
 main = command(RepeatOptions, repeat, load=list, interrupt_message="the same command resumes")

@@ -96,16 +96,14 @@ def prediction_interval(law, n, d, loss, at):
 # -----------------------------------------------------------------------------
 # the runs
 
-@dataclass
-class SmallRun:
+class SmallRun(NamedTuple):
     """A run of a model of `depth` layers for a budget of FLOPs. n: FLOPs per token / 6. d: tokens.
-    arguments: of run_train.py. loss: after training; `None` before, or after a crash."""
+    arguments: of run_train.py."""
     budget: float
     depth: int
-    n: float                   # FLOPs per token / 6
-    d: int                     # tokens
-    arguments: list            # of run_train.py
-    loss: float | None = None  # after training; None: a crash
+    n: float         # FLOPs per token / 6
+    d: int           # tokens
+    arguments: list  # of run_train.py
 
 
 def depth_keys(depth, width, config):
@@ -121,48 +119,41 @@ def depth_keys(depth, width, config):
     return dict(n_layer=depth, n_embd=n_embd, n_head=depth + 1, n_hidden=None, **rates)
 
 
-def make_planner(arguments, config, width, data):
-    """Return a function plan(budget, depth), which returns the SmallRun of a model of `depth`
-    layers for `budget` FLOPs, and raises UserError if the model does not define the number of
-    FLOPs. arguments: of run_train.py. config: the TrainConfig of `arguments`. width: per head.
-    data: the Data of the run."""
-    @functools.cache
-    def count_flops(depth):
-        c = load_config(None, vars(config) | depth_keys(depth, width, config))
-        with torch.device("meta"):
-            model = load_model_type(c.model).build_model(c, data)
-        if flops := flops_per_step(model, c, data.train):
-            return flops
+def plan_run(arguments, config, width, data, budget, depth):
+    """Return the SmallRun of a model of `depth` layers for `budget` FLOPs. arguments: of
+    run_train.py. config: the TrainConfig of `arguments`. width: per head. data: the Data of the
+    run. Raises UserError if the model does not define the number of FLOPs, ConfigError if the
+    configuration excludes this depth."""
+    keys = depth_keys(depth, width, config)
+    c = load_config(None, vars(config) | keys)
+    with torch.device("meta"):
+        model = load_model_type(c.model).build_model(c, data)
+    flops = flops_per_step(model, c, data.train)
+    if not flops:
         raise UserError(f"model {c.model} does not define flops_per_unit")
-
-    def plan(budget, depth):
-        units = config.samples_per_step * data.train.units_per_sample
-        steps = max(1, round(budget / count_flops(depth)))
-        saves = config.eval_interval if config.save_interval is None else config.save_interval
-        keys = depth_keys(depth, width, config) | dict(
-            max_iters=steps, eval_interval=steps, save_interval=saves,
-            eval_on_start=False, max_epochs=None, eval_epochs=None, lr_decay_iters=None,
-            early_stopping_patience=0, sample_tokens=0)  # a single evaluation, after the last step
-        settings = [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
-        return SmallRun(budget, depth, count_flops(depth) / units / 6, steps * units,
-                        [*arguments, *settings])
-    return plan
+    units = c.samples_per_step * data.train.units_per_sample
+    steps = max(1, round(budget / flops))
+    saves = c.eval_interval if c.save_interval is None else c.save_interval
+    keys |= dict(max_iters=steps, eval_interval=steps, save_interval=saves, eval_on_start=False,
+                 max_epochs=None, eval_epochs=None, lr_decay_iters=None, early_stopping_patience=0,
+                 sample_tokens=0)  # a single evaluation, after the last step
+    settings = [f"--{k}={'null' if v is None else v}" for k, v in keys.items()]
+    return SmallRun(budget, depth, flops / units / 6, steps * units, [*arguments, *settings])
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the SmallRuns, set the `loss` of each (None after a crash) and print a table. Runs that
-    are complete in options.out, by arguments and fingerprint, are not repeated. fingerprint: of the
-    data. options: ScalingOptions."""
-    children = [ChildRun(f"{r.budget:g}_depth_{r.depth}", r.arguments, fingerprint, options.out)
-                for r in runs]
+    """Train the SmallRuns, print a table and return their losses, a list (None after a crash). Runs
+    that are complete in options.out, by arguments and fingerprint, are not repeated. fingerprint:
+    of the data. options: ScalingOptions."""
+    children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
+                         options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
     table = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
-    for r, child in zip(runs, children):
-        r.loss = child.value
-        loss = "crash" if r.loss is None else f"{r.loss:.4f}"
-        table.append((f"{r.budget:g}", str(r.depth), f"{r.n:,.0f}", f"{r.d:,}",
-                      f"{r.d / r.n:.1f}", loss))
+    for (budget, depth, n, d, _), child in zip(runs, children):
+        loss = "crash" if child.value is None else f"{child.value:.4f}"
+        table.append((f"{budget:g}", str(depth), f"{n:,.0f}", f"{d:,}", f"{d / n:.1f}", loss))
     echo(format_table(table))
+    return [child.value for child in children]
 
 
 # -----------------------------------------------------------------------------
@@ -173,8 +164,8 @@ class ScalingOptions:
     """Fit a scaling law to the losses of small runs, and predict the loss of a larger run."""
     budgets: list[float] = key([], "FLOPs per run, two or more: 1e12,3e12,1e13", gt=0, le=1e30,
                                required=True, metavar="X,...")
-    larger: float | None = key(None, "FLOPs of the larger run (default: four times the largest "
-                               "budget)", gt=0, le=1e30)
+    larger: float | None = key(None, "FLOPs of the larger run (default: 4 x the largest budget)",
+                               gt=0, le=1e30)
     depth: list[int] = key([], "depths of the models: 3,4,5", ge=1, required=True, metavar="N,...")
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
@@ -193,39 +184,39 @@ def scaling(options, arguments):
     require("scipy.optimize", "the fit")
     data = open_data(config, Ranks())
     fingerprint = data.train.fingerprint()
-    plan = make_planner(arguments, config, options.width, data)
+    plan = functools.partial(plan_run, arguments, config, options.width, data)
     runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
-    if len(runs) >= MIN_RUNS:
-        train_runs(runs, fingerprint, options)
-    points = np.array([(r.n, r.d, r.loss) for r in runs if r.loss]).T  # (3, P)
-    if points.size < 3 * MIN_RUNS:
-        raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: give more --budgets or "
-                        "--depth")
-    law = fit_law(*points)
-    errors = np.abs(points[2] / law.loss(*points[:2]) - 1)
+    losses = train_runs(runs, fingerprint, options) if len(runs) >= MIN_RUNS else []
+    points = [(run.n, run.d, loss) for run, loss in zip(runs, losses) if loss is not None]
+    if len(points) < MIN_RUNS:
+        raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: add --budgets, --depth")
+    n, d, loss = np.array(points).T  # (P,) each
+    law = fit_law(n, d, loss)
+    errors = np.abs(loss / law.loss(n, d) - 1)
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
          f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
          "at most")
     larger_budget = options.larger or 4 * budgets[-1]
     for budget in [*budgets, larger_budget]:
-        n, d = law.best(budget)
-        echo(f"{budget:g} FLOPs: best with {n:,.0f} weights and {d:,.0f} tokens, "
-             f"{law.loss(n, d):.4f}")
+        best_n, best_d = law.best(budget)
+        echo(f"{budget:g} FLOPs: best with {best_n:,.0f} weights and {best_d:,.0f} tokens, "
+             f"{law.loss(best_n, best_d):.4f}")
     candidates = []
     for depth in range(2, MAX_DEPTH + 1):
         with contextlib.suppress(ConfigError):  # e.g. n_kv_head does not divide depth + 1 heads
             candidates.append(plan(larger_budget, depth))
     larger = min(candidates, key=lambda r: law.loss(r.n, r.d))
     expected = law.loss(larger.n, larger.d)
-    low, high = prediction_interval(law, *points, (larger.n, larger.d))
+    low, high = prediction_interval(law, n, d, loss, (larger.n, larger.d))
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
          f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
     if options.check:
-        train_runs([larger], fingerprint, options)
-        if larger.loss:
-            echo(f"It reached {larger.loss:.4f}, {larger.loss / expected - 1:+.2%}")
-    return int(options.check and not larger.loss)
+        reached, = train_runs([larger], fingerprint, options)
+        if reached is None:
+            return 1
+        echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
+    return 0
 
 
 main = command(ScalingOptions, scaling, load=list, interrupt_message="the same command resumes")

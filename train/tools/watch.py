@@ -55,15 +55,14 @@ def read_run(folder, stamps):
     `folder`, a Path. stamps: [(modification time, size)] of the run's files, at least one; the
     values "started" and "changed" are the first and the last of the times."""
     records = read_metrics(folder / METRICS, MAX_LINES)
-    step, evaluation = (next((r for r in reversed(records) if name in r), {})
-                        for name in ("loss", "val_loss"))
+    def last(name):
+        return next((r for r in reversed(records) if name in r), {})
     log = tail(folder / LOG)
     sample = "".join(tail(folder / SAMPLES).rpartition("=== iter ")[1:]).strip()
     return records, dict(
-        name=str(folder), started=min(stamps)[0], changed=max(stamps)[0], step=step,
-        evaluation=evaluation, end=ENDS[max(ENDS, key=log.rfind)],
-        eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
-        lines=log.splitlines()[-LOG_LINES:], sample=sample)
+        name=str(folder), started=min(stamps)[0], changed=max(stamps)[0], step=last("loss"),
+        evaluation=last("val_loss"), end=ENDS[max(ENDS, key=log.rfind)], sample=sample,
+        eta="".join(re.findall(r", eta (\S+)", log)[-1:]), lines=log.splitlines()[-LOG_LINES:])
 
 
 def tail(path):
@@ -84,9 +83,8 @@ def find_runs(top, n):
     metrics.jsonl or train.log."""
     found = {}
     for folder, subfolders, files in os.walk(top):
-        depth = len(Path(folder).relative_to(top).parts)
-        subfolders[:] = [s for s in subfolders
-                         if depth < MAX_DEPTH and not SKIPPED_FOLDERS.match(s)]
+        is_last = len(Path(folder).relative_to(top).parts) == MAX_DEPTH
+        subfolders[:] = [s for s in subfolders if not (is_last or SKIPPED_FOLDERS.match(s))]
         if METRICS in files or LOG in files:
             with contextlib.suppress(OSError):  # a file was renamed
                 stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
@@ -138,9 +136,9 @@ class Server(ThreadingHTTPServer):
         pages = json.dumps(json.loads(pages, parse_constant=str))  # browsers read no NaN, Infinity
         if pages != self.pages:
             self.pages = pages
+            curves = [(page["name"], records) for _, records, page in newest]
             self.bodies["/state"] = f'{{"version": {now}, "runs": {pages}}}'.encode()
-            self.bodies["/chart"] = loss_svg(
-                [(page["name"], records) for _, records, page in newest]).encode()
+            self.bodies["/chart"] = loss_svg(curves).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -182,8 +180,8 @@ def watch(options):
         raise ValueError(f"{options.folder}: no such folder")
     with Server(options) as server:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        print(f"Watching {options.folder}: http://127.0.0.1:{server.server_port} "
-              "(stop with Ctrl-C)", flush=True)
+        url = f"http://127.0.0.1:{server.server_port}"
+        print(f"Watching {options.folder}: {url} (stop with Ctrl-C)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 
