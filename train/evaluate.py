@@ -5,6 +5,7 @@ A model returns the mean loss of a batch and sums over the batch's items. Sums a
 in the order of the batches and in float64, and become numbers at the very end.
 """
 
+import functools
 import itertools
 import math
 
@@ -13,7 +14,7 @@ import torch
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
-from train.system import hook
+from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
@@ -40,8 +41,9 @@ def unpack(vector, sums):
 def to_numbers(model, sums):
     """Return {name: number or `None`} for a log line: "loss" (`None` if the count is 0) and the
     model's numbers(sums). sums {name: tensor}: over all batches; a mean of means would be wrong."""
+    model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
-               for name, value in hook(model, "numbers")(sums).items()}
+               for name, value in model_numbers(sums).items()}
     if reserved := LINE_NAMES & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")

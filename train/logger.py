@@ -301,7 +301,9 @@ class Clock:
             warn(SLOW_INPUT.format(batches.seconds / seconds))
         batches.seconds = 0.0
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
-        self.start(it + 1)
+        self.it = it + 1
+        self.started_at = time.perf_counter()
+        self.seconds_away = 0.0
         return per_step
 
 

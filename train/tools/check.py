@@ -479,9 +479,9 @@ CHECKS = dict(
                   eval_iters=4),
     ddp=partial(compare_run, name="ddp", ranks=2, distributed="ddp"),
     fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
-    weights=check_weights, batches=check_batches, gradients=check_gradients, loss=check_loss, evaluation=check_evaluation,
-    decoding=check_decoding, initial=check_initial, flops=check_flops, export=check_export,
-    keys=check_keys)
+    weights=check_weights, batches=check_batches, gradients=check_gradients, loss=check_loss,
+    evaluation=check_evaluation, decoding=check_decoding, initial=check_initial,
+    flops=check_flops, export=check_export, keys=check_keys)
 
 
 @dataclass
