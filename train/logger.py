@@ -18,6 +18,11 @@ from train.base.errors import printable
 from train.base.files import atomic_write, write_text
 from train.lr_scheduler import get_lr, milestones
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
 SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
@@ -260,12 +265,10 @@ def progress_line(record):
 
 def peak_memory(device):
     """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (`None`: unknown)."""
-    if device.type == "cuda":
-        import torch
-        return round(torch.cuda.max_memory_allocated(device) / 2**20)
-    with suppress(ImportError):  # Windows
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT
+    if device.type != "cuda":  # Windows has no `resource`
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
+    import torch
+    return round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
 class Clock:

@@ -357,10 +357,9 @@ def check_metric_names(run):
             numbers = evaluate_validation(run, 1)
         except SetupError:
             numbers = evaluate_validation(run, c.eval_iters)
-    names = [name for name, value in numbers.items() if not isinstance(value, list)]
-    if c.early_stopping_metric not in names:
+    if isinstance(numbers.get(c.early_stopping_metric, []), list):  # or there is none
         raise SetupError("early_stopping_metric: evaluations of this model have no "
-                         f"{c.early_stopping_metric!r}; choose one of {', '.join(names)}")
+                         f"{c.early_stopping_metric!r}; choose one of {', '.join(numbers)}")
 
 
 # -----------------------------------------------------------------------------
