@@ -14,7 +14,7 @@ import torch
 
 from data.hub import local_folder
 from data.tokenizer_hf import read_hf_tokenizer, read_json, read_template_spec
-from model.convert.families import FAMILIES, read_config
+from model.convert.families import FAMILIES, read_config, upgrade_fields  # noqa: F401
 from model.convert.tensors import read_weights
 from model.core.shape import check_shape
 from train.base.checkpoint_file import DESCRIPTION, check_content, check_match, load_checkpoint

@@ -148,7 +148,7 @@ def upgrade_args(args):
     config.json."""
     args = dict(args)
     if config_json := args.pop("family", None):
-        from model.convert.families import upgrade_fields
+        from model.convert.foreign import upgrade_fields
         args |= upgrade_fields(config_json)
     return args
 
