@@ -21,8 +21,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from data.tokenizer import tokenizer_from_spec
 from model.core import ops
-from model.core.generate import sample_texts
+from model.core.generate import sample  # noqa: F401  a hook of the model interface
 from model.core.init import fill, normal
 from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
 from train.base.errors import SetupError
@@ -420,7 +421,6 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
     if data.spec.get("tokenizer"):
-        from data.tokenizer import tokenizer_from_spec
         token_bytes = tokenizer_from_spec(data.spec["tokenizer"]).token_bytes()
     args |= dict(vocab_size=data.spec["vocab_size"], block_size=config.context)
     model = kind(shape(**args), config.seed, token_bytes)
@@ -444,9 +444,3 @@ def use_sampled_loss(model, n_samples, loader, seed):
     with torch.device("cpu"):
         _, targets = loader.tensors(loader.read(first), torch.device("cpu"))
         model.loss = ops.SampledCrossEntropy(targets, model.config.vocab_size, n_samples, seed)
-
-
-def sample(model, data, config):
-    """Return the texts for samples.txt: config.sample_prompts (default: a new document), each with
-    a continuation by the model. [] if data.spec has no tokenizer."""
-    return sample_texts(model, data.spec, config)

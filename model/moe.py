@@ -15,7 +15,6 @@ Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 """
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,8 +44,7 @@ class RouterKeys:
 class Keys(RouterKeys):
     n_experts: int = key(8, "experts per block", ge=1, shape=True)
     experts_per_token: int = key(2, "experts per token", ge=1, shape=True)
-    shared_experts: int = key(0, "experts that every token uses, besides those of the router",
-                              ge=0, shape=True)
+    shared_experts: int = key(0, "experts that every token uses, unrouted", ge=0, shape=True)
     expert_hidden: int | None = key(None, "width of an expert [n_hidden / experts of a token]",
                                     ge=1, shape=True)
     norm_topk_prob: bool = key(True, "scale a token's expert weights to sum 1", shape=True)
@@ -322,7 +320,7 @@ class RoutedGPT(GPT):
     def initial(self, name, shape, seed):
         if name.endswith("mlp.router.load_bias"):
             return torch.zeros(shape)
-        if re.fullmatch(r"h\.\d+\.mlp\.router\.weight", name):
+        if name.endswith("mlp.router.weight"):
             return normal(name, shape, 0.02, seed)
         if ".mlp.shared." in name:  # other values than those of the router's experts
             return super().initial(name.replace(".shared", ""), shape, seed + 1)

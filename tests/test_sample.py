@@ -10,10 +10,11 @@ from conftest import REPO, TINY
 from processes import python
 
 from data.tokenizer import load_tokenizer
-from model.core.generate import generate, sample_indices, sample_texts, sample_tokens
+from model.core.generate import generate, sample_indices, sample_tokens
 from model.core.kv_cache import KVCache, create_cache
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
+from model.gpt import sample as sample_texts
 from model.moe import RoutedBlock
 from model.sample import load_model, main
 from model.sample.compiled import compile_decoder
@@ -406,7 +407,7 @@ def test_a_prompt_outside_the_vocabulary_does_not_end_a_run(model):
     tokenizer = types.SimpleNamespace(kind="char", chars="abc")
     config = types.SimpleNamespace(sample_prompts=["a", "x"], sample_tokens=3, seed=1)
     spec = dict(tokenizer=vars(tokenizer), vocab_size=100)
-    texts = sample_texts(model, spec, config)
+    texts = sample_texts(model, types.SimpleNamespace(spec=spec), config)
     assert set(texts[0]) <= set("abc") and len(texts[0]) == 4
     assert texts[1].startswith("x [no sample: characters 'x'")
 

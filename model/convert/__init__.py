@@ -140,8 +140,7 @@ def export_nanogpt(source, to, precision):
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
     args = write_fields(source.shape, FAMILIES[kind])
-    save_checkpoint(to, dict(model=weights, model_args=args, iter_num=0, best_val_loss=1e9,
-                             config={}))
+    save_checkpoint(to, dict(model=weights, model_args=args, iter_num=0, best_val_loss=1e9))
     return "a checkpoint of nanoGPT"
 
 
@@ -157,15 +156,14 @@ def export_merged(state, path, to, precision, backbone):
     if saved_model_type(state) == "memory":
         kind = "memory"
         shape |= dict(lora_rank=0, backbone="", old_data_dir="")
-    config = {k: v for k, v in state["config"].items() if k in FIELDS} | dict(model=kind)
+    config = {k: v for k, v in state["config"].items() if k in FIELDS} | shape | dict(model=kind)
     spec = {k: v for k, v in state["spec"].items() if k != "backbone"}
     unchanged = {k: state.get(k) for k in ("iter_num", "best_val_loss", "tokenizer", "formulas")}
     weights = convert_weights(merge(model), precision)
-    save_checkpoint(to, dict(
-        unchanged, format_version=FORMAT_VERSION, model=weights, spec=spec, model_args=shape,
-        config=config | shape))
-    return (f"a {kind} model\nNext: python -m model.sample --ckpt {shlex.quote(to)}"
-            + (" --chat" if is_chat else ""))
+    save_checkpoint(to, unchanged | dict(format_version=FORMAT_VERSION, model=weights, spec=spec,
+                                         model_args=shape, config=config))
+    next_command = f"python -m model.sample --ckpt {shlex.quote(to)}{' --chat' * is_chat}"
+    return f"a {kind} model\nNext: {next_command}"
 
 
 # -----------------------------------------------------------------------------

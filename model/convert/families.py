@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 
 from model.core.shape import check_value
 from train.base.errors import CheckpointError
+from train.base.fields import fields_by_name
 from train.keys import MAX_CONTEXT, GPTKeys
 from train.system import load_model_type
 
@@ -155,13 +156,13 @@ def read_fields(given, family):
     if "num_experts" in family.keys.values() and "num_local_experts" in c:  # in some files
         c["num_experts"] = c["num_local_experts"]
     out = {name: values[0] for name, values in family.values.items()}
-    known_fields = {f.name: f for f in fields(family.config_class)}
+    known_fields = fields_by_name(family.config_class)
     for ours, theirs in family.keys.items():
         value = c[theirs]
         if ours == "mlp" and value not in family.activations:
             raise CheckpointError(f"{theirs}: {value!r}, expected {[*family.activations]}")
         value = family.activations[value] if ours == "mlp" else value
-        out[ours] = check_value(theirs, value, {theirs: known_fields[ours]})
+        out[ours] = check_value(known_fields[ours], value, theirs)
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
@@ -235,8 +236,7 @@ def read_rope(given, theta):
     unsupported types."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
-        raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3, of whole "
-                              "heads")
+        raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3")
     keys = dict(default=(), linear=("factor",), llama3=LLAMA3_KEYS)[kind]
     scaling = ",".join(repr(float(given[key])).removesuffix(".0") for key in keys)
     return float(given.get("rope_theta", theta)), scaling or None
@@ -245,13 +245,12 @@ def read_rope(given, theta):
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def upgrade_fields(args):
-    """Return model_args with the current fields. args: model_args of an older checkpoint, a dict
-    whose key "family" has the text of a config.json; the result is without this key."""
-    _, new = read_config(json.loads(args["family"]), "family")
-    length = new["max_positions"] or new["block_size"]
-    new = {k: v for k, v in new.items() if k not in SIZES}
-    return {k: v for k, v in args.items() if k != "family"} | new | dict(max_positions=length)
+def upgrade_fields(config_json):
+    """Return {field: value} for the model_args of an older checkpoint, which has the sizes in these
+    fields and all others in the key "family", the text of a config.json."""
+    _, new = read_config(json.loads(config_json), "family")
+    new["max_positions"] = new["max_positions"] or new["block_size"]
+    return {k: v for k, v in new.items() if k not in SIZES}
 
 
 # -----------------------------------------------------------------------------

@@ -126,7 +126,6 @@ def write_tokenizer(writer, source):
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template
-    rows = source.shape.vocab_size
     content = tokenizer_json(tokenizer)
     pattern = pattern_name(content)
     if pattern is None or tokenizer.eot_token is None:
@@ -135,16 +134,12 @@ def write_tokenizer(writer, source):
     model = content["model"]
     added = content["added_tokens"]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    tokens = [f"[PAD{i}]" for i in range(rows)]
-    kinds = [TokenType.UNUSED] * rows
-    for text, i in model["vocab"].items():
-        tokens[i] = text
-        kinds[i] = TokenType.NORMAL
+    entries = {i: (text, TokenType.NORMAL) for text, i in model["vocab"].items()}
     for token in added:
-        if token["id"] < rows:
-            tokens[token["id"]] = token["content"]
-            kinds[token["id"]] = (TokenType.CONTROL if token.get("special")
-                                  else TokenType.USER_DEFINED)
+        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+        entries[token["id"]] = (token["content"], kind)
+    rows = range(source.shape.vocab_size)
+    tokens, kinds = zip(*(entries.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in rows))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pattern)
     # The list must not be empty; this merge makes no token, so it changes nothing.

@@ -1,10 +1,12 @@
 """Autoregressive generation: continue token sequences with a model, and sample from logits."""
 
 import contextlib
+import secrets
 from dataclasses import dataclass
 
 import torch
 
+from data.tokenizer import tokenizer_from_spec
 from model.core.kv_cache import create_cache
 from train.base.fields import key
 
@@ -100,10 +102,8 @@ def create_generators(seed, device):
     """Return a list of torch.Generator on `device`, one per seed. seed: an int, None (a random
     seed), or a list of those."""
     seeds = seed if isinstance(seed, list) else [seed]
-    generators = [torch.Generator(device=device) for _ in seeds]
-    for generator, s in zip(generators, seeds):
-        generator.manual_seed(s) if s is not None else generator.seed()
-    return generators
+    return [torch.Generator(device).manual_seed(secrets.randbits(63) if s is None else s)
+            for s in seeds]
 
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
@@ -194,16 +194,18 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 
-def sample_texts(model, spec, config):
-    """Return [text]: each of config.sample_prompts (default: a new document) with a continuation of
-    config.sample_tokens tokens, with the same seed at every call. spec: Data.spec; the result is []
-    if it has no tokenizer. config: a TrainConfig. The model is in eval mode; if it is sharded, all
-    ranks must call this. ValueErrors, e.g. of NaN logits, are not raised, but reported in the
-    text."""
-    from data.tokenizer import tokenizer_from_spec
-    if not spec.get("tokenizer"):
+def sample(model, data, config):
+    """Return the texts for samples.txt: each of config.sample_prompts (default: a new document)
+    with a continuation of config.sample_tokens tokens, with the same seed at every call; [] if
+    data.spec has no tokenizer.
+
+    A hook of the model interface, for GPTs. The model is in eval mode; if it is sharded, all ranks
+    must call this. ValueErrors, e.g. of NaN logits, are not raised, but reported in the text.
+    """
+    if not data.spec.get("tokenizer"):
         return []
-    tokenizer, device = tokenizer_from_spec(spec["tokenizer"]), model.wte.weight.device
+    tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
+    device = model.wte.weight.device
     texts = []
     for prompt in config.sample_prompts or [""]:
         try:

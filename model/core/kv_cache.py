@@ -79,12 +79,10 @@ class KVCache:
         longest = max(lengths)
         self.same_length = min(lengths) == longest
         if T > 1 and not self.same_length:
-            raise ValueError(f"{T} tokens for rows of different lengths {lengths}; pass one token "
-                             "per call")
+            raise ValueError(f"{T} tokens for rows of different lengths {lengths}; expected one")
         self.n_visible = longest + T
         if self.n_visible > size:
-            raise ValueError(f"{self.n_visible} tokens exceed the context of this model, {size} "
-                             "(block_size)")
+            raise ValueError(f"{self.n_visible} tokens exceed the context of this model, {size}")
         self.is_used = False
         self.mask = None
         first = self.device_lengths[:, None]  # (B, 1)

@@ -11,6 +11,7 @@ from dataclasses import fields
 import torch
 
 from data.chat_template import ChatTemplate
+from data.tokenizer import tokenizer_from_spec
 from model.core.formulas import warn_of_differences
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
@@ -35,9 +36,9 @@ def read_weights(path):
     Weights of other programs (nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder,
     hf:OWNER/NAME) are converted to this format. Warns if the code that computes logits has changed
     since the checkpoint was written. Raises CheckpointError."""
-    foreign = (os.path.isdir(path) and not is_sharded(path)) or str(path).startswith("hf:") or (
-        str(path).endswith((".safetensors", ".bin")))
-    state = None if foreign else load_checkpoint(path)
+    is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
+                  or os.path.isdir(path) and not is_sharded(path))
+    state = None if is_foreign else load_checkpoint(path)
     if state is None or "format_version" not in state:
         from model.convert.foreign import read_model
         state = read_model(path, state)
@@ -105,7 +106,6 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 def open_text_format(state):
     """Return (tokenizer or None, ChatTemplate or None) that a checkpoint `state`, a dict,
     describes."""
-    from data.tokenizer import tokenizer_from_spec
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
     template = spec.get("template")
@@ -146,10 +146,11 @@ def upgrade_args(args):
     """Return `args`, the dict model_args or config of a checkpoint, converted to the keys of this
     version: older versions described imported models by the key `family`, the JSON of a
     config.json."""
-    if not args.get("family"):
-        return {k: v for k, v in args.items() if k != "family"}
-    from model.convert.foreign import upgrade_fields
-    return upgrade_fields(args)
+    args = dict(args)
+    if config_json := args.pop("family", None):
+        from model.convert.foreign import upgrade_fields
+        args |= upgrade_fields(config_json)
+    return args
 
 
 def read_model_args(args, weights, config_class=None):

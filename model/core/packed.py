@@ -53,27 +53,22 @@ class PackedLinear(ConcatLinear):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a
-    ConcatLinear for decoding, and the layers q, k, v of each attention by a single one; return the
-    model, which can no longer be trained. A tied embedding is kept for the input tokens."""
-    replace_children(model.requires_grad_(False), linear_class)
+    ConcatLinear for decoding, and the layers q, k, v of each attention by a single one as q; return
+    the model, which can no longer be trained. Experts of a mixture are no linear layers and are
+    kept."""
+    # A list of the layers themselves would keep their weights in memory.
+    parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
+    for module in parents:
+        layers = [getattr(module, name, None) for name in "qkv"]
+        if all(map(is_linear, layers)):  # computed by model.core.ops.fused_linear
+            module.q = linear_class(*layers)
+            module.k = module.v = None
+        for name, child in module.named_children():
+            if is_linear(child):
+                setattr(module, name, linear_class(child))
     if model.lm_head is None:  # tied: the embedding is kept for the input tokens
         model.lm_head = linear_class(model.wte)
     return model
-
-
-def replace_children(module, linear_class):
-    """Replace the linear layers at any depth below `module`, in place, by linear_class(layer), and
-    q, k, v of an attention by one linear_class(q, k, v) as q. Experts of a mixture are no linear
-    layers and are kept."""
-    layers = [getattr(module, name, None) for name in "qkv"]
-    if all(map(is_linear, layers)):  # computed by model.core.ops.fused_linear
-        module.q = linear_class(*layers)
-        module.k = module.v = None
-    for name, child in module.named_children():
-        if is_linear(child):
-            setattr(module, name, linear_class(child))
-        else:
-            replace_children(child, linear_class)
 
 
 def is_linear(module):

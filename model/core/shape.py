@@ -1,23 +1,23 @@
 """Checks of a model's shape that a file describes, before the model is built."""
 
-from train.base.fields import fields_by_name, parse_value
+from dataclasses import fields
+
+from train.base.fields import parse_value
 
 
 def check_shape(shape, weights):
     """Raise ValueError if `shape`, a GPTConfig read from a file, has invalid values or cannot be
     the shape of `weights` {name: tensor} from the same file."""
-    known = fields_by_name(shape)
-    for name in known:
-        check_value(name, getattr(shape, name), known)
+    for field in fields(shape):
+        check_value(field, getattr(shape, field.name), field.name)
     check_size(shape, weights)
 
 
-def check_value(name, value, known):
-    """Return `value` converted to the type of the configuration key `name`. known: {name: dataclass
-    field}. Raises ValueError, with the name, for a wrong type or a value outside of the key's
-    limits."""
+def check_value(field, value, name):
+    """Return `value` converted to the type of `field`, the dataclass field of a configuration key.
+    Raises ValueError, with `name`, for a wrong type or a value outside of the key's limits."""
     try:
-        return parse_value(known[name], value)
+        return parse_value(field, value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

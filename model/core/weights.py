@@ -77,7 +77,7 @@ def take_shape(config, state, path, inherit=None):
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
     try:
-        taken = {name: check_value(name, value, known) for name, value in taken.items()}
+        taken = {name: check_value(known[name], value, name) for name, value in taken.items()}
         shape = config.replace(**taken)
         if problems := find_conflicts(shape):
             raise ValueError("; ".join(problems))
@@ -117,12 +117,11 @@ def check_must_match(state, config, spec, path):
     file must have the same values in `spec`, the Data.spec of the run, or in `config`, its
     TrainConfig. Names in config.allow_change may differ."""
     old_spec = state.get("spec") or {}
-    pairs = {"tokenizer": (state.get("tokenizer"), spec.get("tokenizer"))}
-    for name in load_model_type(config.model).MUST_MATCH_TO_INIT:
-        if name in old_spec:
-            pairs[name] = old_spec[name], spec.get(name)
-        else:
-            pairs[name] = (state.get("config") or {}).get(name), getattr(config, name, None)
+    old = (state.get("config") or {}) | old_spec
+    new = vars(config) | {name: spec.get(name) for name in old_spec}
+    pairs = {name: (old.get(name), new.get(name))
+             for name in load_model_type(config.model).MUST_MATCH_TO_INIT}
+    pairs["tokenizer"] = (state.get("tokenizer"), spec.get("tokenizer"))
     check_same(pairs, path, config.allow_change)
 
 
