@@ -173,8 +173,12 @@ FAULTS = {
         "        return (loader or Changing)(", "batches", ()),
     "state outside the state_dict": (
         "model/gpt.py", "    def trunk(self",
-        "    def after_step(self, it, sums):\n        self.n = getattr(self, 'n', 0) + 1\n\n"
+        "    def after_step(self, it, sums):\n        self.n = 1 - getattr(self, 'n', 0)\n\n"
         "    def trunk(self", "resume", ()),
+    "random numbers in the update": (
+        "train/train.py", "    norm = torch.nn.utils.get_total_norm(grads)\n",
+        "    norm = torch.nn.utils.get_total_norm(grads)\n"
+        "    for g in grads:\n        g.add_(torch.randn_like(g), alpha=1e-9)\n", "ddp", ()),
     "random numbers in the forward pass": (
         "model/gpt.py", "        x = self.wte(idx)  #",
         "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())  #", "ddp", ()),

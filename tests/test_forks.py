@@ -17,7 +17,7 @@ from test_distributed import in_ranks
 
 from model import convert, gpt, moe
 from model.core import formulas, ops
-from model.core.init import normal
+from model.core.init import fill, normal
 from model.core.kv_cache import create_cache
 from model.core.load import load_model
 from model.memory import MemoryConfig, MemoryGPT
@@ -149,6 +149,43 @@ def start_of_two_heads(options):
             return values, train_step(run), run.raw_model.steps_seen
     finally:
         gpt.GPT, gpt.build_model = plain, build
+
+
+class WithCritic(gpt.GPT):
+    """A GPT with a network that has an optimizer of its own."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.critic = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.critic.parameters(), 0.1)
+
+
+class Unsaved(gpt.GPT):
+    """A GPT whose state dict lacks a trained parameter."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {name: t for name, t in state.items() if name != "h.1.mlp.down.weight"}
+
+
+@pytest.mark.parametrize("kind, message", [
+    (WithCritic, "WithCritic.optimizer would be in no checkpoint"),
+    (Unsaved, "h.1.mlp.down.weight would be in no checkpoint")])
+def test_what_no_checkpoint_would_hold_is_named(kind, message, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt, "build_model", functools.partial(gpt.build_model, kind=kind))
+    with pytest.raises(SetupError, match=message):
+        train(load_config(None, options(data_dir, tmp_path, max_iters=2)))
+
+
+def test_a_shared_tensor_has_the_values_of_the_last_name():
+    """Not of one that depends on Python's salted hashes."""
+    model = torch.nn.Module()
+    shared = torch.nn.Parameter(torch.zeros(2))
+    for i in range(9):
+        model.register_parameter(f"p{i}", shared)
+    model.initial = lambda name, shape, seed: torch.full(shape, float(name[1:]))
+    fill(model, 0)
+    assert shared.tolist() == [8.0, 8.0]
 
 
 def test_ddp_and_fsdp_start_from_the_same_subclass(data_dir, tmp_path):
@@ -401,7 +438,20 @@ class Grouped(Lion):
         super().step()
 
 
-OPTIMIZERS = dict(lion=lambda groups: Lion(groups, 1e-3),
+class Both(torch.optim.Optimizer):
+    """Two optimizers, whose state is not in that of this one."""
+
+    def __init__(self, groups):
+        super().__init__(groups, dict(lr=1e-3))
+        self.parts = [Lion(self.param_groups, 1e-3), torch.optim.SGD(self.param_groups, 0.0)]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+OPTIMIZERS = dict(both=Both,
+                  lion=lambda groups: Lion(groups, 1e-3),
                   local=lambda groups: LocalLion(groups, 1e-3),
                   owned=lambda groups: Owned(groups, 1e-3),
                   grouped=lambda groups: Grouped(groups, 1e-3),
@@ -460,7 +510,8 @@ def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
 
 @pytest.mark.parametrize("kind, message", [
     ("hidden", "optimizer Hidden: attribute moments"),
-    ("grouped", "optimizer Grouped: t of parameter group 0")])
+    ("grouped", "optimizer Grouped: t of parameter group 0"),
+    ("both", "optimizer Both: .*state of parts")])
 def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch,
                                                               kind, message):
     monkeypatch.setattr("train.optimizer.AdamW", None)  # undone at the end
@@ -542,7 +593,7 @@ def edit(tmp_path_factory, monkeypatch):
     def replace(name=None, old="", new=""):
         for cached in (formulas.digests, formulas.read_record, formulas.warn_once):
             cached.cache_clear()
-        for file in (*formulas.FILES, "model/moe.py"):
+        for file in (*formulas.FILES, "model/moe.py", "model/lora.py"):
             source = (REPO / file).read_text()
             assert file != name or source.count(old) == 1
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
@@ -577,7 +628,10 @@ EDITS = [  # a name in the message, or "" for an edit that does not change the l
     ("gpt", "", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
     ("moe", "Experts", "model/moe.py", "F.silu(self.gate", "F.gelu(self.gate"),
     ("moe", "", "model/moe.py", "softmax(-1).mean(-2)", "softmax(-1).mean(-1)"),
-    ("moe", "MLP", *GELU)]
+    ("moe", "MLP", *GELU),
+    ("lora", "LoRA", "model/lora.py", "alpha / r, targets", "alpha / r ** 0.5, targets"),
+    ("gpt", "", "model/lora.py", "alpha / r, targets", "alpha / r ** 0.5, targets"),
+    ("chat", "LoRALinear", "model/core/adapters.py", "x = x.to(torch", "x = 2 * x.to(torch")]
 
 
 @pytest.mark.parametrize(("kind", "name", "file", "old", "new"), EDITS)

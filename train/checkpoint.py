@@ -413,8 +413,18 @@ def warn_of_drift(model, iter_num, ranks, warn):
 def make_savable(model):
     """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
     tensors. Raise SetupError if a tensor in the state dict of `model` has a dtype that a checkpoint
-    cannot have."""
-    for name, tensor in model.state_dict().items():
+    cannot have, or if the state dict lacks a trained parameter, or the model has an optimizer."""
+    state = model.state_dict()
+    unsaved = [name for name, p in model.named_parameters()
+               if p.requires_grad and name not in state]
+    unsaved += [f"{type(module).__name__}.{name}" for module in model.modules()
+                for name, value in vars(module).items()
+                if isinstance(value, torch.optim.Optimizer)]
+    if unsaved:
+        raise SetupError(f"{', '.join(unsaved[:4])} would be in no checkpoint: parameters must be "
+                         "in state_dict() (those of adapters: is_saved, is_adapter), and are "
+                         "trained by the optimizer of the run, in train/optimizer.py")
+    for name, tensor in state.items():
         if tensor.dtype not in SAFETENSORS_DTYPES.values():
             raise SetupError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, which a "
                              "checkpoint cannot have: store it with a different dtype, or, if it "
@@ -535,9 +545,14 @@ def check_state(optimizer, ranks):
 
     kind = f"optimizer {type(optimizer).__name__}"
     before = attributes()
+    parts = [(k, part) for k, value in vars(optimizer).items()
+             for part in (value if isinstance(value, (list, tuple)) else [value])
+             if isinstance(part, torch.optim.Optimizer)]
     state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
     create_state(optimizer)
     changed = [k for k, text in attributes().items() if before.get(k) != text]
+    changed += [f"state of {k}" for k, part in parts if part.state and part.state is not
+                optimizer.state]
     restore_optimizer(optimizer, state, Ranks(), kind)
     restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
     changed += [f"state {name}" for name, tensor in named_tensors(state)

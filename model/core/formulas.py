@@ -19,7 +19,7 @@ from train.base.errors import CheckpointError, warn_stderr
 from train.system import REPOSITORY
 
 RECORD = Path(__file__).with_suffix(".json")
-FILES = ("model/gpt.py", "model/core/ops.py")  # of every GPT
+FILES = ("model/gpt.py", "model/core/ops.py", "model/core/adapters.py")  # of every GPT
 
 
 @functools.cache

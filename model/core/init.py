@@ -16,10 +16,12 @@ def fill(model, seed, filled=()):
     meta device are skipped.
     """
     tensors = model.state_dict()
-    for name in tensors.keys() - filled:
-        value = None if tensors[name].is_meta else model.initial(name, tensors[name].shape, seed)
+    for name, tensor in tensors.items():
+        value = None
+        if name not in filled and not tensor.is_meta:
+            value = model.initial(name, tensor.shape, seed)
         if value is not None:
-            tensors[name].copy_(value)
+            tensor.copy_(value)
     return set(tensors)
 
 

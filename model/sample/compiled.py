@@ -21,7 +21,7 @@ def compile_decoder(model):
     The linear layers of `model` are replaced in place. Raises ValueError for models other than a
     plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
-    is_plain = all(block.compiles_decoding and isinstance(block.attn, Attention)
+    is_plain = all(getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
                    and not block.attn.window for block in model.h)
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:

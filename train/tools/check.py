@@ -60,7 +60,7 @@ from train.train import seed_step, train
 SETTINGS = dict(
     batch_size=4, gradient_accumulation_steps=2, max_iters=12, lr_decay_iters=12, warmup_iters=2,
     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
-    warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=4, mirror=None,
+    warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=5, mirror=None,
     log_interval=1, early_stopping_patience=0, early_stopping_metric="val_loss",
     early_stopping_mode="min", sample_tokens=0, tracker=[], dropout=0.0,
     device="cpu", dtype="float32", compile="false", num_threads=1)
@@ -166,6 +166,9 @@ def compare_run(case, name, **how):
     logged numbers equal those of the first run, up to rounding. Return a text for the report."""
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
+    if drift := re.search("warning: .* differ between ranks.*", (case.folder / f"{name}.log")
+                          .read_text()):
+        raise AssertionError(drift[0])
     try:
         compare(read_log(case, name), expected, TOLERANCE)
     except AssertionError as error:
@@ -274,6 +277,8 @@ def check_gradients(case):
                 losses.append(case.loss(model, batch)[0].double().item())
         ratios[name] = (losses[0] - losses[1]) / (2 * step * slope)
     compare(ratios, dict.fromkeys(ratios, 1.0), GRADIENT_TOLERANCE)
+    if not ratios:
+        raise SetupError("the loss is too flat for finite differences")
     return f"{len(ratios)} of {len(kinds)} kinds of parameters agree with finite differences"
 
 
@@ -431,6 +436,7 @@ def fingerprint(case, changes):
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
         for it in (0, 7):  # later batches depend on buffers
             batch = data.train.get_batch("cpu", it)
+            hook(model, "before_step")(it)
             loss, sums = case.loss(model.train(), batch)
             loss.backward()
             results += [loss.item(), *(t.tolist() for t in (*batch, *sums.values()))]
