@@ -46,7 +46,8 @@ def prepare_tokens(o):
     {"tokens"}}. Raises DataError, also for options that only apply to text."""
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
-        raise DataError(f"dataset {o.dataset}: GPT-2's tokens, already split: omit --{unused[0]}")
+        raise DataError(f"dataset {o.dataset} has GPT-2's tokens, already split: leave out "
+                        f"--{unused[0]}")
     repo, start, n_files = CORPORA[o.dataset]
     if (o.shards or 0) > n_files:  # before hours of downloads
         raise DataError(f"dataset {o.dataset}: --shards {o.shards}: it has {n_files} files")
