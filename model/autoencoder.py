@@ -441,7 +441,7 @@ def evaluate_ridge(model, arrays):
 @dataclass
 class EvaluationOptions:
     """Evaluate a checkpoint of a multimodal autoencoder, or predict rows with it."""
-    ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", metavar="FILE", path=True)
+    ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", path=True)
     data_dir: str | None = key(None, "prepared features (default: the training data)",
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])

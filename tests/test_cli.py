@@ -96,7 +96,7 @@ def test_the_help_lists_every_option(capsys):
         parsed("--help")
     text = capsys.readouterr().out
     assert ended.value.code == 0 and "\nWrite text.\n" in text
-    for words in ("FILE", "100% text", "--top_k N", "--ckpt TEXT, --checkpoint TEXT",
+    for words in ("FILE ...", "100% text", "--top_k N", "--ckpt FILE, --checkpoint FILE",
                   "checkpoint [out/ckpt.pt]", "how (fast | slow) [fast]", "--from X", "start [0.5]",
                   "--force ", "--no_compile "):
         assert words in text, words

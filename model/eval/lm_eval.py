@@ -122,8 +122,8 @@ class CheckpointLM:
 class HarnessOptions:
     """Evaluate a checkpoint with the lm-evaluation-harness (pip install lm-eval)."""
     tasks: list[str] = key([], "names of tasks, separated by commas", required=True)
-    ckpt: str = key("out/ckpt.pt", "checkpoint or Hugging Face folder")
-    backbone: str | None = key(None, BACKBONE, metavar="FILE")
+    ckpt: str = key("out/ckpt.pt", "checkpoint or Hugging Face folder", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
     num_fewshot: int | None = key(None, "examples before each question (default: the task's)", ge=0)
     limit: int | None = key(None, "evaluate at most N examples per task", ge=1)
     batch_size: int = key(8, "rows per batch", ge=1)

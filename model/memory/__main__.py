@@ -29,8 +29,8 @@ from train.train import train
 @dataclass
 class EvaluationOptions:
     """Evaluate a memory on the new and the old text of its run, beside baselines."""
-    ckpt: str = key("out/memory/ckpt.pt", "checkpoint", metavar="FILE", path=True)
-    backbone: str | None = key(None, BACKBONE, metavar="FILE", path=True)
+    ckpt: str = key("out/memory/ckpt.pt", "checkpoint", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
     baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
                          "old text: also on both, in equal parts), and evaluate kNN-LM; of "
                          "conversations only the first")

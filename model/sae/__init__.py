@@ -482,10 +482,10 @@ def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]"
 @dataclass
 class FeatureOptions:
     """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
-    ckpt: str = key("out/sae/ckpt.pt", "checkpoint")
-    backbone: str | None = key(None, BACKBONE, metavar="FILE")
+    ckpt: str = key("out/sae/ckpt.pt", "checkpoint", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
     to: str | None = key(None, "export to this folder, which sae-lens loads", metavar="FOLDER")
-    html: str | None = key(None, "write the features to this page", metavar="FILE")
+    html: str | None = key(None, "write the features to this page", path=True)
     baseline: bool = key(False, "compare the reconstruction with that of random directions")
     data_dir: str | None = key(None, "tokens to search (default: those of the training run)")
     features: int = key(5, "number of features to show", ge=1)

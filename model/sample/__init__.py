@@ -28,8 +28,8 @@ SEPARATOR = "-" * 72  # between several texts
 class LoadOptions:
     """Options of commands that load a trained model, which inherit from this class. An instance is
     the argument of load_text_model() and load_for_decoding()."""
-    ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME")
-    backbone: str | None = key(None, BACKBONE, metavar="FILE")
+    ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
     tokenizer: str | None = key(None, "default: its own; byte, gpt2, a rank file or a folder")
     device: str = key("auto", "auto, cpu, cuda or mps")

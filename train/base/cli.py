@@ -72,7 +72,8 @@ def make_parser(cls, prog, epilog=None):
     for f in fields(cls):
         meta = f.metadata
         kind = base_type(f.type)
-        how = dict(help=describe(f), metavar=meta.get("metavar", METAVARS.get(kind, "TEXT")))
+        usual = "FILE" if meta.get("path") else METAVARS.get(kind, "TEXT")
+        how = dict(help=describe(f), metavar=meta.get("metavar", usual))
         if kind is bool:
             text = meta["help"].replace("%", "%%")
             how = dict(action="store_const", const=str(f.default is not True), help=text)
