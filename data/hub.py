@@ -60,37 +60,38 @@ def local_folder(name, weights=True):
     arguments = dict(function="snapshot_download", repo_id=name[3:])
     folder = download(name, max_bytes=MAX_JSON_BYTES, max_seconds=MAX_JSON_SECONDS,
                       allow_patterns=CONFIG_FILES, **arguments)
-    check_files(name, folder)
+    check_files(name, folder, ".json")
+    check_files(name, folder, ".jinja")
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise DataError(f"{name}: the repository has no config.json: it is no model")
     if weights:
         folder = download(name, allow_patterns=WEIGHT_FILES, **arguments)
-        check_files(name, folder)
+        check_files(name, folder, ".safetensors")
     return folder
 
 
-def check_files(name, folder):
+def check_files(name, folder, ending):
     """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
-    .json, .jinja or .safetensors has invalid content, e.g. an HTML page from a mirror, or is cut
-    off; the invalid files are deleted."""
-    deleted = []
-    for path in sorted(Path(folder).iterdir()):
+    .json, .jinja or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or
+    is cut off; the invalid files are deleted."""
+    invalid = set()
+    for path in Path(folder).glob("*" + ending):
         try:
-            if path.suffix == ".safetensors":
+            if ending == ".safetensors":
                 require("safetensors", name).safe_open(path, "np")  # compares sizes
-            elif path.suffix in (".json", ".jinja"):
-                text = path.read_text("utf-8")
-                found = json.loads(text).keys() if path.suffix == ".json" else text
-                if path.name in CONTENT and CONTENT[path.name] not in found:
-                    raise ValueError
+                continue
+            text = path.read_text("utf-8")
+            found = json.loads(text).keys() if ending == ".json" else text
+            if path.name in CONTENT and CONTENT[path.name] not in found:
+                raise ValueError
         except (OSError, MemoryError, UserError):
             raise
         except Exception:
-            deleted.append(path.name)
-            path.resolve().unlink(missing_ok=True)  # the file itself, then the link to it
-            path.unlink(missing_ok=True)
-    if deleted:
-        raise DataError(f"{name}: deleted {', '.join(deleted)}: expected the valid files of a "
+            invalid |= {path.resolve(), path}
+    for path in invalid:
+        path.unlink(missing_ok=True)
+    if names := sorted(path.name for path in invalid if path.suffix == ending):
+        raise DataError(f"{name}: deleted {', '.join(names)}: expected the {ending[1:]} files of a "
                         "model. Check the network and the mirror, and try again")
 
 

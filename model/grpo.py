@@ -309,7 +309,9 @@ def user_code(path, context=""):
     line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed.
     What the file may change is restored: the working directory and, by code that loads a judge,
     gradients, and PyTorch's default dtype and device."""
-    folder = os.getcwd()
+    folder = ""
+    with contextlib.suppress(OSError):  # it was deleted
+        folder = os.getcwd()
     grad = torch.is_grad_enabled()
     try:
         yield
@@ -324,7 +326,8 @@ def user_code(path, context=""):
         what = what[-1 if isinstance(error, SyntaxError) else 0].strip()
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
     finally:
-        os.chdir(folder)
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

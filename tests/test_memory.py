@@ -28,8 +28,7 @@ from model import convert, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
-from model.memory import __main__ as baselines
-from model.memory import knn_lm
+from model.memory import baselines, knn_lm
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config

@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 
 from model.gpt import GPT, GPTConfig
-from train.checkpoint import optimizer_state, restore_optimizer
+from train.checkpoint import check_state, optimizer_state, restore_optimizer
+from train.distributed import Ranks
 from train.optimizer import AdamW, Muon, configure_optimizers, create_state, orthogonalize
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
@@ -163,16 +164,21 @@ class Relative(torch.optim.SGD):
                 p.mul_(rate / rate)
 
 
-def test_creating_state_restores_the_parameters():
+def test_the_check_of_an_optimizer_restores_the_parameters():
     model = gpt()
-    optimizer = Relative(model.parameters(), 0.1, momentum=0.9)
+    names, params = zip(*model.named_parameters())
+    optimizer = Relative([dict(params=params, names=names)], 0.1, momentum=0.9)
     set_gradients(model)
     optimizer.step()
     before = {name: (p.clone(), p.grad.clone()) for name, p in model.named_parameters()}
-    create_state(optimizer)
+    state = copy.deepcopy(optimizer_state(optimizer)["state"])
+    check_state(optimizer, Ranks())
     assert all(torch.equal(p, before[name][0]) and torch.equal(p.grad, before[name][1])
                for name, p in model.named_parameters())
-    assert len(optimizer.state) == len(before) and optimizer.param_groups[0]["lr"] == 0.1
+    restored = optimizer_state(optimizer)["state"]
+    assert all(torch.equal(state[name]["momentum_buffer"], restored[name]["momentum_buffer"])
+               for name in before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_state_by_name_goes_on_in_another_optimizer():

@@ -545,14 +545,18 @@ def check_state(optimizer, ranks):
 
     kind = f"optimizer {type(optimizer).__name__}"
     before = attributes()
+    # Optimizers inside of this one, whose state a checkpoint would not have.
     parts = [(k, part) for k, value in vars(optimizer).items()
              for part in (value if isinstance(value, (list, tuple)) else [value])
              if isinstance(part, torch.optim.Optimizer)]
     state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
+    weights = [(p, p.detach().clone()) for p in named_params(optimizer).values()]
     create_state(optimizer)
+    for p, weight in weights:  # which 0 / 0 may have changed; a resume loads them afterwards
+        p.detach().copy_(weight)
     changed = [k for k, text in attributes().items() if before.get(k) != text]
-    changed += [f"state of {k}" for k, part in parts if part.state and part.state is not
-                optimizer.state]
+    changed += [f"state of {k}" for k, part in parts
+                if part.state and part.state is not optimizer.state]
     restore_optimizer(optimizer, state, Ranks(), kind)
     restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
     changed += [f"state {name}" for name, tensor in named_tensors(state)

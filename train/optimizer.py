@@ -155,13 +155,12 @@ class Muon(AdamW):
 
 def create_state(optimizer):
     """Create the state that the first step of an optimizer creates, so that a checkpoint can be
-    loaded into it, by a step of zero gradients at a learning rate of zero. Parameters and gradients
-    are restored, also if an optimizer of a fork changes them in such a step; existing state is
+    loaded into it, by a step of zero gradients at a learning rate of zero. Gradients do not change,
+    nor do parameters, unless an optimizer of a fork changes them in such a step; existing state is
     lost."""
     optimizer.state.clear()
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    weights = [p.detach().clone() for p in params]
     grads = [p.grad for p in params]
     rates = [group["lr"] for group in groups]
     for p in params:
@@ -169,8 +168,7 @@ def create_state(optimizer):
     for group in groups:
         group["lr"] = 0.0
     optimizer.step()
-    for p, weight, grad in zip(params, weights, grads, strict=True):
-        p.detach().copy_(weight)
+    for p, grad in zip(params, grads, strict=True):
         p.grad = grad
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate

@@ -357,7 +357,7 @@ def check_metric_names(run):
             numbers = evaluate_validation(run, 1)
         except SetupError:
             numbers = evaluate_validation(run, c.eval_iters)
-    if isinstance(numbers.get(c.early_stopping_metric, []), list):  # or there is none
+    if isinstance(numbers.get(c.early_stopping_metric, []), list):  # []: none
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{c.early_stopping_metric!r}; choose one of {', '.join(numbers)}")
 

@@ -91,7 +91,8 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
         in_val, cut = encode.choose_split(documents, fraction)
         if not cut:  # its first character has almost all bytes
-            raise DataError(f"{o.sources[0]}: {documents.size} bytes of text; too little to split")
+            raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little "
+                            "to split")
         splits = encode.write_splits(folder, documents, tokenizer, in_val, cut)
         val = {"fraction": fraction, "by": "document" if cut == documents.size else "tail"}
         meta = Meta("gpt", id_dtype(tokenizer.n_vocab).name, **write_tokenizer(folder, tokenizer),
@@ -100,7 +101,8 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         os.unlink(documents.path)
         write_meta(folder, meta)
     if skipped:
-        log(f"Skipped {len(skipped):,} files that are no text or copies: {', '.join(skipped[:5])}")
+        log(f"Skipped {len(skipped):,} files that are no text or copies, e.g. "
+            f"{', '.join(skipped[:5])}")
     log(f"Prepared {o.out} in {time.monotonic() - start:.1f} s")
     return meta.to_dict()
 

@@ -52,7 +52,8 @@ MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 class Keys(RouterKeys):
     backbone: str = key("", "checkpoint of the GPT that gets a memory; \"\": a new GPT", free=True,
                         path=True, reads=True)
-    train_base: bool = key(False, "train the backbone, too (its rate: lr_groups)")
+    train_base: bool = key(False, "train the backbone, too (its rate: lr_groups); a new one always "
+                           "is trained")
     lora_rank: int = key(0, "rank of adapters on the backbone's attention and MLP; 0: none", ge=0)
     n_chapters: int = key(16, "chapters per block", ge=1)
     chapters_per_token: int = key(2, "chapters per token", ge=1)

@@ -508,8 +508,8 @@ def show_features(options):
     if options.baseline:
         print(format_table(compare_with_random(model, tokens, options.batches)))
         return
-    found = find_top_contexts(model, tokens, options.batches, options.contexts)
-    rate, value, window, position, idx = found
+    rate, value, window, position, idx = find_top_contexts(model, tokens, options.batches,
+                                                           options.contexts)
     style = dict(marks=("<mark>", "</mark>"), escape=html.escape) if options.html else {}
     lines = []
     for f in value.mean(1).argsort(descending=True)[:options.features].tolist():

@@ -31,7 +31,8 @@ class LoadOptions:
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
-    tokenizer: str | None = key(None, "default: its own; byte, gpt2, a rank file or a folder")
+    tokenizer: str | None = key(None, "tokenizer to use if the checkpoint has none: byte, gpt2, a "
+                                "rank file or a prepared folder")
     device: str = key("auto", "auto, cpu, cuda or mps")
     dtype: str = key("auto", "precision of the weights", choices=["auto", "float32", "bfloat16"])
 
@@ -69,7 +70,8 @@ class SampleOptions(SamplingOptions, LoadOptions):
     num_samples: int = key(1, "number of texts, generated in one batch", ge=1)
     chat: bool = key(False, "talk with a chat model")
     system: str | None = key(None, "--chat: message before the first question", text=True)
-    compile: bool = key(False, "compile the decoding of one text: ten seconds, then twice as fast")
+    compile: bool = key(False, "compile the decoding of one text: some ten seconds, then about "
+                        "twice the speed on a CPU")
 
     def __post_init__(self):
         if self.temperature is None:

@@ -23,11 +23,13 @@ API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
 class ServeOptions(LoadOptions):
     """Serve a checkpoint with OpenAI's API and a page."""
     name: str | None = key(None, "model name for clients (default: the checkpoint's folder)")
-    host: str = key("127.0.0.1", "0.0.0.0: all interfaces; requires a key", metavar="ADDRESS")
+    host: str = key("127.0.0.1", "address to listen on: this machine only; 0.0.0.0: all "
+                    "interfaces, which requires a key", metavar="ADDRESS")
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
     api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
                               "environment, which others cannot see)", metavar="KEY", text=True)
-    allow_host: list[str] = key([], "name of this server for clients (repeatable; *: any)")
+    allow_host: list[str] = key([], "name under which clients or a reverse proxy address this "
+                                "server (repeatable; *: any)")
     cors: list[str] = key([], "web page that may send requests, e.g. https://chat.example "
                           "(repeatable; *: any)", metavar="ORIGIN")
     root_path: str | None = key(None, "path that a reverse proxy keeps in requests, e.g. /llm",

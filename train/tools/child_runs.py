@@ -26,7 +26,7 @@ from train.options.loss_svg import curve, read_metrics
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
-OTHER_MODES = "eval_only, profile, dry_run, print_config"  # of run_train.py: no training
+OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_train.py: no training
 
 
 class ChildRun:
@@ -40,8 +40,9 @@ class ChildRun:
 
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
-        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES.split(", ")):
-            raise UserError(f"{name}: needs evaluations: eval_interval above 0, no {OTHER_MODES}")
+        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES):
+            raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
+                            f"{', '.join(OTHER_MODES)}")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
         states = [os.stat(file) for file in files if os.path.exists(file)]
         identity = to_yaml(config) + str(fingerprint) + "".join(

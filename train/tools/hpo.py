@@ -66,7 +66,8 @@ def read_space(path, config):
         stages = [read_stage(**stage) for stage in raw_stages or [{}]]
     except (ValueError, TypeError):
         problems.append(f"{where}: stages: got {raw_stages}; expected a list such as [{{trials: 12,"
-                        " max_iters: 200}, {trials: 6, narrow: 0.3}]; narrow: share of each range")
+                        " max_iters: 200}, {trials: 6, max_iters: 1000, narrow: 0.3}]; narrow is "
+                        "the share of each range to keep around the best value so far")
     if problems:
         raise ConfigError(problems)
     return space, stages
@@ -181,7 +182,8 @@ def open_study(config, space, number, stage, start, out):
     with exclusive_lock(out):  # without POSIX locks, use a single worker
         study = optuna.create_study(
             storage=f"sqlite:///{path}?timeout=100", study_name=f"stage_{number}",
-            direction=f"{config.early_stopping_mode}imize", load_if_exists=True,
+            direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
+            load_if_exists=True,
             pruner=optuna.pruners.MedianPruner(4, first_pruned))
         if "asked" not in study.user_attrs:
             study.enqueue_trial(start)
@@ -334,8 +336,11 @@ def run_search(options, config):
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
-    work = database_errors(options.out)(search)  # also a decorator
-    return run_reporting_errors(config, lambda config: work(config, space, stages, options.out))
+
+    def work(config):
+        with database_errors(options.out):
+            search(config, space, stages, options.out)
+    return run_reporting_errors(config, work)
 
 
 main = command(SearchOptions, run_search, load=load_argv)
