@@ -13,9 +13,10 @@ from train.base.errors import UserError, echo
 
 
 def main(argv):
-    """Run the training command with the arguments `argv` (without the program's name) and return
-    the exit code: 0, 1 after a crash, 2 for invalid input, 128 + n after signal n. Errors are
-    printed. Under torchrun a run exits the process instead of returning."""
+    """Run the command with the arguments `argv` (without the program's name): train, or print the
+    help, configuration, estimate or profile that an option requests. Return the exit code: 0, 1
+    after a crash, 2 for invalid input, 128 + n after signal n. Errors are printed. Under torchrun a
+    run exits the process instead of returning."""
     try:
         # Nothing so far has imported torch, so --help is fast.
         options = [a for a in argv if a not in ("--help", "-h")]

@@ -1,9 +1,10 @@
 """Checkpoints of a run: content, selection at the start, checks and restoring.
 
-A checkpoint has plain names and shapes of whole tensors, the same for one device, DDP, FSDP2 and
-HSDP. A file is read and written by rank 0 only; the other ranks receive the state with its tensors
-on the meta device (shape and dtype without values), and later one tensor at a time. Of a sharded
-checkpoint, every rank writes the shards that it holds and reads the slices that it needs.
+A checkpoint contains whole tensors under the names of the bare model: it is the same for one
+device, DDP, FSDP2 and HSDP. A checkpoint in one file is read and written by rank 0 only; the other
+ranks receive the state with its tensors on the meta device (shape and dtype without values), and
+later one tensor at a time. Of a sharded checkpoint, every rank writes the shards that it holds and
+reads the rows that it needs.
 
 The formats are in train/base/checkpoint_file.py and train/base/sharded_file.py, saving in
 train/base/run_folder.py.
@@ -54,10 +55,10 @@ class Start:
     """Where a run starts: the result of find_start().
 
     kind: "scratch", "resume" (continue a run) or "init_from" (a new run with given weights). path,
-    state: path and content, a dict, of the checkpoint; on ranks other than 0, tensors have no
-    values. shards: a Shards, from which each rank reads the values of a sharded checkpoint;
-    otherwise `None`. shape: {key: value} of the configuration that the run inherits from the
-    weights.
+    state: path and content, a dict, of the checkpoint, "" and `None` for scratch. On ranks other
+    than 0 the tensors in state are on the meta device. shards: the Shards of a sharded checkpoint,
+    from which each rank reads values, otherwise `None`. shape: {key: value} of the model's shape
+    that the run inherits from the weights.
     """
     kind: str = "scratch"
     path: str = ""
@@ -70,8 +71,8 @@ class Start:
 
 
 def weights_module():
-    """Import and return the module model/core/weights.py, which handles weights of a different run.
-    Imported here only: train/ does not depend on model/."""
+    """Import and return the module model/core/weights.py, which loads weights of a different run.
+    The import is inside this function because train/ does not depend on model/."""
     from model.core import weights
     return weights
 
@@ -127,9 +128,9 @@ def find_start(folder, config, ranks, log):
 
 
 def find_damage(start, ranks):
-    """Return a message about a damaged or missing file of a sharded checkpoint (the digests are
-    verified), equal on all ranks, or `None` if there is none. start: a Start with the checkpoint;
-    for a checkpoint in one file the result is `None`. The ranks share the work; all must call."""
+    """Verify the digests of a sharded checkpoint; the ranks share the work. Return a message about
+    a damaged or missing file, the same on all ranks, or `None`. start: a Start with the checkpoint;
+    for a checkpoint in one file the result is `None`. All ranks must call."""
     problem = None
     try:
         if start.shards:  # with as many ranks as at the save, those that it reads
@@ -143,8 +144,8 @@ def find_checkpoint(config, log, damaged=()):
     """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a path)
     selects, state and shards as by open_checkpoint(); state `None`: start from scratch. After a
     restart by torchrun, the newest checkpoint in out_dir is preferred for every --resume. `never`
-    moves the files of an earlier run to a subfolder. damaged: {path: problem} of checkpoints not to
-    use. Rank 0 only. Raises CheckpointError."""
+    moves the files of an earlier run to a subfolder. log(text): for messages. damaged: {path:
+    problem} of checkpoints not to use. Rank 0 only. Raises CheckpointError."""
     folder = config.out_dir
     job, restarted = restarted_job(folder)
     state = path = shards = None
@@ -175,7 +176,7 @@ def find_checkpoint(config, log, damaged=()):
 def inherited_shape(config):
     """Return ({key: value}, path): the keys of the model's shape that a new run of `config`
     inherits from the weights that it starts from, and the path of the weights; ({}, `None`) if it
-    starts from none. Reads the file, but starts no run. Raises CheckpointError."""
+    starts from none. Reads the file of the weights; no run is started. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_shape(config, weights.load.read_weights(path), path), path
@@ -184,8 +185,8 @@ def inherited_shape(config):
 
 def load_best(model, folder, ranks):
     """Load the weights of ckpt_best.pt in `folder` (a RunFolder), if it exists, into `model`.
-    Return a description of the weights that `model` then has: the path, or "the last weights". All
-    ranks must call. Raises CheckpointError."""
+    Return a text for the log that names the weights in `model`: the path of that file, or "the last
+    weights". All ranks must call. Raises CheckpointError."""
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -202,8 +203,8 @@ def load_best(model, folder, ranks):
 def load_weights(model, start, config, spec, ranks, log):
     """Copy the weights in the checkpoint of `start` (a Start), written by a different run, into
     `model`. Return whether the checkpoint has all tensors of `model`; missing ones keep their
-    values. config: TrainConfig, spec: Data.spec, both of the new run: e.g. the tokenizer must be
-    equal. log(text): for messages. All ranks must call. Raises CheckpointError on all ranks."""
+    values. config, spec: TrainConfig and Data.spec of the new run, which must e.g. have the same
+    tokenizer. log(text): for messages. All ranks must call. Raises CheckpointError on all ranks."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -218,10 +219,10 @@ def load_weights(model, start, config, spec, ranks, log):
 # whether a checkpoint fits the run
 
 def check_fits(start, config, data, model, ranks):
-    """Raise CheckpointError, on all ranks, unless the checkpoint of `start` (a Start) is complete
-    and was written by a run with the same configuration and data (except --allow_change), and
-    `model` has tensors of the same names, shapes and dtypes. data: the run's Data. All ranks must
-    call."""
+    """Raise CheckpointError, on all ranks, unless the run of `start` (a Start) can be resumed: the
+    checkpoint is complete, was written with the same configuration and data (except
+    --allow_change), and has the names, shapes and dtypes of the tensors of `model`. data: the run's
+    Data. All ranks must call."""
     expected = model.state_dict()  # of a sharded model, on all ranks
 
     def check():
@@ -245,9 +246,9 @@ def check_fits(start, config, data, model, ranks):
 
 
 def find_changes(state, config, data):
-    """Return {name: (old value, new value)} of all differences between this run and that of a
-    checkpoint, `state` (a dict): keys of the configuration that affect the results, "data"
-    (fingerprint of the training data), entries of Data.spec."""
+    """Return {name: (old value, new value)} of all differences between the run of the checkpoint
+    `state` (a dict) and this one, with `config` and `data` (a Data): keys of the configuration that
+    affect the results, "data" (fingerprint of the training data), entries of Data.spec."""
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
@@ -260,8 +261,8 @@ def find_changes(state, config, data):
 
 
 def nearly_equal(a, b):
-    """Return whether `a` and `b` are equal, where floats, also in lists and tuples, may differ by
-    5% or by 0.01: statistics of the data differ a little between precisions."""
+    """Return whether two entries of Data.spec are equal. Floats, also in lists and tuples, may
+    differ by 5% or by 0.01: statistics of data differ a little between precisions."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -329,10 +330,10 @@ def copy_to_rank0(tensor):
 
 
 def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
-    """Save `state` (of make_checkpoint) as ckpt.pt in `folder` (a RunFolder); is_best: also as
-    ckpt_best.pt, is_numbered: also as ckpt_NNNNNNN.pt. The files are written in the background,
-    where a failure is a warning in `log` (a Logger); last: before returning, a failure raises
-    CollectiveExit. All ranks must call."""
+    """Save `state` (of make_checkpoint) as ckpt.pt in `folder` (a RunFolder), if `is_best` also as
+    ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. The files are written in the background,
+    where a failure is a warning in `log` (a Logger). With `last`, they are written before this
+    function returns, and a failure raises CollectiveExit. All ranks must call."""
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
         broadcast_from_rank0(
@@ -357,8 +358,8 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
 def own_parts(state, ranks):
     """Return {dotted name: [offsets in the whole tensor, tensor]} of the tensors in a nested
-    `state` that this rank saves: the local shards, with hybrid sharding only in the first replica;
-    tensors that are not sharded only on rank 0."""
+    `state` that this rank saves: the local shards (with HSDP only in the first replica) and, on
+    rank 0, the tensors that are not sharded. offsets: a list of ints, one per dimension."""
     parts = {}
     for name, tensor in named_tensors(state):
         row, is_first = locate_shard(tensor, ranks)
@@ -393,7 +394,8 @@ def find_drift(tensors, ranks):
 
 
 def add_bits(tensor):
-    """Return the sum of the bits of a tensor, read as integers: an int, the same on each device."""
+    """Return the sum of the bits of a tensor, read as integers: an int, modulo 2**64, the same on
+    each device. Tensors with different sums differ."""
     flat = tensor.detach().reshape(-1)
     # As int64 if possible: torch copies smaller integers before it adds them.
     is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
@@ -403,7 +405,7 @@ def add_bits(tensor):
 
 def warn_of_drift(model, iter_num, ranks, warn):
     """Call warn(text) if trained weights of `model` differ between ranks; shards are not compared.
-    All ranks must call."""
+    iter_num: step, for the text. All ranks must call."""
     if names := find_drift({n: p for n, p in model.named_parameters() if p.requires_grad}, ranks):
         warn(f"iter {iter_num}: {len(names)} weights differ between ranks, e.g. {names[0]}: the "
              "checkpoint has those of rank 0. What changes weights, or gradients after their "
@@ -412,8 +414,9 @@ def warn_of_drift(model, iter_num, ranks, warn):
 
 def make_savable(model):
     """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
-    tensors. Raise SetupError if a tensor in the state dict of `model` has a dtype that a checkpoint
-    cannot have, or if the state dict lacks a trained parameter, or the model has an optimizer."""
+    tensors. Raise SetupError if a checkpoint would lack something: a trained parameter is not in
+    the state dict, a tensor has a dtype that is not supported, or a module contains an optimizer.
+    """
     state = model.state_dict()
     unsaved = [name for name, p in model.named_parameters()
                if p.requires_grad and name not in state]
@@ -434,8 +437,8 @@ def make_savable(model):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value`, with everything in it, consists of plain Python types,
-    which ckpt.pt needs. name: of the value, for the message."""
+    """Raise CheckpointError unless `value` and everything in it are plain Python types, the only
+    ones that ckpt.pt may contain besides tensors. name: of the value, for the message."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
         if type(part) not in plain:
@@ -448,8 +451,8 @@ def check_plain(value, name):
 # from a checkpoint to a run
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
-    """Resume from the checkpoint of `start` (a Start): copy it into model, optimizer and `parts`
-    {name: object with load_state_dict}, and set start.state to `None`. All ranks must call. Raises
+    """Copy the checkpoint of `start` (a Start) into model, optimizer and `parts` {name: object with
+    load_state_dict}, to resume a run, and set start.state to `None`. All ranks must call. Raises
     CheckpointError; if config.allow_change is set, optimizer state that does not fit only causes
     warn(text)."""
     state = start.state
@@ -470,8 +473,9 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 def select_optimizer_state(optimizer, entries, config, warn):
     """Return the part of `entries`, the optimizer state of a checkpoint {parameter name: {key:
     value}}, that fits: entries with the same keys as the state of `optimizer`, which must exist
-    (create_state); the moving average "ema" only if config.ema is set. If an entry does not fit or
-    is missing, call warn(text) if config.allow_change is set, otherwise raise CheckpointError."""
+    (create_state). The moving average "ema" is included only if config.ema is set. If an entry does
+    not fit or is missing, call warn(text) if config.allow_change is set, otherwise raise
+    CheckpointError."""
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
               for name, entry in entries.items()
@@ -532,9 +536,9 @@ def without_values(state):
 
 
 def check_state(optimizer, ranks):
-    """Raise CheckpointError unless a checkpoint would hold the entire state of `optimizer`, which
-    has done a step: the state is saved to memory, restored and compared, and tensors that are not
-    sharded must be equal on all ranks. All ranks must call."""
+    """Raise CheckpointError unless a checkpoint would contain the entire state of `optimizer`,
+    which has done a step. The state is copied, replaced by a new one, restored and compared;
+    tensors that are not sharded must be equal on all ranks. All ranks must call."""
     def attributes():
         groups = {f"{k} of parameter group {i}": repr(v)
                   for i, group in enumerate(optimizer.param_groups)

@@ -26,8 +26,8 @@ MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 @functools.cache
 def config_class(model="gpt"):
     """Return the configuration class of a model type: TrainConfig extended by the keys of the class
-    Keys in model/NAME.py, if any. The file is only imported if it is not gpt, so that plain --help
-    does not import torch. Raises ConfigError."""
+    Keys in model/NAME.py, if any. For gpt no file is imported, so that plain --help does not import
+    torch. Raises ConfigError."""
     keys = None if model == "gpt" else load_model_type(model).Keys
     if keys is None:
         return TrainConfig
@@ -39,7 +39,8 @@ def config_class(model="gpt"):
 
 
 def group_fields(cls):
-    """Return {heading: dataclass fields} of a configuration class, in the order of --help."""
+    """Return {heading: dataclass fields} of a configuration class: the groups of --help, in order.
+    """
     own = [f for f in fields(cls) if f.name not in FIELDS]
     groups = {group: fields(keys) for group, keys in GROUPS.items()}
     return groups | {"Of this model": own} if own else groups
@@ -144,8 +145,9 @@ def parse_options(argv, problems):
 
 class Aliases:
     """The tables in train/aliases.yaml, which translate names and values of other trainers, as
-    attributes: names, words, switches, per_epoch, models, hints. The file is read when the first
-    one is needed."""
+    attributes: names {name: key}, words {name: {word: value}}, switches [name], per_epoch {name:
+    key in epochs}, models {key: model type that has it}, hints {name: why there is no key}. The
+    YAML file is read when the first attribute is needed."""
 
     def __getattr__(self, name):
         path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
@@ -165,8 +167,9 @@ IGNORED = object()  # value of a setting without effect, of which the user is to
 
 
 def remove_groups(dotted):
-    """Return the name of a setting without groups: "lr" for "training.lr". Returned unchanged:
-    unknown groups, and names with a special meaning in a group (optimizer.name)."""
+    """Return the name of a setting without groups: "lr" for "training.lr". The last group remains
+    if the name has a special meaning in it (optimizer.name). With an unknown group, `dotted` is
+    returned."""
     *groups, name = dotted.split(".")
     if not groups or not GROUP_NAMES.issuperset(groups):
         return dotted
@@ -179,8 +182,8 @@ def translate(name, raw, known, by_epochs=False):
     otherwise translated by train/aliases.yaml; {} if it has no effect. A name without a translation
     is returned unchanged. known: {key: field} of the configuration class.
 
-    by_epochs: whether the length of the run is set in epochs; save_every and eval_every then are
-    too.
+    by_epochs: whether the length of the run is set in epochs; save_every and eval_every are then
+    read in epochs, too.
     """
     choices = known[name].metadata.get("choices", [raw]) if name in known else []
     if name in known and (raw in choices or not isinstance(raw, (str, bool))):
@@ -206,8 +209,8 @@ def translate(name, raw, known, by_epochs=False):
 
 def fill(template, raw):
     """Return `template`, a value in train/aliases.yaml, with a setting inserted: "$" is replaced by
-    `raw`, "$1" and "$2" by the first and second of two items in it, e.g. of "0.9, 0.95" (by the
-    list of items if there are not two). In a dict, each value is replaced."""
+    `raw`; "$1" and "$2" by the first and second item of `raw` if it has two, e.g. "0.9, 0.95"
+    (otherwise by the list of items). In a dict, each value is replaced."""
     if isinstance(template, dict):
         return {name: fill(value, raw) for name, value in template.items()}
     items = re.findall(r"[\w.+-]+", str(raw)) if template != "$" else []
@@ -216,14 +219,15 @@ def fill(template, raw):
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
-    settings take precedence (a length in steps also over one in epochs); if one file sets a key
-    twice, or the command line a list or dict, a message is appended to `problems`. Aliases are
-    replaced by the keys in `known` {key: field}, and " as ALIAS" is appended to `where`. Aliases
-    without effect remain, with the value IGNORED; unknown names remain too."""
+    settings take precedence. A length in steps also replaces one in epochs of an earlier file. If
+    one file sets a key twice, or the command line a list or dict, a message is appended to
+    `problems`. Aliases are replaced by the keys in `known` {key: field}, and " as ALIAS" is
+    appended to `where`. Aliases without effect remain, with the value IGNORED; unknown names
+    remain, too."""
     def place(setting):
-        """Return the sort key of a setting: the number of the file, then -1 for a switch (an alias,
-        e.g. amp) that is on, 0 for other settings, and 1 for a switch that is off: other settings
-        in the file override the former and are overridden by the latter."""
+        """Return the sort key of a setting: (number of the file, n). For a switch (an alias, e.g.
+        amp) that is on, n is -1, and other settings in the file override it; for one that is off, n
+        is 1, and it overrides them; otherwise n is 0."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed
@@ -260,16 +264,16 @@ def resolve(settings, known, problems):
 
 
 def file_of(where):
-    """Return the path in "path:line" or "path:line as ALIAS"; "" for the command line."""
+    """Return the path in `where`, "path:line" or "path:line as ALIAS"; "" for the command line."""
     return where.rpartition(":")[0]
 
 
 def read_settings(path, overrides, problems):
-    """Return (configuration class, {key: (raw value, where it is set)}) of these sources, of which
-    later ones take precedence: the YAML file at `path` (replaced by the key `config` in
-    `overrides`), the file that the key `best_config` in `overrides` names, and `overrides`
-    (command-line arguments, or a dict). Values are not parsed yet. Messages are appended to the
-    list `problems`."""
+    """Return (configuration class, {key: (raw value, where it is set)}) of three sources: the YAML
+    file at `path` (the key `config` in `overrides` replaces the path), the file that the key
+    `best_config` in `overrides` names, and `overrides` (command-line arguments, or a dict). Later
+    sources take precedence. Values are not parsed yet. Messages are appended to the list
+    `problems`."""
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
@@ -291,9 +295,9 @@ def read_settings(path, overrides, problems):
 
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
-    """Return the configuration of a run: defaults, then the file at `path` (with the base files;
-    --config in `overrides` replaces it), then `overrides` (command-line arguments, or a dict of
-    Python values). The attribute `origins` is {key: where it is set}. ConfigError lists all
+    """Return the configuration of a run: defaults, then the file at `path` (with its base files;
+    --config in `overrides` replaces the path), then `overrides` (command-line arguments, or a dict
+    of Python values). The attribute `origins` is {key: where it is set}. ConfigError lists all
     problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
@@ -322,9 +326,9 @@ def load_config(path: str | os.PathLike | None = None,
 
 
 def describe_unknown(name, known, n_problems):
-    """Return an error message, with a suggestion, about a setting whose name is no key. known:
-    {key: field}; n_problems: number of problems so far, after MAX_HINTS no similar key is searched.
-    """
+    """Return an error message, with a suggestion, about a setting `name` that is no key. known:
+    {key: field}; n_problems: number of problems so far; after MAX_HINTS the slow search for a
+    similar key is left out."""
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
@@ -340,9 +344,9 @@ def load_argv(argv):
 
 
 def input_files(config, kinds=(True, "apart")):
-    """Return {key: path} of the files that a run of `config` reads, e.g. weights to start from;
-    keys that are not set are left out. kinds: values of the keys' metadata `reads`: True (weights
-    whose shape the run inherits) or "apart" (models of any shape)."""
+    """Return {key: path} of the files that a run of `config` reads besides the data, e.g. weights
+    to start from; keys that are not set are left out. kinds: which keys, by `reads` in the
+    metadata: True (weights whose shape the run inherits), "apart" (models of any shape)."""
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
@@ -393,7 +397,7 @@ def divisors(n):
 
 
 def needing_evaluations(c):
-    """Return the list of settings of a TrainConfig, "key: value", that need evaluations."""
+    """Return the settings of the TrainConfig `c`, a list of "key: value", that need evaluations."""
     return [f"{name}: {getattr(c, name)}" for name, needed in (
         ("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
         ("early_stopping_patience", c.early_stopping_patience),
@@ -404,9 +408,9 @@ def needing_evaluations(c):
 # comparing configurations
 
 def find_differences(old, new, known=FIELDS):
-    """Return [(key, old value, new value)] of the keys that differ between two configurations,
-    dicts, and affect the results of a run. Keys that only one of them has are ignored, and so are
-    batch_size and gradient_accumulation_steps if their product is equal. known: {key: field}."""
+    """Return [(key, old value, new value)] of the keys that affect the results of a run and differ
+    between two configurations, dicts. Ignored are keys that only one of them has, and batch_size
+    and gradient_accumulation_steps if the product is equal. known: {key: field}."""
     names = [n for n, f in known.items() if n in old and n in new and old[n] != new[n]
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")
@@ -459,8 +463,8 @@ def format_config(config):
 
 
 def describe_aliases(config):
-    """Return lines that state how names of other trainers were read, or why they are ignored; []
-    without such names. config: as returned by load_config()."""
+    """Return lines of text that state how names of other trainers were read, or why they were
+    ignored; [] without such names. config: as returned by load_config()."""
     read = {}  # {alias: [key and value]}
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
@@ -478,7 +482,7 @@ def describe_aliases(config):
 
 
 def to_yaml(config):
-    """Return the configuration as YAML from which load_config restores the same run: without the
-    keys of a single start (resume, allow_change, eval_only)."""
+    """Return the configuration as a YAML text from which load_config restores the same run: all
+    keys but those of a single start (resume, allow_change, eval_only, ...)."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

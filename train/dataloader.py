@@ -153,8 +153,8 @@ def send(array, device):
 # loaders
 
 class Loader:
-    """Base class of loaders: it computes which samples a batch holds. get_batch(device, step)
-    returns one.
+    """Base class of loaders: it computes which samples a batch contains. get_batch(device, step)
+    returns a batch.
 
     samples: number per epoch. val_samples: number of validation samples, which do not overlap.
     batch_size: of this rank's batches. val_batch_size: of validation batches, equal at any world
@@ -205,7 +205,7 @@ class Loader:
         self.chunk_steps, self.chunk_device = steps, device
 
     def read(self, g):
-        """Return the arrays of the samples numbered g, counted over the whole run."""
+        """Return the arrays of the samples numbered g, (m,) int64, counted over the whole run."""
         return self.rows(self.positions(g))
 
     def describe(self, g):
@@ -217,20 +217,20 @@ class Loader:
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the numbers g of the samples in this rank's batches of `steps`. (len(steps) * B,)
-        int64."""
+        """Return the numbers g of the samples in this rank's batches of `steps`, a list or range.
+        (len(steps) * B,) int64."""
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
     def n_fixed(self, count):
-        """Return how many validation batches exist: `count`, or fewer if the data are smaller. The
-        last one may be smaller than the others."""
+        """Return the number of validation batches if `count` are requested: fewer if the data are
+        smaller. The last one may be smaller than the others."""
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
     def fixed_samples(self, count, index):
-        """Return the numbers of the samples in validation batch `index` of `count`, spread evenly
-        over the data. (<= val_batch_size,) int64, ascending. IndexError if there is no such batch.
-        """
+        """Return the numbers of the validation samples in batch `index` of the `count` requested
+        ones, spread evenly over the data. (<= val_batch_size,) int64, ascending. IndexError if
+        there is no such batch."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
@@ -240,8 +240,9 @@ class Loader:
         return chosen * self.val_samples // n
 
     def fixed_batch(self, index, count, device="cpu"):
-        """Return validation batch `index` of `count`: samples without overlap, spread evenly over
-        the data, always the same. IndexError if there is no such batch."""
+        """Return validation batch `index` of the `count` requested ones, a tuple of tensors:
+        samples without overlap, spread evenly over the data, always the same. IndexError if there
+        is no such batch."""
         positions = self.fixed_samples(count, index) * self.stride
         return self.tensors(self.rows(positions), torch.device(device))
 
@@ -259,9 +260,9 @@ class DataLoader(Loader):
     """Shuffled windows of one split's token stream. get_batch(device, step) returns (x, y), int64
     (B, T), y shifted by one token. Not iterable; every window is used once per epoch.
 
-    data_dir: files as in data/token_files.py. batch_size: of this rank. vocab_size: ids must be
-    smaller (default: the data's; `None` if unknown: ids are not checked). Raises DataError.
-    Attributes: n_tokens, dtype, vocab_size.
+    data_dir: files as in data/token_files.py. batch_size: of this rank. block_size: T. vocab_size:
+    ids must be smaller (default: that of the data, if known). Raises DataError. Attributes:
+    n_tokens, dtype, vocab_size.
     """
     unit = "tok"
     places = "windows at tokens"
@@ -285,7 +286,8 @@ class DataLoader(Loader):
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
     def positions(self, g):
-        """Return the index of the first token of the samples numbered g. (m,) -> (m,) int64."""
+        """Return the index of the first token of each of the samples numbered g. (m,) -> (m,)
+        int64."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
     def rows(self, positions):
@@ -344,8 +346,8 @@ class RowLoader(Loader):
                      for part in arrays)
 
     def identity(self):
-        """Return a dict of shapes, dtypes, and the SHA-256 of the first and last MiB of every
-        array."""
+        """Return a dict that identifies the arrays: shapes, dtypes, and one SHA-256 of the first
+        and last MiB of each."""
         digest = hashlib.sha256()
         for array in self.arrays:
             n = max(1, min(len(array), MIB // max(1, array[:1].nbytes)))
@@ -389,7 +391,7 @@ class DatasetLoader(RowLoader):
         return tuple(send(part, device) for part in arrays)
 
     def identity(self):
-        """Return a dict of the number of items, and the SHA-256 of the first and the last one."""
+        """Return a dict of the number of items, and one SHA-256 of the first and the last item."""
         digest = hashlib.sha256()
         for part in self.rows(np.array([0, self.samples - 1])):
             digest.update(part.flatten().view(torch.uint8).numpy())
@@ -398,7 +400,8 @@ class DatasetLoader(RowLoader):
 
 def as_loader(source, config, ranks):
     """Return `source` itself if it is a loader (it has get_batch) or `None`, or a DatasetLoader of
-    a map-style torch Dataset. Raises DataError for any other object."""
+    a map-style torch Dataset. config, ranks: for DatasetLoader. Raises DataError for any other
+    object."""
     if source is None or hasattr(source, "get_batch"):
         return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -409,12 +412,12 @@ def as_loader(source, config, ranks):
 
 
 class Prefetcher:
-    """Batches of a loader on the device, prepared in advance by a thread: get(step) returns one,
-    close() ends the thread. `seconds` is the time spent waiting.
+    """Batches of a loader on the device, prepared in advance by a thread: get(step) returns a
+    batch, close() stops the thread. `seconds` is the time that get() has waited.
 
     The thread prepares batches in the order of the steps, as far ahead as the loader reads in one
-    call, so the batches are the same as without it. Any loader is accepted: for one that uses the
-    device (`computes`) there is no thread, and get() calls the loader.
+    call, so the batches are the same as without it. Any loader is accepted: for one that computes
+    on the device (`computes`) there is no thread, and get() calls the loader.
     """
 
     def __init__(self, loader, device):

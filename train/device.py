@@ -58,8 +58,8 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
 
 def device_facts(device):
     """Return {name: value} about a torch.device, for the log, training_args.json and trackers:
-    device, bf16 (native or not), on CUDA the name, memory and capability of the GPU, otherwise the
-    number of CPU threads."""
+    device, bf16 (native or not); on CUDA tf32, the GPU's name, memory and capability, and the CUDA
+    version; otherwise the number of CPU threads."""
     facts = dict(device=str(device), bf16=has_native_bfloat16(device))
     if device.type != "cuda":
         return facts | dict(threads=torch.get_num_threads())
@@ -69,7 +69,7 @@ def device_facts(device):
 
 
 def describe_device(device):
-    """Return one line about a torch.device: name, memory, capability, native precisions."""
+    """Return device_facts(device) as one line of text, for the log. device: a torch.device."""
     facts = device_facts(device)
     return ", ".join([facts.pop("device"), *(f"{name} {value}" for name, value in facts.items())])
 
@@ -87,9 +87,9 @@ def has_native_bfloat16(device):
 
 
 def choose_dtype(name, device):
-    """Return (torch.dtype of matrix products, description with the reason) for `name`, the key
-    dtype. auto: bfloat16 if the device has it natively, otherwise float16 on CUDA and float32
-    elsewhere."""
+    """Return (torch.dtype of matrix products, description with the reason) for `name`, the value of
+    the key dtype. auto: bfloat16 if the device has it natively, otherwise float16 on CUDA and
+    float32 on other devices."""
     native = has_native_bfloat16(device)
     if name == "auto":
         name = "bfloat16" if native else "float16" if device.type == "cuda" else "float32"
@@ -175,8 +175,9 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Calls a model's compiled code with call(model, *batch). If compiling fails, the run continues
-    in eager mode, with one warn(text). enabled: whether to compile; false after a failure.
+    """Calls a model's compiled code with call(module, *batch). If compiling fails, the run
+    continues in eager mode, with one warn(text). enabled: whether to compile; false after a
+    failure.
 
     batch_size: samples per evaluation batch. A smaller last batch is computed in eager mode, since
     compiling for this size would be slower.
@@ -217,7 +218,7 @@ class Compiler:
 
 
 def timed(f, device):
-    """Call f() and return the seconds until `device` (CUDA or a CPU) has finished the work."""
+    """Call f() and return the seconds until `device` (CUDA or a CPU) has finished the work of f."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     wait(device)
     start = time.perf_counter()

@@ -29,9 +29,9 @@ from train.device import blocks, get_device
 
 @dataclass
 class Ranks:
-    """This process among those of a run: its rank, the number of ranks (world_size), the device,
-    ranks_per_node and, in a process group, gloo groups for collectives on the host: `control`, and
-    `saving` for background threads. is_main: whether this is rank 0. Made by process_group."""
+    """This process among those of a run: rank, the number of ranks (world_size), the device,
+    ranks_per_node and, in a process group, two gloo groups for collectives on the host: `control`,
+    and `saving` for background threads. is_main: whether this is rank 0. Made by process_group."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -120,8 +120,8 @@ def process_group(config):
 
 def read_environment():
     """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them, a list of
-    ints, or `None` without torchrun. SetupError if only some are set: the ranks would train
-    independently."""
+    ints, or `None` without torchrun. SetupError if the variables are incomplete (also MASTER_ADDR
+    and MASTER_PORT) or contradict each other: the ranks would train independently."""
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     numbers = [env[name] for name in ENVIRONMENT[:3]]
     if not any(numbers):
@@ -137,8 +137,8 @@ def read_environment():
 
 def choose_interface(address):
     """Set GLOO_SOCKET_IFNAME, unless it is set, to the network interface through which this host
-    reaches `address`. By default gloo uses the address of the host's name, which on many hosts is a
-    loopback address or unknown."""
+    reaches `address`, the host of rank 0. By default gloo uses the address of the host's name,
+    which on many hosts is a loopback address or unknown."""
     with contextlib.suppress(OSError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as s:
         import fcntl  # POSIX only
         s.connect((address, 1))  # sends nothing
@@ -195,8 +195,8 @@ def close_process_group(control):
 # collectives on the host
 
 def all_gather_vectors(vector, ranks):
-    """Return the 1-D CPU tensors of all ranks, of equal length, as rows in the order of the ranks.
-    (n,) -> (W, n). All ranks must call."""
+    """Gather the 1-D CPU tensors `vector`, of equal length, of all ranks. Return them on every rank
+    as rows, in the order of the ranks: (n,) -> (W, n). All ranks must call."""
     if ranks.world_size == 1:
         return vector[None]
     rows = vector.new_empty(ranks.world_size, len(vector))
@@ -205,8 +205,8 @@ def all_gather_vectors(vector, ranks):
 
 
 def max_over_ranks(values, ranks):
-    """Return the maximum over all ranks of an integer, or of each integer in a list, on all ranks.
-    All ranks must call."""
+    """Return the maximum over all ranks of an integer, or of each integer in a list: an int or a
+    list, the same on every rank. All ranks must call."""
     tensor = torch.tensor(values)
     if ranks.world_size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
@@ -214,9 +214,9 @@ def max_over_ranks(values, ranks):
 
 
 def gather_to_rank0(value, ranks):
-    """Return the list of `value` of each rank on rank 0, `None` on other ranks. Values are pickled.
-    For background threads: if the collective fails, a rank returns [error message] instead of
-    raising. All ranks must call."""
+    """Return a list of the `value` of each rank on rank 0, `None` on other ranks. Values are
+    pickled. For background threads: if the collective fails, a rank returns [error message] instead
+    of raising. All ranks must call."""
     values = [value] * ranks.world_size if ranks.is_main else None
     if ranks.world_size > 1:
         try:
@@ -227,7 +227,7 @@ def gather_to_rank0(value, ranks):
 
 
 def gather_objects(value, ranks):
-    """Return the list of `value` of each rank, on every rank. Values are pickled. All ranks must
+    """Return a list of the `value` of each rank, on every rank. Values are pickled. All ranks must
     call."""
     values = [value] * ranks.world_size
     if ranks.world_size > 1:
@@ -236,8 +236,8 @@ def gather_objects(value, ranks):
 
 
 def broadcast_from_rank0(make, ranks):
-    """Call make() on rank 0, and return the result, which is pickled, or raise the exception, on
-    every rank. All ranks must call."""
+    """Call make() on rank 0. Every rank returns the result, which is pickled, or raises the
+    exception of make(). All ranks must call."""
     outcome = [None, None]  # result, exception
     if ranks.is_main:
         try:
@@ -272,8 +272,8 @@ def wrap_ddp(model, ranks):
 
 def build_mesh(ranks, replica_size):
     """Return the DeviceMesh of a sharded model, of shape (ranks,) or, with more than one replica,
-    (replicas, ranks per replica). replica_size: number of ranks that hold one copy of the model.
-    Their numbers are consecutive: torchrun numbers the ranks node by node."""
+    (replicas, ranks per replica). replica_size: number of ranks that hold one copy of the model:
+    ranks with consecutive numbers, since torchrun numbers the ranks node by node."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)

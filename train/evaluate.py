@@ -18,8 +18,9 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return a batch's sums as one vector (n,), to be added and sent: "count" (default: `count`),
-    "loss" (the mean `loss` times the count), then those in sums {name: tensor}, sorted by name."""
+    """Return the sums of a batch as one vector (n,), which can be added to those of other batches
+    and sent to other ranks: "count" (of `sums`, by default `count`), "loss" (the mean `loss` times
+    the count), then the others in `sums` {name: tensor}, sorted by name."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -29,8 +30,9 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Return ({name: float64 CPU tensor}, list of the numbers that follow) from `vector`, a sum of
-    vectors of pack() and further numbers. sums: for names and shapes. Waits for the device."""
+    """Return ({name: float64 CPU tensor}, list of numbers) from `vector`: a sum of vectors of
+    pack(), followed by further numbers, which are the list. sums: {name: tensor} of a batch, for
+    names and shapes. Waits for the device."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
@@ -40,7 +42,8 @@ def unpack(vector, sums):
 
 def to_numbers(model, sums):
     """Return {name: number or `None`} for a log line: "loss" (`None` if the count is 0) and the
-    model's numbers(sums). sums {name: tensor}: over all batches; a mean of means would be wrong."""
+    model's numbers(sums). sums: {name: tensor} over all batches; a mean of means would be wrong.
+    ValueError if numbers() uses a reserved name."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -52,13 +55,13 @@ def to_numbers(model, sums):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, or all that it has.
+    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, all if it has fewer.
 
     forward(*batch) -> (loss, sums); the model, in eval mode, turns the sums into numbers. Rank r
     computes batches r, r + world_size, ... After each round the sums of all ranks are added in the
     order of the batches, so the result does not depend on the number of ranks. autocast(): context
     of forward. stop(done, total) is called before each round; if it is true on any rank, `None` is
-    returned on every rank. All ranks must call. SetupError if no item of a source counts.
+    returned on every rank. All ranks must call. SetupError if the count of a source is 0.
     """
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
@@ -91,8 +94,8 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
 
 def join_numbers(numbers, more, key):
-    """Return {**numbers, **more}. SetupError if a name is in both. key: name of the configuration
-    key that causes the numbers in `more`, for the message."""
+    """Return {**numbers, **more}. SetupError if both have the same name. key: the configuration key
+    to which the numbers in `more` belong, for the message."""
     if equal := numbers.keys() & more.keys():
         raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
                          "rename the file or folder with this name")

@@ -30,7 +30,8 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 
 def parse_rope_scaling(text):
     """Return the numbers in "8" or "8,1,4,8192" (the factor; or factor, low, high, original
-    length), a tuple of floats. ValueError for any other text and for numbers of 0 or less."""
+    length), the value of the key rope_scaling, as a tuple of floats. ValueError for any other text
+    and for numbers of 0 or less."""
     numbers = tuple(float(number) for number in text.split(","))
     if len(numbers) not in (1, 4) or not all(number > 0 for number in numbers):
         raise ValueError
@@ -168,8 +169,8 @@ class SystemKeys:
 @dataclass
 class GPTKeys:
     """Keys of the shape of a GPT (n_layer, n_head, n_embd, block_size, ...), the same fields as
-    those of GPTConfig in model/gpt.py. Defaults: the production model. check_shape() finds
-    contradictions."""
+    those of GPTConfig in model/gpt.py. Defaults: the model of train/config.yaml. check_shape()
+    finds contradictions."""
     block_size: int = key(512, "context length, in tokens", ge=1)
     vocab_size: int | None = key(None, "vocabulary size (default: from the data)", ge=2, le=2**31)
     n_layer: int = key(16, "transformer blocks", ge=1, le=10_000)
@@ -228,8 +229,8 @@ class GPTKeys:
 
     @property
     def rope_factors(self):
-        """rope_scaling as numbers: () if it is not set, (factor,) or (factor, low, high, original
-        length)."""
+        """The key rope_scaling as numbers: () if it is not set, (factor,) or (factor, low, high,
+        original length)."""
         return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()
 
     def shape_problems(self):
@@ -285,22 +286,22 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with these changes {key: value}, which are not checked."""
+        """Return a copy with `changes` {key: value}, which are not checked."""
         out = replace(self, **changes)
         if hasattr(self, "origins"):
             out.origins = self.origins
         return out
 
     def probe(self, **changes):
-        """Return a copy, with `changes` {key: value}, for a short run whose steps are measured:
+        """Return a copy, with `changes` {key: value}, for a short run that only measures steps:
         without evaluations, trackers and mirror."""
         return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):
         """Return {key: condition} of the keys without effect that the user set, or that differ from
-        the default. The condition, a text, states the reason: another key must be set ("NAME") or
-        have one of the values ("NAME=A|B")."""
+        the default. The condition, a text, states when the key would have an effect: if another key
+        is set ("NAME") or has one of the values ("NAME=A|B")."""
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
                 if not self.has_effect(f) and (
@@ -308,16 +309,16 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                     or getattr(self, f.name) != getattr(defaults, f.name))}
 
     def has_effect(self, f):
-        """Return whether the key of the dataclass field `f` has an effect: `needs` in the metadata
-        names another key that must be set ("NAME"), or have one of the values or of the letters A
-        and B ("NAME=A|B"). True without `needs`."""
+        """Return whether the key of the dataclass field `f` has an effect. `needs` in the metadata
+        names another key, which must be set ("NAME"), or must be A or B or contain the letter A or
+        B ("NAME=A|B"). True without `needs`."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return {str(value), *str(value)} & {*values.split("|")} if values else value
 
     @property
     def evaluates(self):
-        """Whether the run has evaluations; a probe() has none."""
+        """Whether the run has evaluations: eval_interval or eval_epochs is set."""
         return bool(self.eval_interval or self.eval_epochs)
 
     @property
@@ -358,9 +359,9 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replica_size(world_size) > 1 and world_size > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded, by checkpoint_format. If that is auto: whether
-        the model is sharded, except with save_precision, which needs a checkpoint in one file, or
-        with a mirror, for machines that may share no folder."""
+        """Return whether checkpoints are sharded, by the key checkpoint_format. auto: if the model
+        is sharded, unless save_precision (which needs a checkpoint in one file) or mirror (the
+        machines may share no folder) is set."""
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"

@@ -80,7 +80,7 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with times; on the console show(line, live)."""
+        """Append `text` to train.log, each line with the time; on the console show(line, live)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
@@ -100,7 +100,8 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a step, `record` {name: number}; max_iters and eta_s are for the console only."""
+        """Log a step, `record` {name: number}; max_iters and eta_s in it are for the console only.
+        """
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
         live = self.console.live
@@ -109,7 +110,7 @@ class Logger:
     def evaluation(self, record):
         """Log an evaluation. record: a dict of iter (the number of the next step), tokens,
         train_loss (the mean since the last evaluation), val_loss and numbers that the model
-        defines, `None` if unknown."""
+        defines, or of iter, tokens and test_NAME; a number is `None` if unknown."""
         self.store(record)
         line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
         self.write(line, line)
@@ -123,11 +124,11 @@ class Logger:
 
     def start(self, iter, evaluated=False):
         """Prepare the log for a run that starts at iteration `iter`: remove the numbers of steps
-        that will be repeated from metrics.jsonl, and open the trackers. The file of a run without a
-        checkpoint (iter 0) is renamed to *.old.
+        that will be repeated from metrics.jsonl, and open the trackers. If no step and no
+        evaluation is complete (iter 0), metrics.jsonl is renamed to metrics.jsonl.old.
 
         Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
-        at `iter` precedes the step: it is kept if it is not repeated (`evaluated`).
+        at `iter` precedes that step: it stays if it is complete (`evaluated`).
         """
         self.first_iter = iter
         self.evaluated = evaluated
@@ -171,8 +172,8 @@ class Logger:
 
     def describe_run(self, yaml_text, config, machine):
         """Write config.yaml (yaml_text) and training_args.json (the dict `config`, the command
-        line, versions, and the facts {name: value} in `machine`), from which the run can be
-        repeated. A failure is a warning."""
+        line, versions, and facts about the machine, `machine` {name: value}), from which the run
+        can be repeated. A failure is a warning."""
         record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **machine)
@@ -208,9 +209,9 @@ def to_json(value, indent=None):
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Remove from the metrics.jsonl at `path`, atomically, incomplete lines and all lines with iter
-    >= `iter`, of steps and evaluations; if `evaluated`, the evaluation at `iter` is kept. Raises
-    OSError."""
+    """Remove from the metrics.jsonl at `path`, atomically, incomplete lines and all lines of steps
+    and evaluations with iter >= `iter`. Test numbers at `iter` stay, and if `evaluated` also the
+    evaluation at `iter`. Raises OSError."""
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
@@ -237,8 +238,9 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 
 def format_line(start, record, fields):
-    """Return `start` and the known fields of a record {name: number}: "iter 120: loss 3.2104, time
-    48.7ms, ...". fields: names in order; OWN: the numbers that the model defines."""
+    """Return `start` and the known fields of a record {name: number} as text: "iter 120: loss
+    3.2104, time 48.7ms, ...". fields: names in order; the constant OWN: the numbers that the model
+    defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -251,8 +253,8 @@ def format_line(start, record, fields):
 
 
 def progress_line(record):
-    """Return " 42%|####      | 2100/5000: loss 3.2104, ...", cut to the width of the terminal.
-    record: {name: number} of a training step, with "iter" and "max_iters"."""
+    """Return the live line of a training step: " 42%|####      | 2100/5000: loss 3.2104, ...", cut
+    to the width of the terminal. record: {name: number} with "iter" and "max_iters"."""
     steps = record["iter"] + 1
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
@@ -264,7 +266,7 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory in MiB: allocated on a GPU, or resident on a CPU (`None`: unknown)."""
+    """Return the peak memory in MiB: allocated on CUDA, otherwise resident (`None`: unknown)."""
     if device.type != "cuda":  # Windows has no `resource`
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
     import torch
@@ -281,7 +283,7 @@ class Clock:
         self.start(0)
 
     def start(self, it):
-        """Start measuring at step `it`."""
+        """Start measuring before step `it`."""
         self.it = it
         self.started_at = time.perf_counter()
         self.seconds_away = 0.0
@@ -298,7 +300,8 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last lap; warn if batches.seconds is too large."""
+        """Return the mean seconds per step since the last lap, at the end of step `it`. batches: a
+        Prefetcher; call warn(text) if waiting for batches takes a large share of the time."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))
@@ -315,8 +318,7 @@ class Clock:
 
 def log_plan(log, config, ranks, data, model, device, precision, flops):
     """Log the plan of a run with log(line): data, device, model, batch, length, learning rate, and
-    keys without effect. device, precision: descriptions; flops: per step over all ranks, 0 if
-    unknown."""
+    keys without effect. device, precision: texts; flops: per step over all ranks, 0 if unknown."""
     c = config
     train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"

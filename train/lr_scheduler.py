@@ -11,9 +11,9 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 
 def get_lr(it: int, args) -> float:
-    """Return the learning rate of step `it` (0-based): a linear warm-up, then the schedule. Cosine
-    (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters. args: a
-    TrainConfig, or any object that read_schedule() accepts."""
+    """Return the learning rate of step `it` (0-based): a linear warm-up, then args.lr_schedule.
+    Cosine (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters.
+    args: a TrainConfig, or any object that read_schedule() accepts."""
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -34,9 +34,9 @@ def get_lr(it: int, args) -> float:
 
 
 def read_schedule(args):
-    """Return a TrainConfig of an object with the attributes learning_rate, warmup_iters (or
+    """Return a TrainConfig for an object with the attributes learning_rate, warmup_iters (or
     warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate, e.g.
-    min_lr. KeyError if one is missing."""
+    min_lr. KeyError if one of the first three is missing."""
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
@@ -44,7 +44,7 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (warm-up steps, step at which the decay ends, final rate), with defaults if unset."""
+    """Return (warm-up steps, step at which the decay is complete, final rate) of a TrainConfig."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -56,8 +56,8 @@ class EarlyStopping:
     without an improvement by more than `min_delta`; patience 0: never.
 
     mode: "min" if the value should fall, "max" if it should rise. best_loss: the value to improve
-    on, times `sign`, so that lower is better in either mode. counter: evaluations since the last
-    improvement.
+    on, times `sign` (1 or -1), so that lower is better in either mode. counter: evaluations since
+    the last improvement.
     """
     patience: int = 7
     min_delta: float = 0.0
@@ -71,8 +71,8 @@ class EarlyStopping:
         self.sign = 1 if self.mode == "min" else -1
 
     def check(self, val_loss: float) -> bool:
-        """Add the value of an evaluation (the loss, or any other number that `mode` fits). Return
-        whether to stop."""
+        """Add the value of an evaluation: the loss, or any other number for which `mode` is right.
+        Return whether to stop."""
         # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
         if self.sign * val_loss < self.best_loss - self.min_delta:
             self.best_loss = self.sign * val_loss
@@ -96,9 +96,9 @@ class EarlyStopping:
 
 
 class ReduceOnPlateau:
-    """Scale of the learning rate (`scale`, 1.0 at the start): update(loss) multiplies it by
-    `factor` after more than `patience` evaluations in a row without an improvement (like PyTorch's
-    ReduceLROnPlateau), but it never falls below `min_scale`."""
+    """Factor `scale` of the learning rate, 1.0 at the start: update(loss) multiplies it by `factor`
+    after more than `patience` evaluations in a row without an improvement (like PyTorch's
+    ReduceLROnPlateau), but not below `min_scale`."""
 
     def __init__(self, factor=0.5, patience=5, min_scale=0.0):
         self.factor = factor
@@ -126,8 +126,8 @@ class ReduceOnPlateau:
 class SpikeDetector:
     """Detector of loss spikes: update(loss) returns whether a loss is more than `sigma` standard
     deviations above the mean of the last `window` normal losses (OLMo 2's criterion,
-    arXiv:2501.00656), once half of the window is filled, and while these losses have one sign: one
-    that varies around 0, as GRPO's, does not measure the fit."""
+    arXiv:2501.00656). It returns False until half of the window is filled, and while the losses in
+    the window have both signs: a loss around 0, as GRPO's, does not measure the fit."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma

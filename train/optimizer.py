@@ -1,4 +1,4 @@
-"""Parameter groups with weight decay and learning rate; fused AdamW; Muon for block matrices."""
+"""Parameter groups with weight decay and learning rate; fused AdamW; Muon for linear layers."""
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -29,7 +29,7 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
     """Return one optimizer, AdamW or Muon, over the parameters of `model`. weight_decay: of tensors
-    with two or more dimensions.
+    with two or more dimensions. log(line): for a summary.
 
     muon: dict(lr, momentum, weight_decay); if given, Muon updates the matrices of linear layers.
     lr_groups: {name pattern: multiplier of the learning rate (0 freezes), or dict(learning_rate,
@@ -71,8 +71,8 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 def muon_parameters(model):
     """Return the set of names of the matrices of `model` for Muon: weights of linear layers, except
-    the output layer (a module whose name ends in "head"; rows are classes) and matrices with a side
-    below 16 (too thin to orthogonalise)."""
+    the output layer (a module whose name ends in "head") and matrices with a side below 16 (too
+    thin to orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
@@ -110,9 +110,9 @@ def match_lr_groups(lr_groups, names):
 
 
 def log_groups(model, groups, muon, log):
-    """Log how many tensors in the parameter groups have weight decay, are updated by Muon (if
-    `muon`), or have each learning rate, and how many parameters of `model` are frozen. log(line) is
-    called."""
+    """Log, with log(line), how many tensors in `groups`, the optimizer's parameter groups, have
+    weight decay, are updated by Muon (if `muon`) and have each learning rate, and how many
+    parameters of `model` are frozen."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -155,9 +155,9 @@ class Muon(AdamW):
 
 def create_state(optimizer):
     """Create the state that the first step of an optimizer creates, so that a checkpoint can be
-    loaded into it, by a step of zero gradients at a learning rate of zero. Gradients do not change,
-    nor do parameters, unless an optimizer of a fork changes them in such a step; existing state is
-    lost."""
+    loaded into it, by a step of zero gradients at a learning rate of zero. Existing state is lost.
+    Gradients do not change, and neither do parameters, unless the optimizer changes them even at
+    that rate."""
     optimizer.state.clear()
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
@@ -175,8 +175,9 @@ def create_state(optimizer):
 
 
 def update_matrices(group, state):
-    """Do a Muon step, in place, for the matrices of a parameter group. state: {matrix: {name:
-    tensor}}, to which momentum_buffer is added. All ranks must call.
+    """Do a Muon step, in place, for the matrices in `group`, a parameter group. state: the
+    optimizer's state {matrix: {name: tensor}}, to which momentum_buffer is added. All ranks must
+    call.
 
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
     of equal shape form a batch, which is divided among the ranks.
@@ -201,8 +202,8 @@ def update_matrices(group, state):
 
 
 def batches_by_shape(matrices, sharded):
-    """Return a list of batches, lists of matrices of equal shape, or of transposed shape if they
-    are not sharded."""
+    """Return the matrices as a list of batches, lists of matrices of equal shape; if they are not
+    `sharded`, a matrix of the transposed shape is in the same batch."""
     batches = {}
     for p in matrices:
         shape = tuple(p.shape) if sharded else tuple(sorted(p.shape))
@@ -211,7 +212,8 @@ def batches_by_shape(matrices, sharded):
 
 
 def gathered_numel(n_matrices, size, n_ranks):
-    """Return how many numbers each rank sends for a batch of n_matrices, each of `size` numbers."""
+    """Return how many numbers each of `n_ranks` ranks sends in orthogonalize_together() for
+    n_matrices matrices of `size` numbers each."""
     # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
     # equal sizes: the last ones may repeat the first matrices.
     if n_matrices >= n_ranks:
@@ -265,9 +267,9 @@ def wide(x):
 
 
 def orthogonalize(g, steps=5):
-    """Return approximately the nearest semi-orthogonal matrices to g (N, rows, columns), by a
-    quintic Newton-Schulz iteration. The singular values become about 0.7 to 1.2. The dtype is that
-    of working_dtype()."""
+    """Return approximately the nearest semi-orthogonal matrices to g (N, rows, columns), by `steps`
+    iterations of a quintic Newton-Schulz method. The singular values become about 0.7 to 1.2. The
+    dtype of the result is working_dtype()."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

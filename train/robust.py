@@ -90,9 +90,9 @@ class Signals:
 
 class Watchdog:
     """Thread that ends a hanging process: if restart() was called and then not again for `seconds`
-    (0: never), it appends the stacks of all threads to stacks.txt in `folder`, prints them, and
-    exits with code 1. close() stops it. Code in C that holds the GIL also stops this thread; then a
-    timer in C prints the stacks and exits 10 seconds later."""
+    (0: never), it appends the stacks of all threads to stacks.txt in `folder`, prints them (with
+    `rank`), and exits with code 1. close() stops it. Code in C that holds the GIL also stops this
+    thread; then a timer in C prints the stacks and exits 10 seconds later."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -137,9 +137,9 @@ class Watchdog:
 # loss spikes and non-finite values
 
 def describe_non_finite(it, loss, norm, lr, source, path):
-    """Return the message of a run that stops at step `it` because the loss or the gradient norm is
-    not finite. lr: learning rate; source: text that describes the batch; path: of the last
-    checkpoint, which may not exist yet."""
+    """Return the message of a run that stops at step `it` because `loss` or the gradient norm
+    `norm` is not finite. lr: learning rate; source: text that describes the batch; path: of the
+    last checkpoint, which may not exist yet."""
     path = path if os.path.exists(path) else "none yet"
     return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
             f"before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a lower "
@@ -193,7 +193,8 @@ def run_reporting_errors(config, job):
 
 
 def report_crash(error, config):
-    """Print the traceback of `error` (not if memory was insufficient) and advice."""
+    """Print the traceback of `error` (not if memory was insufficient) and advice on stderr. config:
+    TrainConfig of the run."""
     text = suggest_fix(error, config)
     if not text.startswith("Out of memory"):
         text = "".join(traceback.format_exception(error)) + text
@@ -204,8 +205,8 @@ def report_crash(error, config):
 
 
 def suggest_fix(error, config):
-    """Return one paragraph about possible remedies of the exception `error` (memory, NCCL,
-    connections, compiling), or "" if there is no advice. config: TrainConfig of the run."""
+    """Return a text with possible remedies of the exception `error` (memory, NCCL, connections,
+    compiling), or "" if there is no advice. config: TrainConfig of the run."""
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
@@ -227,8 +228,8 @@ def suggest_fix(error, config):
 
 
 def exit_process(code):
-    """Flush stdout and return the exit code `code`; under torchrun exit with it at once. Other
-    ranks may not respond then, and PyTorch's threads can hang or abort a normal exit
+    """Flush stdout and return the exit code `code`; under torchrun exit the process with it at
+    once, because other ranks may not respond, and PyTorch's threads can hang or abort a normal exit
     (pytorch#190489)."""
     with contextlib.suppress(ValueError, AttributeError):  # closed, or None, by a user's function
         sys.stdout.flush()

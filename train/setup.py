@@ -31,9 +31,9 @@ MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 @dataclass
 class Progress:
-    """State of the training loop between steps, besides weights and optimizer, saved in every
-    checkpoint: step number, last and best losses, counters of spikes and float16 overflows, the
-    reason why the run is finished, and the history of evaluations."""
+    """State of the training loop that is saved in every checkpoint besides weights and optimizer:
+    step number, last and best losses, counters of spikes and float16 overflows, the reason why the
+    run is finished, and the history of evaluations."""
     iter_num: int = 0                  # number of completed optimizer steps
     evaluated: int = -1                # iter_num of the last evaluation
     val_loss: float | None = None      # of the last evaluation
@@ -61,8 +61,8 @@ class Progress:
 
     def recent_loss(self):
         """Return the mean loss of the steps since the last evaluation (without steps, val_loss or
-        0.0). It replaces the loss of a step without counted items, so that the spike detector sees
-        no jump."""
+        0.0). It is the loss of a step in which all items are masked, so that the spike detector
+        sees no jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
@@ -107,7 +107,7 @@ class Run:
             echo(text)
 
     def open_data(self, data=None):
-        """Set self.data, the given Data or that of data_dir; convert epochs in self.config to
+        """Set self.data, which is `data` or that of data_dir; convert epochs in self.config to
         steps; set n_micro (micro-batches per step of this rank), full_count (items per micro-batch)
         and units_per_step (tokens or rows, over all ranks). Raises DataError, SetupError."""
         # Data: loaders train, val, test; spec
@@ -128,10 +128,10 @@ class Run:
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
     def open_model(self, stack, model=None):
-        """Set self.raw_model, `model` or the one that the model file builds, check that the
-        checkpoint fits it, and open the log, in this order: no file is written into a folder that
-        cannot be used. stack: an ExitStack, which closes the log and waits for saves. Raises
-        CheckpointError."""
+        """Set self.raw_model, which is `model` or that of the model type, check that the checkpoint
+        fits it, and then open the log: no file is written into a folder that cannot be used. stack:
+        an ExitStack, which closes the log and waits for saves. Raises CheckpointError, SetupError.
+        """
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -182,8 +182,9 @@ class Run:
         return model.to(self.ranks.device)
 
     def open_log(self, precision):
-        """Return the Logger of the run, with the start-up lines logged, and write config.yaml and
-        training_args.json. precision: text about dtype and compiling, for a start-up line."""
+        """Open the Logger of the run, log the start-up lines, write config.yaml and
+        training_args.json, and return the Logger. precision: text about dtype and compiling, for a
+        start-up line."""
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
@@ -258,8 +259,8 @@ class Run:
 
     def finish_saves(self, kind, error, trace):
         """Wait for the save in progress and, except after a crash, for the copy in the mirror. An
-        exit function of an ExitStack: kind, error, trace as for __exit__; a crash is any other
-        exception than a UserError."""
+        exit function of an ExitStack: kind, error, trace as for __exit__. A crash is an exception
+        that is not a UserError."""
         self.folder.wait()
         if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
             self.folder.mirror.finish(self.log)
@@ -273,8 +274,8 @@ class Run:
 
     def restore(self, start):
         """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). The scale of
-        the plateau schedule and the best metric are reset if they do not apply to this run. Raises
-        CheckpointError."""
+        the plateau schedule is reset if this run has another schedule, and the best metric if it
+        has another early_stopping_metric or early_stopping_mode. Raises CheckpointError."""
         p = self.progress
         c = self.config
         old = start.state["config"]  # the state is freed below
@@ -291,9 +292,9 @@ class Run:
             self.order_buckets(p.iter_num)
 
     def take_folder(self):
-        """Make the files of out_dir those of this run from here on: metrics.jsonl without steps
-        that are repeated; after --resume FILE, later checkpoints are moved to a subfolder. Call it
-        when nothing can refuse the run any more. All ranks must call."""
+        """Make the files of out_dir those of this run: remove the steps that will be repeated from
+        metrics.jsonl; after --resume FILE, move later checkpoints to a subfolder. Call it when no
+        check that could refuse the run remains. All ranks must call."""
         p = self.progress
 
         def find_best():
@@ -306,9 +307,9 @@ class Run:
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
 
     def note_best(self, numbers):
-        """Compare an evaluation, `numbers` {val_NAME: number}, with the best; if it is better, it
-        becomes the best, and the next save also writes ckpt_best.pt. Return its value of
-        early_stopping_metric, `None` if no item counted."""
+        """Compare an evaluation, `numbers` {val_NAME: number}, with the best one; if it is better,
+        it becomes the best, and the next save also writes ckpt_best.pt. Return the value of
+        early_stopping_metric in `numbers`, `None` if no item counted."""
         p = self.progress
         metric = numbers.get(self.config.early_stopping_metric)
         if metric is None:
@@ -341,8 +342,8 @@ class Run:
 
     def require_gradients(self, *_):
         """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
-        has not averaged all of the others then, and would fail in the next forward pass. A hook of
-        the optimizer, before each step."""
+        then has not averaged all other gradients, and would fail in the next forward pass. A hook
+        of the optimizer, which calls it before each step."""
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
@@ -356,8 +357,8 @@ class Run:
                 f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
-        """Warn of trained parameters that the first step has not updated, and check that the state
-        of an optimizer that a fork has added can be resumed. Raises CheckpointError."""
+        """Warn of trained parameters that the first step has not updated. Check that the state of
+        an optimizer other than AdamW and Muon can be resumed. Raises CheckpointError."""
         state = self.optimizer.state
         unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
                   if not state.get(p)]
@@ -370,8 +371,8 @@ class Run:
 
     def evaluation_is_due(self, last):
         """Return whether to evaluate before the next step: at an interval, before step 0 if
-        eval_on_start, and after the last step (`last`). Never twice at the same step, without
-        validation data, or if eval_interval is 0."""
+        eval_on_start, and if no step follows (`last`). False if this step is evaluated already,
+        without validation data, or if eval_interval is 0."""
         c = self.config
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
@@ -379,9 +380,9 @@ class Run:
         return last or (self.completes(c.eval_interval, c.eval_epochs) if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """Wait for the save in progress. If it was of ckpt_best.pt and failed, restore the best
-        metric from before it: later evaluations, also after a resume, are then compared with the
-        file. All ranks must call."""
+        """Wait for the save in progress. If it was to write ckpt_best.pt and failed, restore the
+        previous best metric, so that later evaluations, also after a resume, are compared with the
+        file that exists. All ranks must call."""
         self.folder.wait()
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
@@ -414,8 +415,8 @@ class Run:
 
     def count_epochs(self):
         """Return the number of epochs until now, a float of at most max_epochs, which must be set.
-        A step may go beyond the end of the evaluation period that it completes; the number is then
-        that of the period, e.g. 29 and not 29.01."""
+        A step may go beyond the epoch at which an evaluation is due; the number is then that epoch,
+        e.g. 29 and not 29.01."""
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.completes(epochs=c.eval_epochs):
@@ -423,8 +424,9 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the options whose limits keep a finished run from continuing, of "--max_iters" (or
-        "--max_epochs") and "--early_stopping_patience"; []: it is not finished or can continue."""
+        """Return the list of options whose limits a finished run has reached, of "--max_iters" (or
+        "--max_epochs") and "--early_stopping_patience": larger values would continue the run. []:
+        the run is not finished or can continue."""
         length = "--max_epochs" if self.config.max_epochs else "--max_iters"
         reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
@@ -471,8 +473,8 @@ class Run:
 @contextlib.contextmanager
 def open_run(config, ranks, model=None, on_evaluation=None, data=None):
     """Context that yields a Run, opened from scratch, a checkpoint or given weights, ready for the
-    next step; on exit folder and log are closed. config: as returned by validate_config; ranks: of
-    process_group; model, on_evaluation, data: as for train(). Raises UserError."""
+    next step; on exit the folder and the log are closed. config: as returned by validate_config;
+    ranks: of process_group; model, on_evaluation, data: as for train(). Raises UserError."""
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)

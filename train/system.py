@@ -1,7 +1,7 @@
 """The model interface: all functions that a run calls on a model type, with defaults.
 
 A model type is one file model/NAME.py (or a folder), chosen by `--model NAME`. The training loop
-uses model types only through this page:
+uses model types only through this module:
 
     model_type = load_model_type("gpt")             # the functions and constants of model/gpt.py
     data = model_type.open_data(config, ranks)
@@ -24,8 +24,9 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 class ModelType:
     """Definitions that a file model/NAME.py may have at module level, with their defaults:
-    open_data, build_model (required), sample, inherit_shape, as_gpt, Keys, USE, MUST_MATCH_TO_INIT.
-    An instance is the model type that load_model_type() returns."""
+    functions open_data, build_model (required), sample, inherit_shape, as_gpt; the class Keys
+    (configuration keys); USE (a command) and MUST_MATCH_TO_INIT (names). An instance is the model
+    type that load_model_type() returns."""
 
     module = None  # the imported file
 
@@ -77,8 +78,9 @@ class ModelHooks:
     """
 
     def numbers(self, sums):
-        """Return {name: float} for a log line. sums: {name: CPU tensor}, over all batches, with
-        "loss" and "count". Default: every scalar sum divided by the count (`None` if that is 0)."""
+        """Return {name: number} for a log line. sums: {name: CPU tensor}, over all batches, with
+        "loss" and "count". Default: every other scalar sum divided by the count (`None` if that is
+        0)."""
         return {name: float(value / sums["count"]) if sums["count"] else None
                 for name, value in sums.items()
                 if name not in ("loss", "count") and value.dim() == 0}
@@ -86,12 +88,12 @@ class ModelHooks:
     def initial(self, name, shape, seed):
         """Return the initial value, a tensor, of a parameter or persistent buffer, a function of
         (seed, name), so that FSDP can fill a sharded model one tensor at a time. Default: `None`,
-        the value that the module assigned, which FSDP cannot use."""
+        for the value that the module has assigned, which FSDP does not support."""
         return None
 
     def adopt(self, weights):
-        """Convert `weights` {name: tensor} of a different model (init_from), and return them with
-        the names and shapes of this model. Called on rank 0. Default: unchanged."""
+        """Convert `weights` {name: tensor} of a different model (init_from), and return {name:
+        tensor} with the names and shapes of this model. Called on rank 0. Default: unchanged."""
         return weights
 
     def before_step(self, it):
@@ -99,18 +101,19 @@ class ModelHooks:
         state that is a function of the step. Also called for submodules. Default: nothing."""
 
     def after_step(self, it, sums):
-        """Run after optimizer step `it`, with the step's sums over all ranks, {name: CPU tensor};
-        also if the update was skipped. Default: nothing."""
+        """Run after optimizer step `it`, also if the update was skipped. sums: {name: CPU tensor}
+        of the step, over all ranks. Default: nothing."""
 
     def flops_per_unit(self):
-        """Return FLOPs, forward and backward, per token or row, for MFU. Default: 0, unknown."""
+        """Return FLOPs, forward and backward, per token or row. The MFU needs it. Default: 0,
+        unknown."""
         return 0
 
 
 class LoaderHooks:
     """Attributes that a loader may have besides the required ones (get_batch, fixed_batch, n_fixed,
-    fingerprint, samples, ...), with their defaults: computes, calls_per_chunk, locate, source_of,
-    merge, passes."""
+    fingerprint, samples, ...), with their defaults: computes (whether get_batch uses the device),
+    calls_per_chunk (batches per read), locate, source_of, merge, passes."""
 
     # True if get_batch computes on the device; batches are then not prefetched.
     computes = False
@@ -124,7 +127,7 @@ class LoaderHooks:
 
     def source_of(self, index, count):
         """Return the name of the source, e.g. a folder of a mixture, from which validation batch
-        `index` of `count` is read. Default: "", there is only one source."""
+        `index` of `count` is read. Default: "", for a loader with a single source."""
         return ""
 
     def merge(self, sums_by_source):

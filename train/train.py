@@ -106,8 +106,9 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: default, by the schedule. Return
-    the mean loss; `None`, without a step, after a signal before the last micro-batch."""
+    """Do one optimizer step on the global batch, on all ranks. lr: learning rate (default: by the
+    schedule). Return the mean loss. After a signal before the last micro-batch, return `None`
+    without a step."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -183,7 +184,7 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, step, rank): a resumed run has equal dropout masks."""
+    """Seed torch's generators by (seed, step `it`, rank): a resumed run has equal dropout masks."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -193,8 +194,9 @@ def seed_step(seed, it, ranks):
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply the gradients of `optimizer` by `factor`, in place, and clip the global norm to
-    `max_norm` (0: off). Return the norm before clipping, 0-dim. With FSDP all ranks must call."""
+    """Multiply the gradients of `optimizer` by `factor`, in place, then clip the global norm to
+    `max_norm` (0: off). Return the norm before clipping, a 0-dim tensor. With FSDP all ranks must
+    call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
@@ -208,8 +210,8 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 
 
 def react_to_anomaly(run, lr, loss, norm):
-    """Handle a step whose loss is a spike, or whose loss or gradient norm is not finite: count it
-    in run.progress and log a warning. Return whether to update the weights, the same on every rank.
+    """Handle a step whose loss is a spike (with a warning), or whose loss or gradient norm is not
+    finite: count it in run.progress. Return whether to update the weights, the same on every rank.
     Raises BadNumbers for non-finite numbers, except overflows that the loss scale of float16
     explains."""
     p = run.progress
@@ -229,7 +231,9 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Count the loss for the mean in the next evaluation line; every log_interval steps, log."""
+    """Log a step if log_interval is reached, and add the loss to the mean for the next evaluation
+    line. Without effect if gradients overflowed (float16). lr: learning rate; norm: of the
+    gradients; sums: {name: tensor} over all ranks."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -344,8 +348,8 @@ def update_best_and_schedules(run, numbers):
 
 def check_metric_names(run):
     """Raise SetupError if the evaluations of a Run lack the number early_stopping_metric, or if two
-    numbers have the same name. If a problem is possible, one batch is evaluated to learn the names:
-    all ranks must call."""
+    numbers have the same name. Only if a problem is possible, a batch is evaluated to find the
+    names. All ranks must call."""
     c = run.config
     # val_loss exists in every evaluation; without options, no second name can be equal.
     if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
