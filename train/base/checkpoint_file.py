@@ -2,8 +2,9 @@
 
 A checkpoint is a torch.save file of plain tensors and builtin types, followed by the SHA-256 of
 these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the
-file that it replaces is kept as *_prev.pt. Loading never runs code: weights_only is always on.
-The other format, shards with a manifest, is in train/base/sharded_file.py; either is read here.
+file that it replaces is renamed to *_prev.pt. Loading never runs code: weights_only is always on.
+The other format, shards with a manifest, is in train/base/sharded_file.py; open_checkpoint() reads
+both.
 """
 
 import os
@@ -33,9 +34,9 @@ DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
 def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
                     links: Sequence[str] = ()) -> None:
-    """Write `state`, plain tensors and builtin types, to `path` durably, with a digest. The file
-    that it replaces becomes *_prev.pt, and each path in `links` becomes a hard link to the new
-    file. CheckpointError if that fails; the old file is then unchanged."""
+    """Write `state`, plain tensors and builtin types, to the file `path` durably, with a digest.
+    The old file becomes *_prev.pt, and each path in `links` becomes a hard link to the new file.
+    CheckpointError if that fails; the old file is then unchanged."""
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -46,8 +47,9 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
 
 def replace_checkpoint(path, write, links=(), size=0):
     """Replace the file `path`, durably and atomically, with the bytes that write(file) writes. The
-    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. size: bytes, 0:
-    unknown. CheckpointError if that fails; the old file is then unchanged."""
+    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. size: in bytes,
+    for the message about a full disk, 0: unknown. CheckpointError if that fails; the old file is
+    then unchanged."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -77,8 +79,8 @@ def prev_path(path):
 
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Return the checkpoint at `path`, a dict with tensors on the CPU. Verified are the digest, the
-    types, the format version, and that weights and optimizer state are finite. Also reads sharded
-    checkpoints, and foreign files of plain tensors: nanoGPT's checkpoints, {"model_state_dict":
+    types, the format version, and that weights and optimizer state are finite. Sharded checkpoints
+    and foreign files of plain tensors can be read, too: nanoGPT's checkpoints, {"model_state_dict":
     ...}, a bare state dict. The weights are always under "model". Raises CheckpointError."""
     state, _ = open_checkpoint(path, values=True)
     return state
@@ -159,7 +161,7 @@ def with_model_key(state):
 def check_content(state, size, device="cpu"):
     """Raise ValueError unless `state`, read from files of `size` bytes, is a checkpoint: dense
     tensors on the device type `device` under "model" and "optimizer", no tensors in the other keys
-    that the program reads, and not much more data in memory than in the files. A few bytes of
+    that the program reads, and not much more data in memory than in the files: a few bytes of
     pickle can share objects so often that printing them would not terminate."""
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
@@ -221,8 +223,9 @@ def check_match(tensors, expected, path, dtypes=True):
 
 
 def describe_mismatches(tensors, expected, dtypes=True):
-    """Return a line for each name whose tensors in `tensors` and `expected` {name: tensor} differ
-    in shape or (if `dtypes`) dtype, or that only one of them has; [] if all are equal."""
+    """Return a list of lines, one for each name whose tensors in `tensors` and `expected` {name:
+    tensor} differ in shape or (if `dtypes`) dtype, or that only one of them has; [] if all are
+    equal."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}
@@ -235,7 +238,7 @@ def describe_mismatches(tensors, expected, dtypes=True):
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
     """Raise CheckpointError with a list of the `changes` {name: (value in the checkpoint, new
     value)} whose names are not in `allowed`, the value of --allow_change ("all" allows every name).
-    path: the checkpoint. alternatives: more remedies, a text for the message. fits: whether the
+    path: of the checkpoint. alternatives: more remedies, a text for the message. fits: whether the
     tensors would fit with the changes; if so, the message recommends --allow_change."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}

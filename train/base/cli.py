@@ -45,7 +45,7 @@ def underscores(argv):
 
 def add_dashes(argv, parser):
     """Return `argv` with NAME=VALUE as --NAME=VALUE if `parser`, an ArgumentParser, has the option
-    --NAME. The value of a preceding option is not changed."""
+    --NAME. An argument that is the value of the option before it is not changed."""
     flags = {name: action.nargs == 0 for action in parser._actions
              for name in action.option_strings}
     out = []
@@ -111,7 +111,7 @@ def command(cls, work, **how):
     """Return the main function of a command: main(argv=None) parses `argv` into `options`, an
     instance of the dataclass `cls`, calls work(options) and returns the exit code. how: keyword
     arguments of run_command(). If the module of `cls` runs as the program (python -m), run the
-    command and exit instead: the call must be the last line of the module."""
+    command and exit instead; therefore the call must be the last line of the module."""
     main = partial(run_command, cls, work, **how)
     if cls.__module__ == "__main__":
         sys.exit(main())
@@ -123,8 +123,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     work(options) and return the exit code of the command.
 
     prog: the command's module, if `cls` is in a different module. If `load` is given, unknown
-    arguments are allowed, load(unknown arguments) is the second argument of `work`
-    (train.config.load_argv: the configuration of a run), and the exit code is the result of `work`.
+    arguments are allowed, and work(options, load(unknown arguments)) returns the exit code (load is
+    e.g. train.config.load_argv: the configuration of a run).
 
     Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError or
     OSError; 130 after Ctrl-C (128 + N after signal N), with `interrupt_message`. Each exception is
@@ -151,7 +151,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 def report_error(error, prefix=""):
     """Print the message of an error that the user can fix, after `prefix`, on stderr and return the
     exit code: error.exit_code, or 2. On ranks other than 0, the prefix is the rank, and the message
-    is delayed. A ModuleNotFoundError for a package, which is a bug, is raised again."""
+    is delayed, so that rank 0 prints first. The ModuleNotFoundError of a package, which is a bug,
+    is raised."""
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
         raise error
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
@@ -169,7 +170,7 @@ def interrupt_code(stop):
 
 def format_table(rows):
     """Return `rows`, a list of rows with equally many strings, as a text with aligned columns: the
-    first column to the left, the others to the right."""
+    first column is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]),
                                 *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)

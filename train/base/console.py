@@ -1,4 +1,4 @@
-"""Output of a long run: the console, files that grow by lines, and formatting of numbers.
+"""Output of a long run: the console, files to which lines are appended, and formatting of numbers.
 
 Failures of the output never stop the program: a closed pipe or a full disk costs that output only.
 """
@@ -32,8 +32,8 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line`, if any, above the live line, and replace that by `live` (`None`: keep it,
-        "": clear it; a text only if self.live). Never raises."""
+        """Print `line`, if any, above the live line, and replace the live line by `live` (`None`:
+        do not change it, "": clear it; a text only if self.live is true). Never raises."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
@@ -74,7 +74,8 @@ class LineFile:
 
 
 def compact(n):
-    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k."""
+    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k (k, M, B,
+    T)."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"
@@ -82,5 +83,5 @@ def compact(n):
 
 
 def duration(seconds):
-    """Return seconds as text: 1:02:05 or 2 days, 3:00:00."""
+    """Return a number of seconds as text: 1:02:05 or 2 days, 3:00:00."""
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e13)))))  # the limit of a timedelta

@@ -11,7 +11,7 @@ import subprocess
 @functools.cache
 def environment():
     """Return a dict: versions {package: text}, git_commit and git_dirty (`None` without git), host
-    and platform. Cached: the imported code does not change when files change later."""
+    and platform. Cached: later changes of files do not change the code that is imported."""
     versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
                 for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()

@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration. problems: a list of texts, everything that is wrong with it."""
+    """An invalid configuration. problems: a list of texts, one for each error in it."""
 
     def __init__(self, problems):
         self.problems = list(problems)
@@ -66,8 +66,9 @@ class Stopped(CollectiveExit):
 
 
 def require(package, purpose, install=None):
-    """Import and return the optional `package`, e.g. require("jinja2", "this chat template").
-    SetupError if it is missing, with the command that installs it (install: the name for pip)."""
+    """Import and return the optional `package` (a module) for `purpose`, e.g. require("jinja2",
+    "this chat template"). SetupError if it is missing, with the command that installs it (install:
+    the name for pip, if it is different)."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -78,8 +79,8 @@ def require(package, purpose, install=None):
 
 
 def missing_part(error):
-    """Return a message if the exception `error` is the failed import of a deleted file of this
-    project (many files are optional); otherwise ""."""
+    """Return a message if the exception `error` is the failed import of a file of this project,
+    which the user may have deleted (many files are optional); otherwise ""."""
     name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
     if name.partition(".")[0] not in ("train", "model", "data"):
         return ""
@@ -98,8 +99,8 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 def printable(text):
     """Return `text` with control characters (except newline and tab) and bidirectional overrides
-    escaped, as in \\x1b. Names of files and tensors, labels and generated text are untrusted and
-    could contain terminal escape sequences."""
+    escaped, as in \\x1b. For untrusted text, such as names of files and tensors, labels and
+    generated text, which could contain terminal escape sequences."""
     return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
 
 

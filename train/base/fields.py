@@ -24,12 +24,12 @@ import yaml
 
 
 def key(default, help, **meta):
-    """Return a dataclass field for a configuration key or a command's option. help: its
-    description.
+    """Return a dataclass field for a configuration key or a command's option, for which `help` is
+    the description.
 
     Limits: choices, gt, ge, lt, le (of each item of a list), check (a function that raises
     ValueError). path=True: a leading ~ is expanded. text=True: a list whose items may contain
-    commas, or a text that may be the word "null". Any other metadata is for users of the fields,
+    commas, or a text that may be the word "null". Other metadata is for the users of the field,
     e.g. train/keys.py.
     """
     meta = dict(help=help, **meta)
@@ -39,7 +39,7 @@ def key(default, help, **meta):
 
 
 def fields_by_name(cls):
-    """Return {name: field} of a dataclass or of an instance."""
+    """Return {name: field} of a dataclass, or of an instance of one."""
     return {f.name: f for f in fields(cls)}
 
 
@@ -58,8 +58,8 @@ def describe(field):
 
 def parse_value(field, raw):
     """Return `raw` (str, list or dict of str, or a Python value) converted to the type of the
-    dataclass `field`, after checking the limits. An empty value or null becomes `None`, if the type
-    allows `None`. ValueError states the expected type or limit."""
+    dataclass `field`, after a check of the limits. An empty value or null becomes `None`, if the
+    type allows `None`. ValueError states the expected type or limit."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -89,8 +89,8 @@ def parse_value(field, raw):
 
 
 def convert(raw, function, expected):
-    """Return function(raw). An error that it raises becomes a ValueError with the text `expected`,
-    e.g. "an integer", and the value."""
+    """Return function(raw). If it raises an error, raise ValueError with a message that contains
+    `expected`, a text such as "an integer", and the value."""
     try:
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
@@ -152,8 +152,8 @@ LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `
 
 
 def check_limits(value, meta):
-    """Raise ValueError if `value` is outside the limits in a field's metadata: gt, ge, lt, le,
-    choices."""
+    """Raise ValueError if `value` violates a limit in `meta`, the metadata of a field: gt, ge, lt,
+    le, choices."""
     for name, words in LIMITS.items():
         if name in meta and not getattr(operator, name)(value, meta[name]):
             raise ValueError(f"must be {words} {meta[name]}, got {value}")
@@ -164,9 +164,9 @@ def check_limits(value, meta):
 
 
 def parse_mixture(data_dir):
-    """Return {folder: weight} of the text "folder:weight,folder:weight", or {} if `data_dir` has no
-    comma or no weights (a single folder). ValueError for an invalid weight and for a missing or
-    repeated folder."""
+    """Return {folder: weight} of the text "folder:weight,folder:weight", a value of the key
+    data_dir, or {} if there is no comma or no weight (a single folder). ValueError for an invalid
+    weight and for a missing or repeated folder."""
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
         return {}
@@ -177,8 +177,8 @@ def parse_mixture(data_dir):
 
 
 def nearest(word, words):
-    """Return " (did you mean ...?)" with the most similar of `words`, or "" if there is no similar
-    one."""
+    """Return " (did you mean ...?)" with the one of `words` that is most similar to `word`, or ""
+    if none is similar."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

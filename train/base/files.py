@@ -19,7 +19,7 @@ FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # also a quota, and a limit
 # files
 
 def open_no_follow(path, mode):
-    """Open `path` in `mode` ("ab", "a+", ...) and return the file, binary ones unbuffered. OSError
+    """Open `path` in `mode` ("ab", "a+", ...) and return the file, unbuffered if binary. OSError
     (ELOOP) if it is a symbolic link."""
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
         name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
@@ -69,8 +69,9 @@ def is_full_disk(error):
 
 
 def describe_write_error(error, path, size=0):
-    """Return the text of `error`; if is_full_disk(error), with sizes and a remedy. path: the file
-    or folder that was written; size: the number of its bytes, 0: unknown."""
+    """Return the text of the exception `error`; if is_full_disk(error), also the needed and the
+    free space, and a remedy. path: the file or folder that was written; size: the number of bytes,
+    0: unknown."""
     if not is_full_disk(error):
         return str(error)
     needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
@@ -133,16 +134,16 @@ def sync_folder(folder):
 
 
 def next_free_path(folder, stem, suffix=".pt"):
-    """Return the first of the paths STEM_1.pt, STEM_2.pt, ... in `folder` that does not exist
-    (str). suffix: in place of .pt. Nothing is created."""
+    """Return the first of the paths folder/STEM_1.pt, STEM_2.pt, ... (str) that does not exist;
+    nothing is created. suffix: in place of .pt."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 
 
 def lock_folder(folder):
     """Lock `folder` for this process and return the open lock file: close() releases the lock, as
-    does the end of the process. UserError, with the holder's name, if a different process has the
-    lock. Without effect if the system or the file system has no locks."""
+    does the end of the process. UserError, which names the process with the lock, if that is a
+    different one. Without effect if the system or the file system has no locks."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

@@ -1,4 +1,4 @@
-"""Memory: how much is free, and when freed memory returns to the system."""
+"""Memory of this process and machine: how much is free, and whether malloc returns freed memory."""
 
 import contextlib
 import ctypes
@@ -7,7 +7,7 @@ import pathlib
 
 
 def memory_available():
-    """Return the bytes of memory free for use, in the machine and in the container (Linux), or
+    """Return the number of bytes that are free, in the machine and in the container (Linux), or
     2**62 if unknown."""
     free = 2**62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
@@ -22,7 +22,7 @@ def memory_available():
 
 
 def memory_resident():
-    """Return the resident bytes of this process (Linux), or `None` if unknown."""
+    """Return the resident memory of this process in bytes (Linux), or `None` if unknown."""
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -30,10 +30,10 @@ def memory_resident():
 def keep_freed_memory():
     """Configure malloc to keep the memory that a step on the CPU frees for the next step.
 
-    By default glibc returns large blocks, and the free end of its heap, to the system, which then
-    provides memory page by page: 160,000 page faults per step of the production model, 5 to 15% of
-    the time (train/LOG.md). Without effect for other C libraries (the constants are defined in
-    glibc's malloc.h), or if environment variables configure malloc.
+    By default glibc returns large blocks, and the free end of the heap, to the system, which then
+    provides memory page by page: 160,000 page faults per step of the model of train/config.yaml, 5
+    to 15% of the time (train/LOG.md). Without effect for other C libraries (the constants are
+    defined in glibc's malloc.h), or if environment variables configure malloc.
     """
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4

@@ -39,8 +39,8 @@ class RunFolder:
     every rank with prepare(), start(), write_shards(), save_manifest() and write(). file(name)
     returns a path in the folder.
 
-    keep_last: number of numbered checkpoints to keep; 0: all. save_precision: dtype of
-    model.safetensors, which each save of a file then also writes.
+    keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all. save_precision:
+    dtype of model.safetensors, which each save of a checkpoint in one file then also writes.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -77,10 +77,10 @@ class RunFolder:
         """Save `state`, the dict of a checkpoint, as ckpt.pt, if `is_best` also as ckpt_best.pt, if
         `is_numbered` also as ckpt_NNNNNNN.pt. logger: has info(text), warn(text).
 
-        Returns when a snapshot exists (at once if `state` is a `private` copy), which a thread then
-        writes; without memory for a snapshot, when the file is written. A failure is a warning: the
-        old file is intact, and training continues. With `last`, the file is written before save()
-        returns, and a failure raises CollectiveExit.
+        Returns when a snapshot exists (at once if `state` is `private`: a copy that nothing
+        changes), which a thread then writes; without memory for a snapshot, when the file is
+        written. A failure is a warning: the old file is intact, and training continues. With
+        `last`, the file is written before save() returns, and a failure raises CollectiveExit.
         """
         links = self.prepare(state["iter_num"], is_best, is_numbered)
 
@@ -100,9 +100,10 @@ class RunFolder:
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
     def start(self, write, state, logger, last=False, private=False):
-        """Call write(state) in a thread, with a snapshot of the nested `state`, or `state` without
-        a copy if it is `private`. Without enough memory for a snapshot, or for the `last` save,
-        call write(state) in this thread, before returning. logger: has info(text)."""
+        """Call write(state) in a thread, with a snapshot of the nested `state`; no snapshot is
+        needed if it is `private`, a copy that nothing changes. Without enough memory for a
+        snapshot, or for the `last` save, call write(state) in this thread, before returning.
+        logger: has info(text)."""
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
@@ -139,9 +140,9 @@ class RunFolder:
 
     def write(self, save, logger, last=False, state=None):
         """Call save(path of ckpt.pt), then update the mirror, delete old numbered checkpoints, and
-        write model.safetensors from `state` if save_precision is set. A failure of save() is a
-        warning, logger.warn(text); with `last` it raises CollectiveExit. Later failures are
-        warnings."""
+        write model.safetensors from `state`, the dict of the checkpoint, if save_precision is set.
+        If save() fails, call logger.warn(text) or, with `last`, raise CollectiveExit. Later
+        failures are warnings."""
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
@@ -178,10 +179,9 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
-        """Move those of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that are damaged or of a step after
-        `iter_num` to old_1/ (or old_2/, ...), with a copy of metrics.jsonl: a run that resumes at
-        that step would replace them. An earlier best checkpoint stays. log(text) is called if files
-        were moved."""
+        """Move ckpt.pt, ckpt_prev.pt and ckpt_best.pt, if damaged or of a step after `iter_num`, to
+        old_1/ (or old_2/, ...), with a copy of metrics.jsonl: a run that resumes at that step would
+        replace them. An earlier best checkpoint stays. log(text) is called if files were moved."""
         def is_later(name):
             try:
                 return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
@@ -210,8 +210,8 @@ class RunFolder:
 
 
 def at_low_priority(f, *args):
-    """Call f(*args). On Linux the current thread is at nice 10 from then on: it gets a tenth of a
-    core that training keeps busy, and all of a free one."""
+    """Call f(*args), on Linux after setting the current thread to nice 10: it gets a tenth of a
+    core that training uses, and all of a free one."""
     if sys.platform == "linux":  # elsewhere nice() changes the whole process
         os.nice(10)
     f(*args)
@@ -255,10 +255,10 @@ def find_newest_checkpoint(folder, log, damaged=()):
     as by open_checkpoint(); (`None`, `None`, `None`) without any. damaged: {path: problem} of
     sharded checkpoints with files that do not match their digest. log(text): for warnings.
 
-    A damaged ckpt.pt is renamed to ckpt_bad_1.pt, and ckpt_prev.pt is used. If neither exists, the
-    run was killed in its first save, which gives the file its other names first (ckpt_best.pt,
-    ckpt_NNNNNNN.pt): they are used. If all are damaged this raises CheckpointError: an existing run
-    must not start from scratch by accident.
+    If ckpt.pt is damaged, it is renamed to ckpt_bad_1.pt, and ckpt_prev.pt is used. If neither
+    exists, the run was killed in its first save, which first creates the other names of the file
+    (ckpt_best.pt, ckpt_NNNNNNN.pt): these are used. If all are damaged this raises CheckpointError:
+    an existing run must not start from scratch by accident.
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
@@ -292,8 +292,8 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 def restarted_job(folder):
     """Return (job, restarted): the name of torchrun's job, "" without torchrun; and whether
-    torchrun has restarted this job after an attempt that used `folder`. A restarted job resumes the
-    run in `folder`, even with --resume never."""
+    torchrun has restarted this job after an attempt that used the run folder `folder`. A restarted
+    job resumes the run in `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     mark = pathlib.Path(folder, ".job")  # written by find_checkpoint() of each attempt
@@ -310,9 +310,9 @@ def numbered_checkpoints(folder):
 
 
 def move_files(folder, names):
-    """Move the files `names` in `folder`, and the shards that are named in them if they are
-    manifests, to a new subfolder: the first of old_1/, old_2/, ... that does not exist. Return the
-    path of the subfolder."""
+    """Move the files `names` in `folder`, and the shards to which they refer if they are manifests,
+    to a new subfolder: the first of old_1/, old_2/, ... that does not exist. Return the path of the
+    subfolder."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints

@@ -8,7 +8,7 @@
 The manifest is JSON: size and SHA-256 of every file; shape, dtype and chunks of every tensor; the
 plain state of the run; last, the SHA-256 of everything before. It is written when all files are
 durable, so a checkpoint without it is incomplete, and no part of a checkpoint can be missing, old
-or damaged without notice. Each save has a folder of its own. Nothing is unpickled.
+or damaged without notice. Each save has a separate folder. Nothing is unpickled.
 
 The weights are laid out as by HuggingFaceStorageWriter of torch.distributed.checkpoint, whose
 reader and consolidate_safetensors_files read the folder.
@@ -48,10 +48,10 @@ def new_folder(iter_num):
 
 
 def write_shards(folder, rank, parts):
-    """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, to one
-    .safetensors file in `folder` for weights (names "model.*") and one for the others, durably.
-    Return ({file: {"size", "sha256"}}, {name: chunk}). A chunk is the position of a part, a dict:
-    it starts at byte `start` of `file`, and has these `offsets` in the whole tensor and this
+    """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, durably
+    to one .safetensors file in `folder` for weights (names "model.*") and one for the others.
+    Return ({file: {"size", "sha256"}}, {name: chunk}). A chunk is the place of a part, a dict: the
+    part starts at byte `start` of `file`, and has these `offsets` in the whole tensor and this
     `shape`."""
     files = {}
     chunks = {}
@@ -100,8 +100,8 @@ def make_manifest(root, folder, state, written):
 
 def encode(value, path=()):
     """Return a nested state as plain JSON types, for json.dumps. A tensor becomes {"$tensor":
-    dotted name}; tuples, bytes and other types become {"$TYPE": ...}. path: the keys that lead to
-    `value`."""
+    dotted name}; tuples, bytes, non-finite floats and dicts with other keys than strings become
+    {"$TYPE": ...}. path: the keys that lead to `value`."""
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):
@@ -140,8 +140,8 @@ def decode(value, tensor):
 class Shards:
     """The files of a sharded checkpoint in `folder`: state() rebuilds the nested state, read()
     reads a tensor or rows of it, verify() checks digests. Made by open_shards(). files: {name:
-    {"size", "sha256"}}; tensors: {name: {"dtype", "shape", "chunks"}}; plain: encode() of the
-    state."""
+    {"size", "sha256"}}; tensors: {name: {"dtype", "shape", "chunks"}}; plain: the state as encode()
+    returns it."""
     folder: str
     files: dict
     tensors: dict
@@ -153,8 +153,8 @@ class Shards:
         return sum(file["size"] for file in self.files.values()) + len(json.dumps(self.plain))
 
     def state(self, tensor):
-        """Return the nested state of the run, with tensor(name) for each tensor, e.g. self.meta or
-        self.read."""
+        """Return the nested state of the run, in which each tensor is tensor(name), e.g.
+        self.meta(name) or self.read(name)."""
         return decode(self.plain, tensor)
 
     def check(self):
@@ -232,9 +232,9 @@ def is_sharded(path):
 
 
 def folder_named_in(path):
-    """Return the folder of shards named at the start of the manifest `path`, relative to the run's
-    folder, e.g. "shards/0001000_ab12cd". `None` if `path` is not a file or does not start as a
-    manifest. The rest of the file is not checked."""
+    """Return the folder of shards that the start of the manifest `path` names, relative to the
+    run's folder, e.g. "shards/0001000_ab12cd"; `None` if `path` is not a file or does not start as
+    a manifest. The rest of the file is not checked."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -244,8 +244,8 @@ def folder_named_in(path):
 
 def open_shards(path):
     """Return the Shards of the manifest `path`, or of a folder with a manifest. ValueError unless
-    the digest of the manifest is correct and all files are complete. Shards.verify() checks their
-    digests."""
+    the digest of the manifest is correct and all files are complete. The digests of the files are
+    checked by Shards.verify()."""
     path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
     data = pathlib.Path(path).read_bytes()
     text = data[:-len(TAIL % bytes(64))]
@@ -271,9 +271,9 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Add hard links to the shards of the manifest `path` in the same subfolder of the folder
-    `target` (copies without hard links). Without effect if `path` is no manifest, or the files are
-    missing."""
+    """Add hard links (or copies, without hard links) of the shards of the manifest `path` to the
+    folder `target`, in a subfolder of the same name. Without effect if `path` is no manifest, or
+    the files are missing."""
     folder = folder_named_in(path) or ""
     source = os.path.join(os.path.dirname(path), folder)
     if folder and os.path.isdir(source):
@@ -283,8 +283,8 @@ def link_shards(path, target):
 
 def unnamed_shards(root):
     """Return the folders of shards (a list of pathlib.Path) in `root`, a run's folder, to which no
-    checkpoint ckpt*.pt in `root` refers: of failed saves, of replaced checkpoints, and copied ones.
-    """
+    checkpoint ckpt*.pt in `root` refers: those of failed saves or replaced checkpoints, and copied
+    ones."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()
@@ -292,7 +292,7 @@ def unnamed_shards(root):
 
 
 def remove_unnamed_shards(root, kept=()):
-    """Remove the folders unnamed_shards(root), except those in `kept`."""
+    """Remove the folders unnamed_shards(root), except those in `kept`, a list of pathlib.Path."""
     for path in unnamed_shards(root):
         if path not in kept:
             with suppress(OSError):  # first: without it, the rest is known as incomplete

@@ -1,4 +1,5 @@
-"""Nested states with tensors, and what every file of them needs: digests, .safetensors files."""
+"""Functions for nested states with tensors and for files of tensors: digests, .safetensors files.
+"""
 
 import hashlib
 import io
@@ -69,8 +70,8 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A file object that writes to `file` and hashes the data (`sha`, SHA-256). It cannot seek:
-    torch.save writes strictly in order."""
+    """A file object that writes to the binary `file` and hashes the data (`sha`, SHA-256). It
+    cannot seek: torch.save writes strictly in order."""
 
     def __init__(self, file):
         self.file = file
