@@ -7,8 +7,8 @@ from train.evaluate import join_numbers
 
 class Average:
     """EMA of the parameters of `optimizer`: average = decay * average + (1 - decay) * parameter. It
-    is kept in the optimizer's state ("ema"), so that it is sharded, saved and resumed with it. Call
-    update(it) after each step, and evaluate() to evaluate the averaged weights."""
+    is stored in the optimizer's state ("ema"), so that it is sharded, saved and resumed with that
+    state. Call update(it) after each step, and evaluate() to evaluate the averaged weights."""
 
     def __init__(self, optimizer, decay):
         self.optimizer = optimizer
@@ -17,8 +17,8 @@ class Average:
 
     @torch.no_grad()
     def update(self, it):
-        """Update the averages with the weights after step `it`, for parameters that have a
-        gradient. The decay is at most (1 + it) / (10 + it), so that the initial weights are soon
+        """Update the averages with the weights after step `it` (0-based), for parameters that have
+        a gradient. The decay is at most (1 + it) / (10 + it), so that the initial weights are soon
         forgotten (as in TensorFlow's ExponentialMovingAverage)."""
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -29,10 +29,10 @@ class Average:
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
     def evaluate(self, evaluate_weights):
-        """Call evaluate_weights(), which returns {NAME: number} of the model, or `None` if a signal
-        stopped it, twice: with the weights, then with the averages in place of them. Return {NAME:
-        number, NAME_ema: number}, or `None` if a call returned `None`. SetupError if a name occurs
-        twice."""
+        """Call evaluate_weights() twice: with the weights, then with the averages in place of the
+        weights. It returns {NAME: number} of the model, or `None` if a signal stopped it. Return
+        {NAME: number, NAME_ema: number}, or `None` if a call returned `None`. SetupError if a name
+        occurs twice."""
         numbers = evaluate_weights()
         if numbers is None:
             return None

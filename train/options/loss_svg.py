@@ -58,16 +58,17 @@ def read_metrics(path, limit=None):
 
 
 def to_number(value):
-    """Return a number as a float, or None for anything else: NaN, texts (metrics.jsonl has "nan"
-    and "inf" as strings), booleans, and numbers of 1e100 or more, whose sums could overflow."""
+    """Return a number as a float, or `None` for anything that cannot be drawn: NaN, texts
+    (metrics.jsonl has "nan" and "inf" as strings), booleans, and numbers of 1e100 or more, whose
+    sums could overflow."""
     if type(value) in (int, float) and abs(value) < 1e100:
         return float(value)
     return None
 
 
 def curve(records, key, x="iter"):
-    """Return the points [(x, y), ...] of the metric `key` in the records of read_metrics, without
-    missing or non-finite values; x: "iter", "tokens", or "time" in minutes."""
+    """Return the points [(x, y), ...] of the metric `key` in the records of read_metrics(), without
+    missing or non-finite values. x: "iter", "tokens", or "time" (minutes of training)."""
     points = []
     steps, minutes = [0], [0.0]  # at the end of each training line
     for r in (r for r in records if "loss" in r):
@@ -85,8 +86,8 @@ def curve(records, key, x="iter"):
 
 
 def smooth(points, share=0.02):
-    """Return the points [(x, y), ...], at least one, with y replaced by the centred running mean
-    over 2 x `share` of the points, fewer near the start, where the loss is steep."""
+    """Return the points [(x, y), ...], at least one, with y replaced by a centred running mean over
+    the fraction 2 x `share` of the points; over fewer near the start, where the loss is steep."""
     x, y = np.array(points).T
     i = np.arange(len(y))
     half = np.minimum(max(1, int(len(y) * share)), i // 3)
@@ -100,8 +101,8 @@ def smooth(points, share=0.02):
 # axes
 
 class Axis:
-    """A linear or (with `log`) logarithmic mapping of numbers to pixels from `start` to `end`;
-    axis(value) returns the pixel. The range of the axis is that of `values` with a margin; with
+    """A linear or (with `log`) logarithmic mapping of numbers to pixels: axis(value) returns a
+    pixel from `start` to `end`. The range of the axis is that of `values` with a margin; with
     from_zero it begins at 0."""
 
     def __init__(self, values, start, end, from_zero=False, log=False):
@@ -124,9 +125,9 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, spacing):
-        """Return a list of round values on the axis. Linear: multiples of 1, 2 or 5 times a power
-        of ten, about `spacing` pixels apart. Logarithmic: powers of ten, and values between them if
-        the range is less than two powers of ten; `spacing` has no effect."""
+        """Return a list of round values on the axis, for labels. Linear: multiples of 1, 2 or 5
+        times a power of ten, about `spacing` pixels apart. Logarithmic: powers of ten, and values
+        between them if the range is less than two powers of ten; `spacing` has no effect."""
         if self.log:
             digits = (1, 1.5, 2, 3, 4, 5, 7) if self.high - self.low < 2 else (1,)
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -150,8 +151,8 @@ def tick_label(value):
 
 class Curve(NamedTuple):
     """A line of a chart. points: [(x, y), ...]; color: of SVG; name: in the legend ("": none);
-    line: solid, faint or dashed; start: the vertical axis may cut off values in this share of the
-    horizontal axis."""
+    line: solid, faint or dashed; start: values in this first share of the horizontal axis need not
+    fit the vertical axis, and may be cut off."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -160,10 +161,11 @@ class Curve(NamedTuple):
 
 
 def loss_svg(runs, x="iter", metric="loss"):
-    """Return the text of an SVG of `runs`, [(name, records of read_metrics), ...]: a panel for the
-    metric, solid in training and dashed in validation (val_NAME), above one for the learning rate.
-    x: iter, tokens or time. Parent folders that all names share are removed from the legend. With
-    several runs, the vertical axis fits the values after the start, whose differences are small."""
+    """Return the text of an SVG of `runs`, [(name, records of read_metrics()), ...]: a panel for
+    the metric, solid in training and dashed in validation (val_NAME), above one for the learning
+    rate. x: iter, tokens or time. Parent folders that all names share are left out in the legend.
+    With several runs, the vertical axis fits the values after the start, whose differences are
+    small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -184,7 +186,7 @@ def loss_svg(runs, x="iter", metric="loss"):
 
 def draw_chart(panels, x_label, log_x=False):
     """Return the text of an SVG of `panels`, {name: list of Curves}, at most two, above each other
-    over one horizontal axis, logarithmic with log_x."""
+    over one horizontal axis, labelled `x_label`, logarithmic with log_x."""
     curves = [c for group in panels.values() for c in group]
     x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, not log_x, log_x)
     parts = []
@@ -206,9 +208,9 @@ def draw_chart(panels, x_label, log_x=False):
 
 def draw_panel(name, curves, x, top, height):
     """Return a list of SVG elements (strings) of a panel: grid, vertical axis and `curves`, a list
-    of Curves. x: the horizontal Axis; top, height: pixels. The vertical axis is logarithmic if
-    values span more than a factor of 3 (not for the learning rate): the start of a loss would
-    flatten the rest. Values before Curve.start may be cut off."""
+    of Curves. name: title of the panel; x: the horizontal Axis; top, height: pixels. The vertical
+    axis is logarithmic if values span more than a factor of 3 (not for the learning rate): the
+    start of a loss would flatten the rest. Values before Curve.start may be cut off."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

@@ -1,10 +1,10 @@
 """Copies of a run's checkpoints in a store: s3://, gs:// or a folder (key: mirror).
 
 The store has the last two copies of ckpt.pt, e.g. copy_000002.pt, numbered in the order of copying,
-and ckpt_best.pt. Copies are made in the background, one at a time; of the saves in the meantime,
+and ckpt_best.pt. Copies are made in the background, one at a time; of the saves during a copy, only
 the last one is copied. A failure is a warning. Each file ends with its digest, and an older copy is
-deleted after a newer one is complete: an incomplete copy is never used, and never the only one.
-Of a sharded checkpoint the store has the files of shards/ too, copied before the manifest.
+deleted after a newer one is complete: an incomplete copy is never used, and never the only one. Of
+a sharded checkpoint the store has the files of shards/ too, copied before the manifest.
 """
 
 import contextlib
@@ -44,9 +44,10 @@ class Mirror:
 
     def fetch(self, log):
         """Copy the newest complete copy in the store, if any, to ckpt.pt in the run folder, and the
-        best to ckpt_best.pt, unless the run folder has a checkpoint or config.resume_file is set.
-        log(text) is called per file. CheckpointError: unusable store, only incomplete copies, or
-        copies although config.resume is "never"."""
+        best checkpoint to ckpt_best.pt, unless the run folder has a checkpoint or
+        config.resume_file is set. log(text) is called per file. CheckpointError if the store cannot
+        be used, if all copies are incomplete, or if there are copies although config.resume is
+        "never"."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
@@ -69,7 +70,7 @@ class Mirror:
 
     def get(self, path, name, log):
         """Copy the file `path` of the store, and its shards, to `name` in the run folder. Return
-        whether it is complete; otherwise `name` does not change. log: is called with text."""
+        whether the copy is complete; otherwise `name` does not change. log(text): for messages."""
         log(f"Copying {name} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -84,8 +85,8 @@ class Mirror:
     def get_shards(self, manifest):
         """Copy the shards of the checkpoint `manifest`, a file in the run folder, from the store to
         the run folder; existing shards are replaced. Return True, or False if the file does not
-        begin like a manifest. ValueError if the rest of it or a shard is damaged, or a shard is
-        missing."""
+        begin like a manifest. ValueError if the rest of the manifest or a shard is damaged, or a
+        shard is missing."""
         folder = sharded_file.folder_named_in(manifest)
         if not folder:
             return False
@@ -100,12 +101,12 @@ class Mirror:
         return True
 
     def update(self, logger):
-        """Start to copy the ckpt.pt just saved, in the background; logger.warn after a failure."""
+        """Start to copy the ckpt.pt just saved, in the background; a failure is a warning."""
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 
     def finish(self, logger):
-        """Wait for the copy of the last save; logger.warn after config.dist_timeout seconds."""
+        """Wait for the last copy; logger.warn(text) if that takes config.dist_timeout seconds."""
         if self.thread:
             self.thread.join(self.config.dist_timeout)
             if self.thread.is_alive():
@@ -159,7 +160,7 @@ class Mirror:
             self.disk.size(local), self.disk.tail(local))
 
     def remove_unnamed_shards(self):
-        """Remove the folders of shards in the store that no checkpoint there names."""
+        """Remove the folders of shards in the store to which no checkpoint in the store refers."""
         heads = [self.fs.head(path) for path in self.fs.glob(f"{self.pattern}/*.pt")]
         for folder in self.fs.glob(f"{self.pattern}/shards/*"):
             name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()

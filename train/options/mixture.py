@@ -1,8 +1,8 @@
 """Several data sets as one: `data_dir: data/bin/web:0.7,data/bin/code:0.3`.
 
-A table with a period assigns each sample g of the run to a source. It is the next sample of that
-source, in the order and epochs of a run on only this source. The order is therefore a function of
-(seed, step), the same at any world size. Example, with shares 0.7 and 0.3:
+A table with a period assigns each sample g of the run to a source, a data set. Sample g is the next
+sample of that source, in the order and epochs of a run on only this source. The order is therefore
+a function of (seed, step), the same at any world size. Example, with shares 0.7 and 0.3:
 
     g             0    1    2    3    4    5    6    7    8    9    10
     source        web  code web  web  code web  web  web  code web  web
@@ -24,11 +24,11 @@ MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIO
 
 
 def samples_per_period(weights):
-    """Return the number of samples per source in a period of the mixture, [int], for weights
-    [float].
+    """Return the number of samples of each source in a period of the mixture, a list of ints, for
+    `weights`, a list of floats.
 
     Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD;
-    else rounded, maybe to 0.
+    otherwise rounded, perhaps to 0.
     """
     exact = [Fraction(str(w)) for w in weights]  # 0.7 is 7 / 10
     shares = [w / sum(exact) for w in exact]
@@ -91,8 +91,8 @@ class Mixture(Loader):
 
     def by_source(self, g):
         """Yield (name, loader, positions, numbers) for each source that has some of the samples
-        `g`, (m,) int64, sample numbers in the mixture. positions: their indices in `g`; numbers:
-        their sample numbers in the source; both are int64 arrays."""
+        `g`, (m,) int64, numbers of samples in the mixture. positions: their indices in the array
+        `g`; numbers: their numbers in the source; both are int64 arrays of equal length."""
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -127,8 +127,8 @@ class Mixture(Loader):
     # validation
 
     def fixed_batches(self, count):
-        """Return the list of all validation batches, (source name, index in the source): `count`
-        per source, or fewer if a source is smaller."""
+        """Return the list of all validation batches, (source name, index in the source): `count` of
+        each source, or fewer if the source is smaller."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -143,9 +143,9 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Combine sums of metrics per source, {source: {name: tensor}}, into sums over all sources,
-        {name: tensor}. The name "count" is the number of terms. Sums are scaled so that sum / count
-        is the mean of the sources' means, weighted by the shares; "count" is the total."""
+        """Return the sums {name: tensor} over all sources. sums_by_source: {source: {name:
+        tensor}}; the sum "count" is the number of items. Sums are scaled so that sum / count is the
+        mean of the sources' means, weighted by the shares; "count" is the total."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         factors = {name: self.shares[name] * n / sums["count"]
                    for name, sums in sums_by_source.items()}
@@ -157,14 +157,14 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the name of a data folder in the names of logged metrics: web for the folder
-    data/bin/web."""
+    """Return the name of a data folder in the names of logged metrics, e.g. web (in val_loss_web)
+    for the folder data/bin/web."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 
 def mix(data, weights):
-    """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. A split that
-    one folder lacks is None. Raises DataError if the folders cannot be mixed."""
+    """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. A split that a
+    folder lacks is `None` in the mixture. Raises DataError if the folders cannot be mixed."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len({*map(os.path.realpath, data)}) < len(data):
         raise DataError(f"data_dir: {', '.join(data)}: one folder is there twice")

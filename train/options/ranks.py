@@ -40,9 +40,8 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 
 def check_ranks(config, ranks, log):
     """Log the nodes and processes of a run with log(text), and warn if versions or devices differ
-    between ranks, or if a launcher has started more nodes or processes than this run has. A
-    collective: every rank must call it. Raises SetupError, on all ranks, if code or configuration
-    differ."""
+    between ranks, or if a launcher has started more nodes or processes than this run has. All ranks
+    must call. Raises SetupError, on all ranks, if code or configuration differ."""
     rows = gather_objects(describe_rank(config, ranks) if ranks.world_size > 1 else {}, ranks)
     nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
@@ -66,9 +65,9 @@ def check_ranks(config, ranks, log):
 
 def describe_rank(config, ranks):
     """Return a dict about this rank: host, node, address, device, the versions torch and NCCL,
-    commit (of git), the hashes code and configuration, `None` each if unknown; and keys: the
-    settings {name: value} that must be equal on all ranks. These are all but paths, which may be
-    local to a node. config: a TrainConfig; ranks: a Ranks."""
+    commit (of git), and the hashes code and configuration, each `None` if unknown; and keys: {name:
+    value} of the configuration keys that must be equal on all ranks (all except paths, which may be
+    local to a node). config: a TrainConfig; ranks: a Ranks."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
@@ -113,9 +112,9 @@ def group_ranks(values):
 @dataclass
 class Collective:
     """The collectives of one kind in a training step: `count` calls, e.g. of "all_reduce". nbytes:
-    size of the tensors of all calls together; for all_gather and reduce_scatter of the whole
-    tensors, for all_to_all of a rank's part. ranks: a range, the members of the process group that
-    contains rank 0."""
+    bytes of the tensors of all calls together (all_gather and reduce_scatter: of the whole tensors;
+    all_to_all: of one rank's part). ranks: a range, the members of the process group that contains
+    rank 0."""
     kind: str
     ranks: range
     count: int
@@ -124,8 +123,8 @@ class Collective:
 
 def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16):
     """Return a list of Collectives: the communication in a training step of `model` (on any device,
-    not wrapped or sharded) with config.optimizer and config.distributed. dtype: of matrix products;
-    muon_dtype: in which Muon orthogonalises."""
+    not wrapped or sharded) with config.optimizer and config.distributed on `world_size` ranks.
+    dtype: of matrix products; muon_dtype: of the matrices in Muon's computation."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
@@ -157,8 +156,9 @@ def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16
 
 
 def muon_collectives(model, config, world_size, dtype):
-    """Return the Collectives of a step of Muon, [] for other optimizers; lr_groups, which divide
-    batches of matrices, are not considered. dtype: in which it orthogonalises."""
+    """Return a list of the Collectives of a step of Muon, [] for other optimizers; lr_groups, which
+    divide batches of matrices, are not considered. Arguments as for step_collectives(), but dtype:
+    of the matrices in Muon's computation."""
     if config.optimizer != "muon":
         return []
     found = []
@@ -185,8 +185,8 @@ def padded_numel(params, shard_size):
 
 
 def bytes_sent(collectives, per_node):
-    """Return (bytes that a rank sends within the node, bytes that a node sends to other nodes) per
-    step, for a list of Collectives that use ring algorithms, except all_to_all. The ranks are
+    """Return (bytes that a rank sends within a node, bytes that a node sends to other nodes) per
+    step, for a list of Collectives. All except all_to_all use ring algorithms. The ranks are
     numbered node by node, with `per_node` ranks per node."""
     within = between = 0.0
     for c in collectives:
@@ -208,8 +208,8 @@ def bytes_sent(collectives, per_node):
 
 def log_network(config, model, ranks, log):
     """Measure the speed of an all-reduce within and between nodes, and log it with log(text), with
-    the bytes that a training step of `model` sends. A collective: every rank must call it. Without
-    effect for one rank, or nodes of different sizes."""
+    the bytes that a training step of `model` sends. All ranks must call. Without effect for one
+    rank, or if nodes have different numbers of ranks."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -227,9 +227,9 @@ def log_network(config, model, ranks, log):
 
 
 def all_reduce_speed(groups, device):
-    """Return the bytes per second that each rank sends in an all-reduce, while all `groups` run one
-    at the same time. groups: lists of ranks, equally long, with each rank in one of them. A
-    collective: every rank must call it."""
+    """Return the bytes per second that each rank sends in an all-reduce, while all `groups` run an
+    all-reduce at the same time. groups: lists of ranks, equally long; each rank is in one of them.
+    All ranks must call."""
     group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
     x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(x, group=group)  # the first one connects
@@ -244,9 +244,9 @@ def all_reduce_speed(groups, device):
 
 class RankClock(Clock):
     """A Clock that also measures how long each rank works per step, with hooks on model and
-    optimizer, to find slow ranks. The work of a rank in a step ends with the last gradient; then it
-    waits for the others. Under FSDP ranks wait for each other in every block, and only the time
-    until the forward pass, e.g. for data, is measured."""
+    optimizer, to find slow ranks. The work of a rank in a step ends with the last gradient; then
+    the rank waits for the others. Under FSDP ranks wait for each other in every block, and only the
+    time until the forward pass, e.g. for data, is measured."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -282,10 +282,10 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the seconds per step since the last call, at the end of step `it`, as Clock.lap
-        does. Set the attribute `numbers` for the log line: work_ms (median of the ranks),
-        slowest_ms, slowest_rank. Call warn(text) if a rank stays slow. A collective: every rank
-        must call it."""
+        """Return the mean seconds per step since the last call, at the end of step `it`; arguments
+        as for Clock.lap. Set the attribute `numbers` for the log line: work_ms (median of the
+        ranks), slowest_ms, slowest_rank. Call warn(text) if a rank is slow for many steps. All
+        ranks must call."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -31,8 +31,8 @@ def check_trackers(names):
 
 
 class Trackers:
-    """The trackers of a run (tensorboard, wandb, mlflow), used by call(). No method raises: the
-    first failure of a tracker drops it with a warning.
+    """The trackers of a run, `names` (tensorboard, wandb, mlflow); call() passes numbers to them.
+    No method raises: a tracker that fails is dropped with a warning.
 
     log: the run's Logger. A tracker may have an `id`, which is stored in out_dir/tracker.json, so
     that a resumed run continues the same tracked run.
@@ -69,8 +69,8 @@ class Trackers:
 
 
 def tracked_numbers(record):
-    """Return {name: float} of the numbers of a metrics.jsonl record, without iter, by the names
-    that trackers show: train/loss, val/ppl, ..."""
+    """Return {name: float} of the numbers in `record`, a line of metrics.jsonl as a dict, except
+    iter, under the names that trackers show: train/loss, val/ppl, ..."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
     return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}
@@ -78,7 +78,7 @@ def tracked_numbers(record):
 
 class TensorBoard:
     """Tracker that writes event files to out_dir/tensorboard, for tensorboard --logdir out. log:
-    the run's Logger."""
+    the run's Logger. system_info is not used."""
     packages = ["tensorboard"]
     id = None
 
@@ -98,7 +98,8 @@ class TensorBoard:
 
 class WandB:
     """Tracker for Weights & Biases; offline without a login or WANDB_MODE. log: the run's Logger.
-    run_id: of the run to resume, or `None`; steps that it repeats are shown twice."""
+    system_info: a dict of versions and facts. run_id: of the tracked run to continue, or `None`;
+    steps that are repeated are shown twice."""
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):
@@ -127,8 +128,8 @@ class WandB:
 
 class MLflow:
     """Tracker that writes to MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of
-    out_dir. log: the run's Logger. run_id: of the run to resume, or `None`; steps that it repeats
-    are shown twice."""
+    out_dir. log: the run's Logger. system_info: a dict of versions and facts. run_id: of the
+    tracked run to continue, or `None`; steps that are repeated are shown twice."""
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):
