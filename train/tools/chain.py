@@ -5,8 +5,8 @@
 The first model is a run of the configuration. The next ones have other seeds, and learn from the
 data and from the average distribution of all earlier models (model/distill.py). The last run, the
 student, distils all of them into one model. The table shows the loss of each model and of the
-ensemble of the models before. A run is a process with a folder in out/chain; the same command
-resumes, and tries crashed runs again.
+ensemble of all earlier models. A run is a process with a folder in out/chain; the same command
+resumes, and repeats crashed runs.
 """
 
 import math
@@ -31,8 +31,9 @@ class ChainOptions:
 
 
 def train_chain(options, arguments):
-    """Train all models and the student, and print a table; return the exit code: 1 if a run has
-    crashed. arguments: of run_train.py. Raises UserError."""
+    """Train all models and the student, and print a table. Return the exit code: 1 if a run has
+    crashed, otherwise 0. options: ChainOptions; arguments: a list, those of run_train.py. Raises
+    UserError."""
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")

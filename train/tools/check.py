@@ -2,11 +2,11 @@
 
     python -m train.tools.check [--model NAME] [--config FILE] [--key value]...
 
-Runs of 12 steps are compared with each other: killed and resumed, another split into micro-batches,
-two ranks with DDP and FSDP. Then the model is examined: batches, gradients, evaluation, decoding,
-initial values, FLOPs, export, keys. Each check prints one line: ok, differs or not applicable.
-The exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The runs are on
-the CPU, in float32, not compiled, without dropout, with batches and intervals of the check.
+Runs of 12 steps are compared with each other: killed and resumed, with other micro-batches, on two
+ranks with DDP and FSDP. Then the model is examined: batches, gradients, evaluation, decoding,
+initial values, FLOPs, export, keys. Each check prints one line: ok, differs or not applicable. The
+exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The runs are on the
+CPU, in float32, not compiled, without dropout; SETTINGS replaces batch size, intervals etc.
 """
 
 import contextlib
@@ -81,8 +81,8 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 
 class Case:
-    """The model type and configuration under test. folder: of the training runs. `run`: the Run
-    opened from the first of them, which the checks examine."""
+    """The model type and configuration under test. folder: contains a folder per training run.
+    `run`: a Run opened from the first training run, which the checks examine."""
 
     def __init__(self, config, folder):
         self.config = config
@@ -91,7 +91,7 @@ class Case:
 
     def build(self, **changes):
         """Build the data and the model, with initial weights, of the configuration with `changes`
-        {key: value}. Return (data, model)."""
+        {key: value}. Return (Data, model)."""
         config = load_config(self.folder / "first" / "config.yaml", changes)
         data = open_data(config, self.run.ranks)
         return data, load_model_type(config.model).build_model(config, data)
@@ -119,9 +119,9 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, log, killed_at):
-    """Train as rank `rank` of a run in this process, a fork that has imported torch, with the
-    output appended to the files `log`.log and `log`.err. environment: {variable: value}. killed_at:
-    the process kills itself at the evaluation of this step; `None`: never."""
+    """Train as rank `rank` of a run in this process, which was forked after the import of torch.
+    Output is appended to the files `log`.log and `log`.err. environment: {variable: value}.
+    killed_at: the process kills itself at the evaluation of this step; `None`: never."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,9 +133,9 @@ def train_rank(rank, config, environment, log, killed_at):
 
 
 def train_in_process(case, name, ranks=1, killed_at=None, **changes):
-    """Train into case.folder / name in `ranks` processes, with changes {key: value} of the
-    configuration. killed_at: kill them at the evaluation of this step. Raises SetupError if the run
-    is refused, AssertionError if it crashes."""
+    """Train into case.folder / name in `ranks` new processes, with `changes` {key: value} of the
+    configuration. killed_at: kill the processes at the evaluation of this step. Raises SetupError
+    if the run is refused, AssertionError if it crashes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -162,8 +162,9 @@ def read_log(case, name):
 
 
 def compare_run(case, name, **how):
-    """Train a run with the arguments `how` of train_in_process. Raises AssertionError unless the
-    logged numbers equal those of the first run, up to rounding. Return a text for the report."""
+    """Train a run with the arguments `how` of train_in_process, and compare it with the first run.
+    Return a text for the report. Raises AssertionError unless the logged numbers are equal, up to
+    rounding."""
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     if drift := re.search("warning: .* differ between ranks.*", (case.folder / f"{name}.log")
@@ -194,8 +195,9 @@ def check_resume(case):
 
 
 def check_weights(case):
-    """Check that the weights in a checkpoint have the loss that the run has logged for them, which
-    an optimizer with other weights for evaluation would change. Return a text for the report."""
+    """Check that the weights in a checkpoint have the loss that the run has logged for them, unlike
+    those of an optimizer that evaluates with other weights. Return a text for the report, or raise
+    AssertionError; SetupError without validation data."""
     data, model = case.build()
     if data.val is None:
         raise SetupError("no validation data")
@@ -212,8 +214,9 @@ def check_weights(case):
 
 @torch.no_grad()
 def change_weights(model):
-    """Add noise to the trained parameters, in place: a part of a model that is zero at first would
-    hide differences. Frozen weights are in the file of another model."""
+    """Add noise to the trained parameters of `model`, in place: a part of a model that is zero at
+    first would hide differences. Frozen weights are not changed: a different model's file contains
+    them."""
     generator = torch.Generator().manual_seed(0)
     for p in (p for p in model.parameters() if p.requires_grad):
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
@@ -229,9 +232,9 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context manager that repeats the choices of torch.topk and Tensor.topk: in each pass of a
-    model, the n-th call returns the values at the indices of the n-th call in the first pass, since
-    other choices would make the loss jump. n_used: number of calls in this pass; set it to 0 before
+    """Context manager that repeats the choices of torch.topk and Tensor.topk, because other choices
+    would make the loss jump: the n-th call in a pass of a model returns the values at the indices
+    of the n-th call in the first pass. n_used: number of calls in this pass; set it to 0 before
     each pass. Last dimension only."""
 
     def __init__(self):
@@ -249,8 +252,9 @@ class FixedChoices(TorchFunctionMode):
 
 
 def check_gradients(case):
-    """Compare the slope of the loss along half of the gradient of each kind of parameter with
-    central differences. Return a text for the report, or raise AssertionError."""
+    """Compare the slope of the loss along a random half of the gradient of each kind of parameter
+    (the same name but for numbers) with central differences. Return a text for the report, or raise
+    AssertionError; SetupError if the loss is too flat."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
     with FixedChoices() as fixed:
@@ -283,11 +287,11 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare three forms of the loss and their gradients: in chunks, compiled for a GPU, and from
-    samples that are all ids; in eval mode also with the cross-entropy of the logits, as the loss of
-    a batch, if it is one of tokens and targets. The logits are large: a cap has no effect on small
-    ones. Return a text for the report, or raise AssertionError; SetupError if the model is no GPT.
-    """
+    """Compare three forms of a GPT's loss and their gradients: in chunks, compiled for a GPU, and
+    from samples that are all ids. In eval mode, also compare with the cross-entropy of the logits;
+    this is also done for the loss of a batch (tokens, targets). The logits are made large, because
+    a cap has no effect on small ones. Return a text for the report, or raise AssertionError;
+    SetupError if the model is no GPT."""
     def differentiate(loss):
         model.zero_grad()
         value = loss()
@@ -414,8 +418,8 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a list of a few valid values of a configuration key other than `value`. field: the
-    dataclass field of the key."""
+    """Return a list of a few valid values, other than `value`, of the configuration key whose
+    dataclass field is `field`."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", ())
     if kind is bool:
@@ -429,8 +433,8 @@ def candidates(field, value):
 
 def fingerprint(case, changes):
     """Return a list that identifies the results of the configuration with `changes` {key: value}:
-    the losses, sums and gradients of two steps of gradient descent, batches, FLOPs. None if it is
-    refused; AssertionError after any other error."""
+    the losses, sums and gradients of two steps of gradient descent, batches, FLOPs. `None` if the
+    configuration is refused; AssertionError after any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
@@ -497,8 +501,8 @@ class Settings:
 
 
 def print_result(case, name):
-    """Run CHECKS[name], print its line (ok, differs or not applicable) and return whether it
-    passed: all but "differs"."""
+    """Run CHECKS[name], print its line (ok, differs or not applicable) and return False if the line
+    is "differs", otherwise True."""
     try:
         status, text = "ok", CHECKS[name](case)
     except (ConfigError, DataError, SetupError) as reason:  # or a refused run
@@ -513,8 +517,9 @@ def print_result(case, name):
 
 
 def check(settings, config):
-    """Run the checks of `config` that settings.only names (default: all), print a line for each,
-    and return the exit code: 1 if one differs. Raises SetupError if the first run fails."""
+    """Run the checks of `config` that settings.only names (default: all) and print a line for each.
+    Return the exit code: 1 if one differs, otherwise 0. Raises SetupError if the first run fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))

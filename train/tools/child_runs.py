@@ -1,9 +1,9 @@
 """Runs of run_train.py as processes, for train.tools.chain, .repeat and .scaling.
 
 The folder of a run is named by a digest of its configuration and data, and of the size and time of
-other files that it reads. A run that was stopped resumes there. The result is read from its
-metrics.jsonl; a complete run has it in its result.json and is not started again. A crash is a
-result without a value; the next command tries the run again.
+other files that it reads. A run that was stopped resumes in this folder. The result is the last
+value of a metric in metrics.jsonl. That of a complete run is saved in result.json, and the run is
+not started again. A crash is a result without a value; the next command repeats the run.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_trai
 
 
 class ChildRun:
-    """A run of run_train.py in a process, with a folder below `out`, for train_all().
+    """A run of run_train.py in a process, for train_all(), with a folder in the folder `out`.
 
-    name: on the console, and the start of the folder's name. arguments: of run_train.py.
-    fingerprint: of the data. UserError for a configuration without evaluations. Attributes after
-    train_all(): `value`, the last value of the metric, or `None` after a crash; `seconds`, the time
-    of training.
+    name: on the console, and the start of the folder's name. arguments: a list, those of
+    run_train.py. fingerprint: of the data. UserError for a configuration without evaluations.
+    Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash;
+    `seconds`, the time of training.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
@@ -62,9 +62,9 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Set `value` and `seconds` from metrics.jsonl and result.json, save them and print them
-        (with `note`), for a run that has ended, now or in an earlier command. metric: the name,
-        e.g. val_loss."""
+        """Read `value` and `seconds` of a complete or crashed run from metrics.jsonl and
+        result.json, save the result in result.json and print it (with the text `note`). metric: the
+        name, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         values = [None, *(y for _, y in curve(records, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
@@ -87,9 +87,9 @@ class ChildRun:
 
 def train_all(runs, metric, out, jobs):
     """Train the ChildRuns in `runs`, up to `jobs` at a time; complete runs are not repeated.
-    metric: the name of the result, e.g. val_loss. UserError if another process uses the folder
+    metric: the name of the result, e.g. val_loss. UserError if a different process uses the folder
     `out`, or under torchrun. KeyboardInterrupt after a signal, when the processes have saved a
-    checkpoint and ended."""
+    checkpoint and exited."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
 
@@ -125,7 +125,7 @@ def train_all(runs, metric, out, jobs):
 def start_process(arguments, environment, log):
     """Start run_train.py with these `arguments` and `environment` (all variables), and return the
     subprocess.Popen. Output is appended to the file `log`. The process is in a separate session:
-    Ctrl-C does not reach it, which would be a second signal."""
+    Ctrl-C would reach it as a second signal."""
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],

@@ -33,7 +33,7 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Measure and print the memory and time of the run that `config` describes. With world_size,
+    """Measure and print the memory and time of the run that `config` describes; with world_size,
     print a plan for that many GPUs instead. Raises CollectiveExit if it does not fit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
@@ -81,18 +81,18 @@ def estimate(config):
 
 def check_memory(memory, available, ranks):
     """Raise CollectiveExit, on all ranks, if the sum of `memory` {purpose: bytes} exceeds
-    `available`, in bytes, on any rank. A collective: every rank must call it."""
+    `available`, in bytes, on any rank. All ranks must call."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
     """Return (seconds per optimizer step, peak bytes of memory without weights, gradients and
-    optimizer state). data: a Data. dtype: of autocast. compiled: compile the model. available:
-    bytes of memory.
+    optimizer state). data: a Data. dtype: of autocast. compiled: whether to compile the model.
+    available: bytes of memory.
 
-    On a GPU the measured step is the real one. On a CPU, one sample is measured, and a part of a
-    micro-batch as large as time and memory allow; larger ones are extrapolated.
+    On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and a part of a
+    micro-batch as large as time and memory allow; the rest is extrapolated.
     """
     device = ranks.device
     on_gpu = device.type == "cuda"

@@ -49,9 +49,9 @@ SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters
 # the search space
 
 def read_space(path, config):
-    """Return (space, stages) of a YAML file. space: {key: Optuna distribution}. stages: a list of
-    {"trials": number, "max_iters": steps per trial, 0: as in `config`, "narrow": share of each
-    range to keep around the best values so far}. ConfigError lists all problems."""
+    """Return (space, stages) of the YAML file `path`. space: {key: Optuna distribution}. stages: a
+    list of {"trials": number, "max_iters": steps per trial, 0: as in `config`, "narrow": share of
+    each range to keep around the best values so far}. ConfigError lists all problems."""
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -81,8 +81,9 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 
 def read_dimension(name, raw, known):
-    """Return the Optuna distribution of the key `name` from `raw`, a list of choices or {"low",
-    "high", "log" or "step"}. known: {key: dataclass field}. ValueError states the problem."""
+    """Return the Optuna distribution of the key `name` from `raw`, a list of choices or a dict of
+    low, high and perhaps log or step. known: {key: dataclass field}. ValueError states the problem.
+    """
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
@@ -104,9 +105,9 @@ def read_dimension(name, raw, known):
 
 
 def narrow_dimension(dist, best, share):
-    """Return a copy of the Optuna distribution `dist`, with the range narrowed to `share` (0 to 1)
-    of it around the value `best`, or at that end of it to which `best` is near. Of choices only
-    `best` is kept (all if share is 1)."""
+    """Return a copy of the Optuna distribution `dist` with a range of `share` (0 to 1) of the old
+    width, around the value `best`; it does not exceed the old range, except to include `best`. Of
+    choices only `best` remains (all if share is 1)."""
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
@@ -120,9 +121,9 @@ def narrow_dimension(dist, best, share):
 
 
 def trial_config(config, params, max_iters=0, **changes):
-    """Return `config` with a trial's parameters {key: value} and other changes, shortened to
-    `max_iters` if that is not 0, with warm-up and intervals in proportion. The ratio of min_lr to
-    learning_rate is kept unless min_lr is searched."""
+    """Return the TrainConfig of a trial: `config` with `params` and `changes`, both {key: value},
+    and, if max_iters is not 0, of that length, with warm-up and intervals in proportion. The ratio
+    of min_lr to learning_rate does not change unless min_lr is searched."""
     values = asdict(config) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
@@ -139,8 +140,8 @@ def trial_config(config, params, max_iters=0, **changes):
 # the search
 
 def search(config, space, stages, out):
-    """Run the stages of read_space in the folder `out`, which other workers may share; print the
-    best trial. space: {key: Optuna distribution}. ConfigError if no trial of a stage completes."""
+    """Run the `stages` and the `space` of read_space() in the folder `out`, which other workers may
+    share; print the best trial. ConfigError if no trial of a stage completes."""
     studies = []
     # Numbers may be outside of the range, other values must be among the choices.
     start = {k: v for k, d in space.items()
@@ -172,9 +173,10 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the Optuna study of stage `number` in out/study.db; the first trial has the
+    """Open or create the Optuna study of stage `number` in out/study.db. The first trial has the
     parameters `start` {key: value}. Each stage is a study, as results of runs of different lengths
-    are not comparable. ConfigError if the study has another configuration or space."""
+    are not comparable. ConfigError if the study was created with a different `config`, `space` or
+    `stage` (its max_iters and narrow)."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
@@ -198,8 +200,8 @@ def open_study(config, space, number, stage, start, out):
 
 @contextlib.contextmanager
 def database_errors(out, others=()):
-    """Context manager that turns errors of the database out/study.db, and exceptions of the types
-    in `others`, into a UserError."""
+    """Context manager that converts errors of the database out/study.db, and exceptions of the
+    types in `others`, to a UserError."""
     path = os.path.join(out, "study.db")
     try:
         yield
@@ -217,17 +219,17 @@ def database_errors(out, others=()):
 
 
 def finished_trials(study):
-    """Return the list of complete and pruned trials of a study. Interrupted trials do not count,
-    since they are queued again."""
+    """Return the list of complete and pruned trials of a study. Interrupted trials are left out,
+    since they are queued to be repeated."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 
 
 def run_trial(study, config, space, stage, out):
-    """Train the next trial of a stage and return it, an optuna.FrozenTrial. If training fails, e.g.
-    with a non-finite loss or out of memory, the trial is marked as pruned, so that the sampler
-    avoids these parameters. Interrupts and other exceptions are raised, and the trial is queued
-    again."""
+    """Train the next trial of a stage and return it, an optuna.FrozenTrial; arguments as for
+    open_study(), which returned `study`. If training fails, e.g. with a non-finite loss or out of
+    memory, the trial is marked as pruned, so that the sampler avoids these parameters. After
+    interrupts and other exceptions, which are raised, the trial is queued to be repeated."""
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
@@ -283,7 +285,7 @@ def train_trial(trial, config):
 # results
 
 def print_result(study, trial, config):
-    """Print the result of a trial, which has just ended."""
+    """Print state, time and metric, or the error, of `trial`, an optuna.FrozenTrial of `study`."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{study.study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -292,8 +294,8 @@ def print_result(study, trial, config):
 
 def write_results(studies, config, out):
     """Write trials_history.json, base_config.yaml (`config`) and best_config.yaml (the changes of
-    the best trial of the current stage) to `out`. studies: the Optuna study of each stage so far,
-    the current one last."""
+    the best trial of the last stage) to the folder `out`. studies: a list of the Optuna studies of
+    the stages until now."""
     with exclusive_lock(out):
         history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
                         params=t.params, seconds=round(t.duration.total_seconds(), 1),
@@ -323,8 +325,9 @@ class SearchOptions:
 
 
 def run_search(options, config):
-    """Run the search that the options describe and return the exit code. config: the TrainConfig of
-    a trial. Raises UserError for options that do not fit."""
+    """Run the search that `options`, a SearchOptions, describes and return the exit code. config:
+    the TrainConfig from which trials differ in the searched keys. Raises UserError for options that
+    do not fit."""
     require("optuna", "the search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")

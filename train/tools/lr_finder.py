@@ -61,11 +61,11 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 
 
 def suggest(rates, losses, high):
-    """Return dict(smoothed, suggestion, why) for a sweep up to `high`. rates, losses: lists; the
-    latter is shorter if the sweep stopped early.
+    """Return dict(smoothed, suggestion, why) for a sweep up to the rate `high`. rates, losses:
+    lists; losses is shorter if the sweep stopped early.
 
-    suggestion: the rate at which the smoothed loss falls fastest, or None if the loss has no clear
-    minimum; `why` is the reason then.
+    smoothed: the smoothed losses. suggestion: the rate at which they fall fastest, or `None` if
+    they have no clear minimum; `why`, a text, then is the reason.
     """
     n = len(losses)
     half = max(1, int(SMOOTHING_FRACTION * n))
@@ -91,7 +91,7 @@ def suggest(rates, losses, high):
 
 
 def draw_sweep(sweep):
-    """Return the SVG of a sweep, the dict of find_lr: loss, smoothed loss, suggested rate."""
+    """Return the SVG, a text, of the dict of find_lr(): loss, smoothed loss, suggested rate."""
     curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
               Curve(list(zip(sweep["lr"], sweep["smoothed"])), COLORS[0], "smoothed loss")]
     if best := sweep["suggestion"]:
@@ -101,8 +101,8 @@ def draw_sweep(sweep):
 
 
 def report_sweep(sweep, config):
-    """Write a sweep, the dict of find_lr, to lr_finder.json and lr_finder.svg in config.out_dir and
-    print the suggestion."""
+    """Write a sweep, the dict of find_lr(), to lr_finder.json and lr_finder.svg in config.out_dir
+    and print the suggestion."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(os.path.join(config.out_dir, "lr_finder.json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
@@ -125,7 +125,7 @@ class SweepOptions:
 
 def run_sweep(options, config):
     """Sweep the learning rate of `config`, write and print the result on rank 0 and return the exit
-    code. Raises UserError unless options.low is below options.high."""
+    code. options: SweepOptions. Raises UserError unless options.low is below options.high."""
     if options.low >= options.high:
         raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)

@@ -46,8 +46,8 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
 
 def log_table(log, config, data, model, flops):
     """Log a table of memory and time with log(text), a line per method (DDP, FSDP, HSDP), for
-    config.world_size GPUs of the type config.gpu. model: on the meta device. flops: per step.
-    SetupError if the memory depends on the data."""
+    config.world_size GPUs of the type config.gpu. model: on the meta device. flops: per step, over
+    all ranks. SetupError if the memory depends on the data."""
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     batch = data.train.get_batch(torch.device("cpu"), 0)
@@ -78,9 +78,10 @@ def log_table(log, config, data, model, flops):
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
     """Return the estimated costs of a run with config.distributed, {name: number}: memory (bytes
-    per rank); per step: collectives (calls), within and between (bytes sent in and between nodes),
-    seconds, efficiency; save (bytes of a checkpoint), stall (seconds per save), sensible (bool).
-    gpu: a Gpu. activations: bytes per sample. flops: per step."""
+    per rank); per step: collectives (calls), within and between (bytes sent within and between
+    nodes), seconds, efficiency (share of the time that computes); save (bytes of a checkpoint),
+    stall (seconds per save), sensible (bool: fits, and is efficient). gpu: a Gpu. dtype: of matrix
+    products. activations: bytes per sample. flops: per step. per_node: ranks per node."""
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -122,9 +123,9 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes per rank of temporary copies of weights during a step, in the precision
-    `dtype` of matrix products. DDP (shards: 1): all weights, or 0 for float32. FSDP: the weights of
-    the root module and two blocks, and the float32 gradients of the root and one block."""
+    """Return the bytes per rank of temporary copies of weights during a step, in `dtype`, the
+    precision of matrix products. DDP (shards: 1): all weights, or 0 for float32. FSDP: the weights
+    of the root module and two blocks, and the float32 gradients of the root and one block."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
@@ -134,9 +135,9 @@ def copied_weights(model, shards, dtype):
 
 
 def activation_bytes(model, batch, dtype):
-    """Return the bytes per sample that the forward pass of `model` keeps for the backward pass.
-    model: on the meta device; it is changed. dtype: of autocast. SetupError if the bytes depend on
-    the values of the batch."""
+    """Return the bytes per sample that the forward pass of `model` stores for the backward pass.
+    model: on the meta device; it is changed. batch: a tuple of tensors. dtype: of autocast.
+    SetupError if the bytes depend on the values in the batch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

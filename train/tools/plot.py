@@ -24,8 +24,8 @@ class PlotOptions:
 
 
 def plot_runs(options):
-    """Draw the picture that the options describe, write the SVG and print its path. ValueError
-    names a run without the metric, or an `out` that does not end in .svg."""
+    """Draw the runs that `options`, a PlotOptions, names, write the SVG file and print its path.
+    ValueError for a run without the metric, or an `out` that does not end in .svg."""
     metric = options.metric.removeprefix("val_")
     runs = []
     for path in options.runs:

@@ -38,8 +38,9 @@ def compare(values, base, mode="min"):
     """Return (mean difference from `base`, low, high, verdict) over the seeds that both have.
 
     values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
-    if all of it is an improvement (mode: min or max), worse if all of it is a deterioration,
-    unclear otherwise (with NaNs for one seed); crash, with NaNs, if no seed is in both.
+    if the whole interval is an improvement (mode: min or max), worse if it is a deterioration,
+    otherwise unclear. With a single common seed the numbers are NaN and the verdict is unclear,
+    without any it is crash.
     """
     differences = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
     n = len(differences)
@@ -63,8 +64,9 @@ def student_quantile(freedom):
 
 
 def make_table(results, n_seeds, config):
-    """Return a table, a list of rows of strings with a header, of the results {(size, change):
-    {seed: ChildRun}}. The verdict on a change is that of all sizes if they agree, else unclear."""
+    """Return a table, a list of rows of strings with a header, of `results`, {(size, change):
+    {seed: ChildRun}}. The verdict on a change is that of all sizes if they agree, otherwise
+    unclear. n_seeds: number of seeds per setting."""
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
     comparisons = {(size, change): compare(values[size, change], values[size, BASE],
@@ -85,8 +87,8 @@ def make_table(results, n_seeds, config):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders, one line: CHANGE, or CHANGE at SIZE,
-    with control characters escaped."""
+    """Return the name of a setting in tables and folders, one line: `change`, or CHANGE at SIZE,
+    with control characters escaped. size, change: texts of KEY=VALUE settings; size may be ""."""
     return printable(" ".join((f"{change} at {size}" if size else change).split()))
 
 
@@ -106,8 +108,9 @@ class RepeatOptions:
 
 
 def repeat(options, arguments):
-    """Run all settings with all seeds, print the table and append it to results.tsv; return the
-    exit code: 1 if every run has crashed. arguments: of run_train.py. Raises UserError."""
+    """Run all settings with all seeds, print the table and append it to results.tsv. Return the
+    exit code: 1 if every run has crashed. options: RepeatOptions; arguments: a list, those of
+    run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):

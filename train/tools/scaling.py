@@ -81,8 +81,10 @@ def fit_law(n, d, loss):
 def prediction_interval(law, n, d, loss, at):
     """Return (low, high): the 95% interval of the loss of a run at = (N, D), by residual bootstrap.
 
-    Repeats the fit with errors that are sampled from the residuals of the runs n, d, loss (P,),
-    scaled up for the five fitted parameters, and adds such an error to the prediction."""
+    law: fitted to the runs n, d, loss (P,). The fit is repeated with errors that are sampled from
+    the residuals of these runs, scaled up because five parameters are fitted; such an error is also
+    added to each prediction.
+    """
     rng = np.random.default_rng(0)
     fitted = law.loss(n, d)
     errors = np.log(loss / fitted) * math.sqrt(len(n) / (len(n) - 5))
@@ -98,7 +100,7 @@ def prediction_interval(law, n, d, loss, at):
 
 class SmallRun(NamedTuple):
     """A run of a model of `depth` layers for a budget of FLOPs. n: FLOPs per token / 6. d: tokens.
-    arguments: of run_train.py."""
+    arguments: a list, those of run_train.py."""
     budget: float
     depth: int
     n: float         # FLOPs per token / 6
@@ -120,8 +122,8 @@ def depth_keys(depth, width, config):
 
 
 def plan_run(arguments, config, width, data, budget, depth):
-    """Return the SmallRun of a model of `depth` layers for `budget` FLOPs. arguments: of
-    run_train.py. config: the TrainConfig of `arguments`. width: per head. data: the Data of the
+    """Return the SmallRun of a model of `depth` layers for `budget` FLOPs. arguments: a list, those
+    of run_train.py. config: the TrainConfig of `arguments`. width: per head. data: the Data of the
     run. Raises UserError if the model does not define the number of FLOPs, ConfigError if the
     configuration excludes this depth."""
     keys = depth_keys(depth, width, config)
@@ -142,9 +144,9 @@ def plan_run(arguments, config, width, data, budget, depth):
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the SmallRuns, print a table and return their losses, a list (None after a crash). Runs
-    that are complete in options.out, by arguments and fingerprint, are not repeated. fingerprint:
-    of the data. options: ScalingOptions."""
+    """Train the SmallRuns, print a table and return their losses, a list (`None` after a crash).
+    Runs with the same arguments and fingerprint that are complete in options.out are not repeated.
+    fingerprint: of the data. options: ScalingOptions."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
                          options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -174,9 +176,9 @@ class ScalingOptions:
 
 
 def scaling(options, arguments):
-    """Train the runs, fit the law and print the prediction for the larger run; return the exit
-    code: 1 if options.check is set and that run crashed. arguments: of run_train.py. Raises
-    UserError."""
+    """Train the runs, fit the law and print the prediction for the larger run. Return the exit
+    code: 1 if the larger run, trained with options.check, crashed. options: ScalingOptions;
+    arguments: a list, those of run_train.py. Raises UserError."""
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:

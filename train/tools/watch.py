@@ -53,7 +53,7 @@ class WatchOptions:
 def read_run(folder, stamps):
     """Return (records of metrics.jsonl, {name: value for the page}) of the run in the folder
     `folder`, a Path. stamps: [(modification time, size)] of the run's files, at least one; the
-    values "started" and "changed" are the first and the last of the times."""
+    values "started" and "changed" are the first and the last of these times."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
@@ -66,8 +66,8 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of a regular file as text, "" for a link, or if it cannot be
-    read."""
+    """Return the last TAIL_BYTES of the file `path`, a Path, as text; "" for a link or a file that
+    is not regular or cannot be read."""
     with contextlib.suppress(OSError):
         # A named pipe would block, a link may lead out of the run's folder.
         if path.is_file() and not path.is_symlink():
@@ -119,8 +119,8 @@ class Server(ThreadingHTTPServer):
             return self.bodies[path]
 
     def update(self):
-        """Read the files of runs that have changed, and draw the runs again if any has. The run
-        that started last is the first."""
+        """Read the files of runs that have changed, and draw the chart if any run has changed. The
+        run that started last is the first on the page."""
         runs = {}
         for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
             old = self.runs.get(folder)
@@ -142,8 +142,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answer GET requests for the paths of a Server; 403 from other web pages, 404 for other paths.
-    """
+    """Handler of GET requests for the paths of a Server; status 403 for requests from other web
+    pages, 404 for other paths."""
     timeout = 30  # seconds to wait for a request
 
     def handle(self):
@@ -174,8 +174,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def watch(options):
-    """Serve the page of options.folder until SIGINT or SIGTERM. Raises ValueError if there is no
-    such folder, OSError if the port is in use."""
+    """Serve the page of the runs in options.folder until SIGINT or SIGTERM. options: a
+    WatchOptions. Raises ValueError if there is no such folder, OSError if the port is in use."""
     if not os.path.isdir(options.folder):
         raise ValueError(f"{options.folder}: no such folder")
     with Server(options) as server:
