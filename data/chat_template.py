@@ -8,9 +8,9 @@ meta.json and in checkpoints, and is of one of two kinds:
     {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         of a published model
 
 The Jinja text of a downloaded model is untrusted and rendered in a child process (data/render.py).
-Special tokens that occur in a message are encoded as ordinary text, because they are marked before
-rendering. A conversation of whose text a template makes special tokens, or whose special tokens it
-changes, is refused.
+Special tokens that occur in a message are encoded as ordinary text: marks around each of them are
+added before rendering. A conversation is refused if a template changes such a special token, or
+forms one from the texts of messages.
 """
 
 import bisect
@@ -45,9 +45,9 @@ MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
 # messages
 
 def parse_messages(value, name):
-    """Return [(role, text), ...] of a list of {"role", "content"}, or of ShareGPT's {"from",
-    "value"}; role: system, user or assistant. name: the field with the list, for error messages.
-    Raises ValueError for any other value."""
+    """Return [(role, text), ...] of `value`, a list of {"role", "content"} or of ShareGPT's
+    {"from", "value"}; role: system, user or assistant. name: the field with the list, for error
+    messages. Raises ValueError for any other value."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -80,9 +80,9 @@ class ChatTemplate:
 
     spec: a dict, {"system", "user", "assistant": text with {} for the message} or {"jinja": text,
     "ends": [ids], "bos_token": text, ...}. DataError if it is invalid. Attributes: spec; jinja, the
-    text of the template; ends, the ids after an answer (empty: the tokenizer's end of text);
-    special_tokens, {"bos_token": text, ...}; implicit_start, the bos_token if the template uses it,
-    else "": inference programs may add this token.
+    text of the template; ends, the list of ids that end an answer (empty: only the tokenizer's end
+    of text); special_tokens, {"bos_token": text, ...}; implicit_start, the bos_token if the
+    template uses it, otherwise "": inference programs may add this token.
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -98,7 +98,7 @@ class ChatTemplate:
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
-        """Return the rendered text of messages [(role, text), ...], up to the start of the next
+        """Return the rendered text of messages [(role, text), ...], followed by the start of an
         answer if `add_prompt`. With `tokenizer`, special tokens in messages and variables are
         enclosed in marks, see encode_marked. variables: {name: text, number or bool} for the
         template, e.g. enable_thinking. Raises DataError if the template fails."""
@@ -113,9 +113,10 @@ class ChatTemplate:
 
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
         """Return (text with marks, list of token ids) of messages [(role, text), ...]; for the
-        arguments and marks see `render`. answer: text that follows, with `add_prompt`. Raises
-        DataError if the template fails, changes a special token in a message, or forms one from the
-        texts of messages, e.g. by deleting a word between the two halves of one."""
+        arguments and marks see `render`. answer: text to append, the first words of the answer that
+        `add_prompt` starts. Raises DataError if the template fails, changes a special token in a
+        message, or forms one from the texts of messages, e.g. by deleting a word between the two
+        halves of one."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         text += mark_special(answer, tokenizer)
         ids = encode_marked(text, tokenizer)
@@ -141,9 +142,9 @@ class ChatTemplate:
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
         """Return (list of ids, number of messages left out): the longest prompt of at most
         `max_tokens` tokens. It has the system messages at the start and the latest messages,
-        beginning with one of the user. The last question is kept even if it does not fit. messages:
-        [(role, text), ...]; if the last is the assistant's, the answer is continued. variables:
-        {name: value} for the template. Raises DataError."""
+        beginning with one of the user. The last question is always included, even if it does not
+        fit. messages: [(role, text), ...]; if the last is the assistant's, the prompt ends with it,
+        and the model continues it. variables: {name: value} for the template. Raises DataError."""
         answer = ""
         if messages[-1][0] == "assistant":
             *messages, (_, answer) = messages
@@ -162,7 +163,7 @@ class ChatTemplate:
     def sequences(self, messages, tokenizer):
         """Return [(ids (n,) uint32, mask (n,) uint8)] of messages [(role, text), ...]. The mask is
         1 for tokens to learn: each answer and the end token. One sequence, or several for templates
-        that write earlier answers differently once a message follows; [] without an answer.
+        that write an earlier answer differently if a message follows; [] without an answer.
         Messages after the last answer are left out. Raises DataError for a conversation that the
         template cannot represent."""
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
@@ -207,8 +208,8 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the sorted ids that end an answer: `ends` or the tokenizer's end of text, and the
-        special token that the template writes after an answer."""
+        """Return the sorted list of ids that end an answer: `ends`, or without these the
+        tokenizer's end of text; and the special token that the template writes after an answer."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
@@ -223,8 +224,8 @@ class ChatTemplate:
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        """Return a ChatTemplate whose `ends` are all ids that end an answer with this tokenizer, as
-        training data need it; the built-in template is returned unchanged."""
+        """Return a ChatTemplate, for training data, with end_ids(tokenizer) as `ends`. The built-in
+        template is returned unchanged."""
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
@@ -234,7 +235,7 @@ def builtin_jinja(spec):
     """Return a Jinja template, a text, for a spec {"system", "user", "assistant": text with {} for
     the message}. The only special token in it is the end of text, which follows an answer. Message
     texts are stripped. A line that looks like the header of a message is escaped with a backslash,
-    so that a message cannot imitate a different role. Raises DataError for other dicts."""
+    so that a message cannot imitate a different role. Raises DataError for an invalid spec."""
     if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
         raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
                         f"{', '.join(DEFAULT_SPEC)}")
@@ -258,7 +259,8 @@ def builtin_jinja(spec):
 def open_chat_format(source):
     """Return (tokenizer, block_size, ChatTemplate) of a checkpoint (.pt), hf:OWNER/NAME or another
     name for `open_tokenizer`, e.g. gpt2. block_size is `None` unless the source is a checkpoint;
-    the ChatTemplate is `None` if the source has no chat template. Raises DataError."""
+    the ChatTemplate is `None` if the source has no chat template. Raises DataError,
+    CheckpointError."""
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
@@ -282,8 +284,8 @@ def match_any(texts):
 
 
 def mark_special(text, tokenizer):
-    """Return a message's text with the tokenizer's special tokens enclosed in marks, and without
-    other marks. tokenizer: `None` if it is not known, for a text without marks."""
+    """Return a message's text with the tokenizer's special tokens enclosed in marks; other marks
+    are removed. tokenizer: `None` to add no marks."""
     pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
     return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
@@ -297,16 +299,16 @@ def count_special(ids, tokenizer):
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
-    """Return a Counter {id: number of times} of the special tokens that `template` writes by itself
-    around `messages`, a tuple of (role, text) whose texts contain none. variables: a dict for the
-    template, as JSON: a cache key."""
+    """Return a Counter {id: number of times} of the special tokens that `template`, a ChatTemplate,
+    writes by itself around `messages`, a tuple of (role, text) without special tokens. variables: a
+    dict for the template, as JSON, because it is a part of the cache's key."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
     """Return `text` without white space, backslashes and the marks of special tokens, which
-    templates may change: to compare a message with its rendered text."""
+    templates may change, to find a message in a rendered text."""
     return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
@@ -314,7 +316,7 @@ def encode_marked(text, tokenizer):
     """Return the list of token ids of `text`, the result of ChatTemplate.render. Special tokens
     become single ids, but between OPEN_MARK and CLOSE_MARK, which enclose those of messages, they
     are ordinary text. Raises DataError for an id outside the vocabulary, and if the marks enclose
-    anything else: they would hide the template's own special tokens."""
+    other text: it could contain the template's special tokens."""
     @functools.cache  # a text can repeat the same special token many times
     def encode_part(part, encode):
         # Encode after a newline: some tokenizers add a space before the first word of a text.

@@ -36,8 +36,8 @@ WRITES = {"open": 0, "os.mkdir": 0, "os.link": 1, "os.rename": 1, "os.symlink": 
 
 
 def model_name(path):
-    """Return the display name of the model at `path`: OWNER/NAME for hf:OWNER/NAME, the name of a
-    folder, or for a file the name of the folder that contains it."""
+    """Return the name of the model at `path`, for display: OWNER/NAME for hf:OWNER/NAME, the name
+    of a folder, or for a file the name of the folder that contains it."""
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -45,10 +45,11 @@ def model_name(path):
 
 
 def local_folder(name, weights=True):
-    """Return the path `name` with ~ expanded; for hf:OWNER/NAME, the cached folder of that model on
-    the hub, downloaded if necessary (without `weights`: configuration and tokenizer only). Raises
-    DataError if it cannot be downloaded or has no config.json, and for a local folder with named
-    pipes or devices, which would block a reader. Local paths need not exist."""
+    """Return the path of the model `name`: for hf:OWNER/NAME, the cached folder of that model on
+    the hub, downloaded if necessary (without `weights`: configuration and tokenizer only); for a
+    local path, which need not exist, `name` with ~ expanded. Raises DataError if it cannot be
+    downloaded or has no config.json, and for a local folder with named pipes or devices, which
+    would block a reader."""
     if not name.startswith("hf:"):
         folder = os.path.expanduser(name)
         for entry in os.scandir(folder) if os.path.isdir(folder) else ():
@@ -71,9 +72,9 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder, ending):
-    """Raise DataError if a file in `folder`, the cached folder of the model `name`, that ends with
-    .json, .jinja or .safetensors (ending) has invalid content, e.g. an HTML page from a mirror, or
-    is cut off; the invalid files are deleted."""
+    """Raise DataError if a file in `folder`, the cached folder of the model `name`, is cut off or
+    has invalid content, e.g. an HTML page from a mirror; the invalid files are deleted. ending: of
+    the files to check: .json, .jinja or .safetensors."""
     invalid = set()
     for path in Path(folder).glob("*" + ending):
         try:
@@ -118,8 +119,8 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 
 def check_write(folders, event, *args):
-    """Raise PermissionError if an audit event is a write outside of all `folders`, a list of Paths,
-    or a link that leads there."""
+    """Raise PermissionError if an audit event (sys.addaudithook) with `args` writes outside of all
+    `folders`, a list of Paths, or creates a link that leads there."""
     # O_WRONLY is 1, O_RDWR 2; a file that is opened by its number exists.
     if event in WRITES and (event != "open" or args[2] & 3 and not isinstance(args[0], int)):
         new = Path(args[WRITES[event]])
@@ -130,9 +131,9 @@ def check_write(folders, event, *args):
 
 
 def run_download(function, max_bytes, max_seconds, arguments):
-    """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`; print the path
-    that it returns, or the error, and then exit with code 1. The process ends after max_seconds,
-    and with its parent. Files are limited to max_bytes, memory to 16 times that and to
+    """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`. Print the path
+    that it returns; after an error, print that and exit with code 1. The process ends after
+    max_seconds, and with its parent. Files are limited to max_bytes, memory to 16 times that and to
     MAX_MEMORY_BYTES; only the folder of the repository in the cache, or local_dir, is written."""
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants

@@ -24,8 +24,8 @@ KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": 
 @dataclass
 class Meta:
     """The contents of meta.json, which describes a folder of prepared data; read_meta returns one.
-    `extra` contains the keys of one model type, which are at the top level of the file as well. A
-    field that is None is not written."""
+    `extra`: {key: value} of the keys that only one model type has; in the file they are at the top
+    level, like all others. A field that is `None` is not written."""
     model: str | None = None         # the --model that the data are for, if known
     dtype: str | None = None         # of raw token files: uint16 or uint32
     vocab_size: int | None = None
@@ -50,8 +50,8 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 
 def write_meta(folder, meta):
-    """Write a Meta to meta.json in `folder`, atomically. Call this last: without it a folder is
-    incomplete."""
+    """Write a Meta to meta.json in `folder`, atomically. Call this after all other files are
+    written: a folder without meta.json is incomplete."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 
@@ -75,8 +75,8 @@ def read_meta(folder, allow_incomplete=False):
 
 
 def parse_meta(content):
-    """Return the Meta of the content of a meta.json or meta.pkl. Raises ValueError if it is no
-    dict, or its dtype or vocab_size is invalid; `read_meta_for` checks the rest."""
+    """Return the Meta of `content`, the content of a meta.json or meta.pkl. Raises ValueError if it
+    is no dict, or the dtype or vocab_size in it is invalid; `read_meta_for` checks the rest."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
@@ -98,8 +98,8 @@ def read_meta_for(model, folder, how_to_prepare, **types):
     """Return the Meta of a folder that was prepared for --model `model`.
 
     types: {key: type} of the keys that must be present: a type, [type] for a list, {str: type} for
-    a dict. Raises DataError if one is missing or of another type, or the folder is for another
-    model; `how_to_prepare` is the end of the message.
+    a dict. Raises DataError if one is missing or of another type, or the folder is for a different
+    model; `how_to_prepare`, a text, is the end of the message.
     """
     meta = read_meta(folder)
     values = meta.to_dict()
@@ -131,8 +131,8 @@ def is_prepared(folder):
 
 
 def prepared_model(folder):
-    """Return the model type that a folder of data was prepared for, e.g. "gpt", also if it has a
-    train.bin without meta.json; `None` if it is unknown or meta.json is damaged."""
+    """Return the model type that a folder of data was prepared for, e.g. "gpt"; `None` if that is
+    unknown or meta.json is damaged. A folder with a train.bin is always for gpt."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:
@@ -162,8 +162,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_pickle(f):
     """Return the content of a pickle of builtin types in the binary file `f`, without running code
-    from it. Raises ValueError for other types, and for a pickle that requests more memory than the
-    file has (nine bytes can request gigabytes)."""
+    from it. Raises ValueError for other types, and for a pickle that requests more memory than its
+    size (nine bytes can request gigabytes)."""
     content = f.read(MAX_PICKLE_BYTES)
     for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
         if op.name.endswith("PUT") and value > len(content):

@@ -5,7 +5,7 @@
     .csv .tsv               tables with column names in the first line
     .parquet                needs pyarrow
     any text format as .gz; - for JSON from standard input
-    a folder                saved by Hugging Face's datasets, or any that this package loads
+    a folder                saved by the package datasets, or one that this package can load
     hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
 
 Each record has a location, e.g. FILE:LINE, for messages.
@@ -39,8 +39,8 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists `problems`, [(location, problem)] texts, equal problems in one
-    line, and ends with `hint`. Return if the list is empty."""
+    """Raise a DataError that lists `problems`, [(location, problem)] texts, with the locations of
+    equal problems in one line, and ends with `hint`. Return if the list is empty."""
     locations = {}
     for where, problem in problems:
         locations.setdefault(problem, []).append(where)
@@ -66,8 +66,8 @@ def is_saved(folder):
 
 
 def is_hub_name(source):
-    """Return whether a source names a data set on the Hugging Face hub: hf:..., or OWNER/NAME that
-    is no path and has no extension of a data file."""
+    """Return whether `source` is the name of a data set on the Hugging Face hub: hf:..., or
+    OWNER/NAME that is no path and has no extension of a data file."""
     return source.startswith("hf:") or bool(
         re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
         and not re.search(EXTENSIONS, source.lower()))
@@ -101,7 +101,8 @@ def walk(folder, skipped_folder, skipped_names):
 # formats: generators of (location, record), with a ValueError for a record that cannot be read
 
 def parse_json(content):
-    """Return the value of JSON, bytes of UTF-8. Raises ValueError, also for too deep nesting."""
+    """Return the value of `content`, JSON as bytes of UTF-8. Raises ValueError if it is invalid or
+    too deeply nested."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -109,8 +110,9 @@ def parse_json(content):
 
 
 def json_lines(lines, name, columns=None):
-    """Yield (location, value, or ValueError if invalid) per nonblank line of JSON. lines: iterable
-    of bytes. name: of the file, for the location. columns is ignored."""
+    """Yield (location, value) per line that is not blank, in which value is the line's JSON, or a
+    ValueError if that is invalid. lines: iterable of bytes. name: of the file, for the location.
+    columns is ignored."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -143,7 +145,8 @@ def json_values(stream, name, columns):
 
 def check_columns(names, columns, option="--field"):
     """Raise ValueError unless all `columns` (`None`: no check) are among `names`, the columns of a
-    table or the fields of a record. option: the option that names other columns."""
+    table or the fields of a record. option: the command's option for other columns, for the
+    message."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
@@ -151,8 +154,9 @@ def check_columns(names, columns, option="--field"):
 
 
 def csv_rows(stream, name, columns):
-    """Yield (location, row as a dict, or ValueError if invalid) of a table, the binary `stream`.
-    name: of the file, .csv or .tsv. columns: ValueError if one is missing."""
+    """Yield (location, row) of a table, the binary `stream`. A row is a dict, or a ValueError if it
+    is invalid. name: of the file, .csv or .tsv. columns: names that must exist; otherwise
+    ValueError."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
@@ -177,7 +181,8 @@ def csv_rows(stream, name, columns):
 
 def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) of a parquet file, the binary `stream`, a thousand rows at a
-    time. name: of the file. columns: to read (default: all); ValueError if one is missing."""
+    time. name: of the file. columns: names to read (default: all), which must exist; otherwise
+    ValueError."""
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
         check_columns(file.schema_arrow.names, columns)
@@ -215,8 +220,8 @@ def records(source, columns=None):
     """Yield (location, record) of a source: a file, "-" (standard input), a folder or name of a
     data set. A record is a dict, or a ValueError if it cannot be read.
 
-    columns: the columns to read from a table, which must exist. Raises ValueError and the errors of
-    reading a file (READ_ERRORS).
+    columns: the columns to read from a table, which must exist. Raises READ_ERRORS: ValueError and
+    the errors of reading a file.
     """
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)

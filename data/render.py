@@ -32,7 +32,7 @@ MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 
 class Renderer:
     """A child process that renders Jinja templates, with limits on time and memory:
-    render(template, variables). All threads of this process share it, one at a time. Raises
+    render(template, variables). The threads of this process share it; one at a time uses it. Raises
     SetupError without jinja2."""
 
     def __init__(self):
@@ -75,8 +75,8 @@ class Renderer:
 
 @functools.cache
 def renderer(pid):
-    """Return the Renderer of this process, created by the first call. pid: of this process, so that
-    a fork does not use the child process of its parent."""
+    """Return the Renderer of this process, created by the first call. pid: of this process, the key
+    of the cache: after a fork, the child does not use the Renderer of the parent."""
     return Renderer()
 
 
@@ -114,7 +114,7 @@ def compile_template(text):
 
 def answer(request):
     """Render the template of a request, a line of JSON [template text, {name: value}]. Return the
-    reply: [text, `None`], or [`None`, problem] if the template fails or writes too much."""
+    reply, a list: [text, `None`], or [`None`, problem] if the template fails or writes too much."""
     text, variables = json.loads(request)
     limit = MAX_ADDED_CHARS + 2 * len(request)
     out = io.StringIO()

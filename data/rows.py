@@ -1,6 +1,6 @@
 """Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
 
-Commands of data.prepare write the arrays (save_arrays), model types open_rows.
+Commands of data.prepare write the arrays (save_arrays), model types read them (open_rows).
 """
 
 import hashlib
@@ -41,8 +41,8 @@ def open_rows(folder, split, **limits):
 
 def check_array(path, array, shape, limit, low=0):
     """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
-    below `limit` (limit `None`: float32 numbers or NaN). path: its file, for the message. An id
-    outside the vocabulary would end the process on a GPU without naming the file. Large arrays are
+    below `limit` (limit `None`: float32 numbers or NaN). path: of the file, for the message: on a
+    GPU an id outside the vocabulary would end the process without naming the file. Large arrays are
     sampled."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
@@ -63,8 +63,8 @@ def check_array(path, array, shape, limit, low=0):
 # writing
 
 def pad_rows(rows, width, value, dtype):
-    """Return an array (n, width) of n sequences of at most `width` numbers, filled up with `value`:
-    a number, or a list that broadcasts to (n, width)."""
+    """Return an array (n, width) of `rows`, n sequences of at most `width` numbers each, filled up
+    with `value`: a number, or a list that broadcasts to (n, width)."""
     padded = np.full((len(rows), width), value, dtype)
     for target, row in zip(padded, rows):
         target[:len(row)] = row
@@ -72,7 +72,7 @@ def pad_rows(rows, width, value, dtype):
 
 
 def save_arrays(folder, split, **arrays):
-    """Write each array to the file folder/SPLIT_NAME.npy; NAME: its keyword."""
+    """Write each of `arrays` {NAME: array} to the file folder/SPLIT_NAME.npy; SPLIT is `split`."""
     for name, array in arrays.items():
         np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
 
@@ -105,8 +105,8 @@ def documents_in_val(first, count, fraction):
 
 def split_by_group(group, fraction):
     """Return the split of a sample, "train", "val" or "test", by a hash of the text `group`:
-    samples of the same group are in the same split. Val and test have `fraction` of the groups
-    each."""
+    samples of the same group are in the same split. Val and test each contain about `fraction` of
+    the groups."""
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
     position = int.from_bytes(digest, "big") / 2**56
     return "test" if position < fraction else "val" if position < 2 * fraction else "train"
@@ -120,8 +120,8 @@ def prompt_hash(ids, mask):
 
 def split_by_prompt(samples, fraction):
     """Return {"train": samples, "val": samples}, about `fraction` of them in val, by a hash of the
-    prompt: equal prompts are in the same split. sample[0]: (ids, mask), arrays (n,); the prompt is
-    the ids before the first 1 of the mask. The lowest hash is always in val."""
+    prompt: samples with the same prompt are in the same split. sample[0]: (ids, mask), arrays (n,);
+    the prompt is the ids before the first 1 of the mask. The lowest hash is always in val."""
     hashes = [prompt_hash(*sample[0]) for sample in samples]
     limit = max(fraction * 2**64, min(hashes, default=0) + 1)
     splits = dict(train=[], val=[])
@@ -131,9 +131,9 @@ def split_by_prompt(samples, fraction):
 
 
 def runs_in_val(runs, fraction):
-    """Return bool (n,): the rows for validation: whole runs, evenly spread, about `fraction` of the
-    runs and at least one. runs: (n,) the run of each row; neighbouring rows of a run are nearly
-    equal. Raises DataError if there is only one run."""
+    """Return bool (n,), True for the rows of the validation split: whole runs, evenly spread, about
+    `fraction` of the runs and at least one. runs: (n,) the run of each row; neighbouring rows of a
+    run are nearly equal. Raises DataError if there is only one run."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:

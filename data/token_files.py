@@ -27,8 +27,8 @@ PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
 
 
 def mix64(x):
-    """Return splitmix64's finalizer (Steele et al. 2014), a bijection, of x, (n,) uint64 -> (n,)
-    uint64."""
+    """Return a hash of each number in x, by splitmix64's finalizer (Steele et al. 2014), a
+    bijection. (n,) uint64 -> (n,) uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -94,7 +94,8 @@ def open_npy(path):
 def read_layout(path, f, raw_dtype):
     """Return (dtype, offset of the tokens in bytes, number of tokens) of the token file `path`,
     open as `f`: a .npy file, a shard of llm.c, or else raw tokens of raw_dtype. Raises DataError
-    for text, and for uint32 tokens that would be read as uint16."""
+    for text, a .npy array that is not a row of ids, and uint32 tokens that would be read as uint16.
+    """
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -139,8 +140,8 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     pattern.
 
     Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
-    below `least`, and for ids of vocab_size (default: meta.json's) or more. Large files are sampled
-    here; reading checks all.
+    below `least`, and for ids of vocab_size (default: meta.json's) or more. Of large files, only
+    samples are checked here; reading checks all ids.
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
@@ -163,11 +164,11 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 class TokenStream:
     """The tokens of several memory-mapped files (shards: Shards of one dtype) as one stream.
     read(starts, length) returns windows. Attributes: n_tokens, dtype, vocab_size (ids must be
-    smaller).
+    smaller; `None`: unknown).
 
-    About MAPPED_BYTES (64 MiB) are in memory at most, so a terabyte can be read on a laptop. Before
-    each read the files are checked (DataError if one changed since it was opened). A file that is
-    truncated during a read, or a disk failure, kills the process with SIGBUS.
+    At most about MAPPED_BYTES (64 MiB) are in memory, so a terabyte can be read on a laptop. Before
+    each read the files are checked (DataError if one changed since it was opened). If a file is
+    truncated during a read, or the disk fails, the process is killed by SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):

@@ -29,7 +29,8 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 def open_tokenizer(source) -> Tokenizer:
     """Return the tokenizer that `source` names: byte, gpt2, a rank file in tiktoken's format, a
     folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, a checkpoint (.pt), or the dict
-    of `Tokenizer.spec`. Raises DataError if there is none or it cannot be read."""
+    of `Tokenizer.spec`. Raises DataError if there is none or it cannot be read, CheckpointError for
+    a checkpoint that cannot be read."""
     if isinstance(source, dict):
         return tokenizer_from_spec(source)
     if source == "byte":
@@ -79,8 +80,8 @@ def gpt2_ranks():
 
 
 def is_same_tokenizer(spec_a, spec_b):
-    """Return whether two dicts of `Tokenizer.spec` give every id the same meaning: GPT-2's, for
-    example, may be a rank file and a tokenizer.json."""
+    """Return whether two dicts of `Tokenizer.spec` give every id the same meaning, also if the
+    dicts differ: GPT-2's tokenizer, for example, may be a rank file or a tokenizer.json."""
     if spec_a == spec_b:
         return True
     a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)
@@ -93,9 +94,9 @@ def is_same_tokenizer(spec_a, spec_b):
 # data folders and checkpoints
 
 def load_dataset_tokenizer(data_dir):
-    """Return the tokenizer described by meta.json, or nanoGPT's meta.pkl, in a data folder, or
-    `None` if none is described. data_dir: the folder or files in it. Raises DataError if it is
-    damaged."""
+    """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes, or
+    `None` if there is no description. data_dir: the folder or files in it. Raises DataError if the
+    description is damaged."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     try:

@@ -26,8 +26,8 @@ def token_text(token):
 
 def list_merges(ranks):
     """Return the merges for a tokenizer.json, [(left, right)]: all pairs of tokens (bytes) that,
-    joined, are a token, in the order of the rank of the joined token. ranks: {bytes of a token:
-    rank}. Raises DataError for tokens so long that this would take too long."""
+    joined, are a token, in the order of the joined token's rank. ranks: {bytes of a token: rank}.
+    Raises DataError for tokens so long that this would be too slow."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     merges = []
@@ -73,7 +73,7 @@ def tokenizer_json(tokenizer):
 
 def split_at(pattern):
     """Return the dict, for tokenizer.json, of a pre-tokenizer that splits text into the matches of
-    a regular expression and the text between them."""
+    `pattern`, a regular expression, and the text between them."""
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
@@ -101,8 +101,8 @@ def read_optional_json(folder, name):
 
 
 def read_hf_tokenizer(folder):
-    """Return the JsonTokenizer of the folder of a Hugging Face model: of tokenizer.json and, if
-    they exist, config.json and tokenizer_config.json. Raises DataError."""
+    """Return the JsonTokenizer of `folder`, that of a Hugging Face model, by the files
+    tokenizer.json and, if they exist, config.json and tokenizer_config.json. Raises DataError."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
@@ -114,9 +114,9 @@ def read_hf_tokenizer(folder):
 
 
 def end_of_text(folder, content):
-    """Return the id of the end of text of a Hugging Face folder: eos_token of
-    tokenizer_config.json, or else eos_token_id of config.json; `None` if both are missing. content:
-    the dict of its tokenizer.json."""
+    """Return the id of the end of text for a Hugging Face model's `folder`: eos_token of
+    tokenizer_config.json, otherwise eos_token_id of config.json; `None` if both are missing.
+    content: the dict of the tokenizer.json."""
     text = special_tokens(folder).get("eos_token")
     for token in content.get("added_tokens") or ():
         if token["content"] == text:
@@ -136,8 +136,8 @@ def special_tokens(folder):
 
 def read_template_spec(folder, tokenizer):
     """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
-    a Hugging Face folder; `None` if it has no chat template, or its tokenizer no end of text.
-    Raises DataError for a file that cannot be read."""
+    a Hugging Face model's `folder`; `None` if it has no chat template, or `tokenizer` no end of
+    text. Raises DataError for a file that cannot be read."""
     if tokenizer is None or tokenizer.eot_token is None:
         return None
     given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")

@@ -1,7 +1,7 @@
 """Tokenizers: RankTokenizer (tiktoken), CharTokenizer and JsonTokenizer (the package tokenizers).
 
-`tokenizer.spec()` is a dict of builtin types from which `tokenizer_from_spec` creates the same
-tokenizer without files or a network. Checkpoints contain it.
+`tokenizer.spec()` is a dict of builtin types, which checkpoints contain: `tokenizer_from_spec`
+creates the same tokenizer from it, without files or a network.
 """
 
 import base64
@@ -39,8 +39,8 @@ def clean(text):
 
 
 def split_long_spaces(text):
-    """Yield `text` in parts, split within runs of MAX_SPACE_RUN white-space characters, which are
-    too long for tiktoken's regular expressions. Joined, the parts are the text."""
+    """Yield `text` in parts, split after each run of MAX_SPACE_RUN white-space characters: longer
+    runs are too long for tiktoken's regular expressions. Joined, the parts are the text."""
     while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
         yield text[:run.end()]
         text = text[run.end():]
@@ -49,8 +49,8 @@ def split_long_spaces(text):
 
 @contextlib.contextmanager
 def library_errors(message):
-    """Context manager that converts every error in a Rust library, also a panic, which is no
-    Exception, to a DataError: `message`, a colon and the error. Ctrl-C and SystemExit are not
+    """Context manager that converts every error in a Rust library, also a panic (which is no
+    Exception), to a DataError: `message`, a colon and the error. Ctrl-C and SystemExit are not
     converted."""
     try:
         yield
@@ -90,8 +90,8 @@ class Tokenizer:
         return self.encode(text)
 
     def begin(self, ids):
-        """Return the list `ids` of a prompt, after the ids `start` if it does not begin with them.
-        """
+        """Return the list of ids of a prompt: `ids`, after `start` unless `ids` begins with
+        `start`."""
         return ids if ids[:len(self.start)] == self.start else self.start + ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -109,7 +109,8 @@ class Tokenizer:
         represent."""
 
     def decode_known(self, ids):
-        """Return the text of a list of ids, all in the vocabulary, which `decode` checks first."""
+        """Return the text of a list of ids. All are in the vocabulary: `decode` checks that first.
+        """
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
@@ -129,14 +130,14 @@ class Tokenizer:
 
 
 class RankTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken. Attributes: kind (byte: a token per byte; gpt2; ranks: any
-    other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
+    """Byte pair encoding by tiktoken. Attributes: kind ("byte": a token per byte; "gpt2"; "ranks":
+    any other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
-        """ranks: {bytes of a token: rank}. pattern: the regular expression that splits text.
-        eot_token: an id of `added`. added: {text: [id, is special]} of additional tokens; default:
-        the end of text. nfc: whether to convert text to Unicode's normal form NFC first. Raises
-        DataError for invalid ids or patterns."""
+        """kind: byte, gpt2 or ranks. ranks: {bytes of a token: rank}. pattern: the regular
+        expression that splits text. eot_token: an id of `added`. added: {text: [id, is special]} of
+        additional tokens; default: the end of text. nfc: whether to convert text to Unicode's
+        normal form NFC first. Raises DataError for invalid ids or patterns."""
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -259,7 +260,8 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def special_enc(self):
-        """A tokenizers.Tokenizer that recognises special tokens: a copy, as threads share `enc`."""
+        """A tokenizers.Tokenizer that recognises special tokens: a copy of `enc`, which threads
+        share and which must not change."""
         enc = copy.deepcopy(self.enc)
         enc.encode_special_tokens = False
         return enc
@@ -296,7 +298,8 @@ class JsonTokenizer(Tokenizer):
 
 
 def find_start(content):
-    """Return the list of ids that `content`, the dict of a tokenizer.json, puts before a text."""
+    """Return the list of ids that begin every text according to `content`, the dict of a
+    tokenizer.json."""
     processor = content.get("post_processor") or {}
     return [i for part in processor.get("processors", [processor])
             for p in itertools.takewhile(lambda p: "SpecialToken" in p, part.get("single", []))
@@ -305,7 +308,8 @@ def find_start(content):
 
 def check_growth(content):
     """Raise DataError if the replacements in `content`, the dict of a tokenizer.json, can make a
-    text more than MAX_GROWTH times as long: 30 that double it would take all memory."""
+    text more than MAX_GROWTH times as long: with 30 replacements that double it, the text would use
+    all memory."""
     growth = 1
     parts = [content.get("normalizer"), content.get("decoder")]
     while parts and growth <= MAX_GROWTH:
@@ -363,8 +367,8 @@ def rank_tokenizer(ranks):
 
 
 def tokenizer_from_spec(spec):
-    """Return the Tokenizer of a dict of `Tokenizer.spec`: "kind" (byte, char, gpt2, ranks or json)
-    and the keys of that kind. Raises DataError for an invalid dict."""
+    """Return the Tokenizer of `spec`, a dict of `Tokenizer.spec`: "kind" (byte, char, gpt2, ranks
+    or json) and the keys of that kind. Raises DataError for an invalid dict."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     try:
         if kind == "byte":
