@@ -56,9 +56,9 @@ class Options(FolderOptions):
 # preparing text
 
 def choose_tokenizer(o):
-    """Return the tokenizer that o.tokenizer names, or `None` if it is made from the text (char,
-    bpe). o: Options. Raises UserError if it cannot be read, or unless o.vocab_size is set for bpe
-    and only for bpe."""
+    """Return the tokenizer that o.tokenizer names, or `None` if it is to be made from the text
+    (char, bpe). o: Options. Raises UserError if it cannot be read, or unless o.vocab_size is set
+    for bpe and only for bpe; SetupError without the package for bpe."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -121,7 +121,8 @@ def report_text(out, splits):
 
 def ensure_dataset(data_dir, log=echo):
     """Prepare the built-in data, Python's standard library, in `data_dir` unless it is prepared.
-    Several processes may call this at once: the first one prepares. Raises DataError."""
+    Several processes may call this at once: the first one prepares. log(line): for a message.
+    Raises DataError."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
@@ -139,8 +140,8 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def run(o):
-    """Prepare o.sources or o.dataset and print a summary. o: Options, in which `out` and `sources`
-    may be changed. Raises UserError."""
+    """Prepare o.sources or o.dataset and print a summary. o: Options; `out` and `sources` in it may
+    be changed. Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

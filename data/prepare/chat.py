@@ -51,8 +51,8 @@ class ChatOptions(SampleOptions):
 def to_messages(record, fields=(), prompt_only=False):
     """Return the conversation [(role, text), ...] of a record, a dict. fields: the field with the
     messages, or the question's and, last, the answer's; by default the first of FORMATS that the
-    record has. prompt_only: the question may be without an answer. Raises ValueError for a record
-    without these fields or with other values than text and messages."""
+    record has. prompt_only: a single question without an answer is accepted. Raises ValueError for
+    a record without these fields or with values other than text and messages."""
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
     fields = fields or next((names for names in formats
@@ -81,9 +81,9 @@ class ChatWriter(SampleWriter):
 
     def encode(self, record):
         """Return [(ids, mask), ...] of a record, a dict: sequences of at most block_size + 1
-        tokens, mask 1 for tokens to learn; `None`, counted in self.notes, without an answer or if
-        none fits. Prints the first args.show conversations. Raises ValueError for an invalid
-        record."""
+        tokens, mask 1 for tokens to learn. `None` if the record has no answer or no sequence fits;
+        this is counted in self.notes. Prints the first args.show conversations. Raises ValueError
+        for an invalid record."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer)
@@ -105,8 +105,8 @@ class ChatWriter(SampleWriter):
 
     def write_split(self, folder, split, samples):
         """Pack `samples`, results of `encode`, into rows of block_size + 1 tokens, filled up with
-        end tokens, and write SPLIT_tokens, SPLIT_mask and SPLIT_chat.npy. Return the numbers for
-        meta.json: sequences, rows, tokens, tokens to learn."""
+        end tokens, and write SPLIT_tokens, SPLIT_mask and SPLIT_chat.npy to `folder`; SPLIT is
+        `split`. Return the numbers for meta.json: sequences, rows, tokens, tokens to learn."""
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
@@ -128,7 +128,8 @@ def cut(ids, mask, width):
 
 
 def bracket_answers(ids, mask, tokenizer):
-    """Return the text of `ids` (n,), with the tokens where `mask` (n,) is 1 in brackets."""
+    """Return the text of `ids` (n,), with the tokens where `mask` (n,) is 1 in brackets, for
+    --show."""
     parts = np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))  # every second one is learned
     texts = map(tokenizer.decode, parts)
     return "".join(f"[{text}]" if i % 2 else text for i, text in enumerate(texts))

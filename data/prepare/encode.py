@@ -31,15 +31,16 @@ THREADS = min(16, os.cpu_count() or 1)
 # the split
 
 def choose_split(documents, fraction):
-    """Return (in_val, cut). For validation are the documents where in_val, bool (n,), is True, and
-    all text from byte `cut` on, so that a document may be divided there. documents: a Documents;
-    fraction: of the text, for validation.
+    """Choose the part of the text for validation. Return (in_val, cut): it is the documents where
+    in_val, bool (n,), is True, and all text from byte `cut` on, so that a document may be divided
+    there. documents: a Documents; fraction: of the text, for validation.
 
-    Documents are chosen by `documents_in_val`, if that gives MIN_VAL_DOCUMENTS and 0.5 to 2 times
-    the text requested; then cut is the size of the text. Otherwise only the end of the text is
-    chosen: it begins between two documents if that gives as much, else inside a text. A record is
-    cut only if there is no second one. If the end would then be more than half of all text, and
-    than 2 times the text requested, the record nearest to the latter in size is chosen instead.
+    Documents are chosen by `documents_in_val`, if these are at least MIN_VAL_DOCUMENTS and 0.5 to 2
+    times the requested size; cut is then the size of the text. Otherwise the end of the text is
+    chosen. It begins between two documents if 0.5 to 2 times the requested size is possible so,
+    otherwise inside a document; among several records, always between two. If it would then be more
+    than half of the text, and more than 2 times the requested size, the single record nearest to
+    that size is chosen instead.
     """
     size = documents.size
     ends = np.array(documents.ends)
@@ -72,7 +73,7 @@ def seek_character(f, position):
 def find_cut(f, position):
     """Return a byte position near `position` at which the text in the binary file `f` can be cut
     without changing a token: before a blank that follows a visible character, because no token of
-    GPT-2 extends over it; between any two characters if no blank is near."""
+    GPT-2 extends over such a place. If no blank is near, between any two characters."""
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)
@@ -80,8 +81,8 @@ def find_cut(f, position):
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one, for the split `split`: bytes start..end (exclusive) of
-    the file of all documents. closes: the document is complete here."""
+    """A document, or a part of a long one: bytes start..end (exclusive) of the file of all
+    documents. split: "train" or "val". closes: whether the document ends here."""
     split: str
     start: int
     end: int
@@ -89,9 +90,9 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Yield the Pieces of a Documents in order: byte ranges of about PIECE_BYTES at most, for the
-    split "val" or "train". "val" are documents where in_val, bool (n,), is True, and all text from
-    byte `cut` of the whole text on; a document that extends over `cut` is divided there."""
+    """Yield the Pieces of a Documents in order: byte ranges of about PIECE_BYTES at most. The split
+    of a piece is "val" for documents where in_val, bool (n,), is True, and for all text from byte
+    `cut` on (a document that extends over `cut` is divided there), otherwise "train"."""
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
@@ -107,8 +108,8 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Group Pieces that begin in the same PIECE_BYTES (1 MiB) of the text; return an iterator of
-    these groups, lists. A group is the task of a thread."""
+    """Group Pieces that begin in the same PIECE_BYTES (1 MiB) of the text. Return an iterator of
+    lists of Pieces; a list is the task of a thread."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
@@ -133,8 +134,9 @@ def sample_texts(documents, max_bytes):
 
 def train_bpe(texts, vocab_size):
     """Train byte pair encoding on an iterable of texts. Return a RankTokenizer of `vocab_size`
-    tokens, including the end of text, or fewer if the texts contain no more. Text is split as by
-    GPT-2, so that the rank file is sufficient. Raises SetupError without the package rustbpe."""
+    tokens, including the end of text, or fewer if the texts contain no more. Text is split by
+    GPT-2's pattern, so that a rank file describes the tokenizer completely. Raises SetupError
+    without the package rustbpe."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
@@ -143,9 +145,9 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`, a Documents. A
-    document ends with the end of text or, if the vocabulary has none and there are several
-    documents, a newline."""
+    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`, a Documents.
+    At the end of a document is the id of the end of text or, if the vocabulary has none and there
+    are several documents, a newline."""
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []

@@ -1,5 +1,5 @@
-"""The output of all commands: folders of prepared data, which are replaced without ever leaving a
-folder that looks complete, and a summary."""
+"""The output of all data.prepare commands: a folder of prepared data, which never looks complete
+while files are missing, and a summary."""
 
 import os
 import re
@@ -35,9 +35,9 @@ class FolderOptions:
 
 
 def check_replaceable(out, model, sources, force):
-    """Raise DataError unless `out` is missing or empty, or was prepared from the same `sources`, a
-    list of names without "-", for --model `model`, or `force` is set; OSError if `out` is a file.
-    """
+    """Raise DataError unless the data in the folder `out` may be replaced: `out` is missing or
+    empty, or was prepared from the same `sources`, a list of names without "-", for --model
+    `model`, or `force` is set. OSError if `out` is a file."""
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:
@@ -52,12 +52,12 @@ def check_replaceable(out, model, sources, force):
 @contextmanager
 def new_folder(out, model, sources, force=False):
     """Context manager that yields a temporary folder next to `out`, or in it if it is a mount
-    point; at the end, its files, one of which must be meta.json, are moved to `out`.
+    point. At the end, the files in it, one of which must be meta.json, are moved to `out`.
 
     Until then, and after an exception, `out` does not change. Files of an earlier preparation are
-    removed, all other files in `out` are kept. Raises DataError if `out` has files that were not
-    prepared from `sources` for --model `model`, unless `force` is given, and UserError if another
-    process prepares the same folder.
+    removed, all other files in `out` remain. Raises DataError if `out` has files that were not
+    prepared from `sources` for --model `model`, unless `force` is given, and UserError if a
+    different process prepares the same folder.
     """
     check_replaceable(out, model, sources, force)
     out = os.path.realpath(out)  # a link to a folder is preserved
@@ -80,7 +80,7 @@ def new_folder(out, model, sources, force=False):
 
 def move_files(folder, out):
     """Move the files of `folder` to `out`, which is created, and remove files of an earlier
-    preparation. The last one is meta.json, which must exist; until then, meta.json in `out` states
+    preparation. meta.json, which must exist, is moved last. Until then, a meta.json in `out` states
     that the folder is incomplete, so that no mixture of files is ever read."""
     files = sorted(set(os.listdir(folder)) - {LOCK}, key=lambda name: name == "meta.json")
     for name in files:
@@ -119,9 +119,9 @@ def is_too_long(numbers, path):
 
 
 def report(out, splits, config, options=""):
-    """Print the numbers of each split of the folder `out`, and the command that trains on it.
-    splits: {split: {name: number}}. config: configuration for this command, a path below train/
-    without .yaml. options: text to append to the command."""
+    """Print the numbers of each split of the folder `out`, and the command that trains on this
+    folder. splits: {split: {name: number}}. config: configuration for this command, a path below
+    train/ without .yaml. options: text to append to the command."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]

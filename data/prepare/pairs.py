@@ -59,8 +59,9 @@ def to_pair(record):
 
 def join_messages(prompt, answer, name):
     """Return the conversation [(role, text), ...] of a prompt (a text, list of messages or `None`)
-    and an answer (a text, list of messages, or the whole conversation with the prompt). name: the
-    field of the answer, for error messages. Raises ValueError for other values."""
+    and an answer (a text, list of messages, or the whole conversation with the prompt). Messages
+    are dicts. name: the field of the answer, for error messages. Raises ValueError for other
+    values."""
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):
@@ -74,15 +75,16 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Set `mask` (n,), 1 for answers, to 0 before the last answer, in place. Return (ids, mask)."""
+    """Set `mask` (n,), which is 1 for answers, to 0 before the last answer, in place. Return (ids,
+    mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask
 
 
 class PairWriter(SampleWriter):
-    """The steps of data.prepare.pairs: encodes pairs of conversations and computes log
-    probabilities."""
+    """The steps of data.prepare.pairs: encodes pairs of conversations and computes the log
+    probabilities of a reference model. args: PairOptions."""
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"

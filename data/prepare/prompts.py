@@ -36,9 +36,9 @@ class PromptOptions(SampleOptions):
 
 def to_question(record, fields=()):
     """Return (messages [(role, text), ...] up to the last question, reference answer or `None`,
-    record) of a record, a dict. fields: names of the field of the prompt, or of those of the
-    question and, last, of the answer (default: those of a known format). Raises ValueError for
-    other fields or without a question."""
+    record) of `record`, a dict. fields: the field of the prompt, or the fields of the question and,
+    last, of the answer (default: those of a known format). Raises ValueError for other fields or
+    without a question."""
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":
@@ -59,7 +59,7 @@ class PromptWriter(SampleWriter):
         """Return [(ids, mask), list of ids of the prompt, line of SPLIT_rows.jsonl as a dict] of a
         record, a dict, or `None`, counted in self.notes, if the prompt is too long. (ids, mask) are
         for split_by_prompt: the conversation before the first answer, as in data.prepare.chat, and
-        one token for the answer, which the mask marks. Raises ValueError."""
+        one token in place of the answer, the only one with mask 1. Raises ValueError."""
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)

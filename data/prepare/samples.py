@@ -33,9 +33,9 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (location, {"prompt", "response", "chosen", "rejected"}): one question about each name
-    in Python's standard library, the correct answer, and a wrong one, in which one letter has the
-    other case. source: example, or example-more for other questions."""
+    """Yield (location, {"prompt", "response", "chosen", "rejected"}), records for examples: one
+    question about each name in Python's standard library, the correct answer, and a wrong one, in
+    which one letter has the other case. source: example, or example-more for other questions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -61,8 +61,9 @@ class SampleWriter:
     """Base class of data.prepare.chat, pairs and prompts; run() does the work. args: SampleOptions.
     Subclasses set noun (the word for a sample) and model (the value of --model), and define
 
-        encode(record)          the encoded sample, whose first item is (ids, mask); `None`: left
-                                out, and counted in self.notes. Raises ValueError
+        encode(record)          the encoded sample, whose first item is (ids, mask), for
+                                split_by_prompt; `None`: left out, and counted in self.notes.
+                                Raises ValueError for an invalid record
         write_split(folder, split, samples)
                                 writes the encoded samples and returns the numbers of meta.json
     """
@@ -112,7 +113,8 @@ class SampleWriter:
 
     def read(self):
         """Read and encode the records of args.sources. Return {"train": encoded samples, "val":
-        ...}. Raises DataError for bad records (unless args.skip_bad) and for an empty split."""
+        encoded samples}. Raises DataError for bad records (unless args.skip_bad) and for an empty
+        split."""
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source

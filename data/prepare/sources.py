@@ -27,9 +27,9 @@ MIN_BYTES = 4  # of text: two for each split
 # finding files
 
 def find_files(source, skipped_folder):
-    """Return the paths to read for one source: the files below a folder, in a fixed order, without
-    hidden ones and without `skipped_folder` (an absolute path), or Python's own library for
-    dataset:stdlib. Any other source (a file, hf:NAME, -) is returned as it is: [source]."""
+    """Return the list of paths to read for a source. A folder: the files below it, in a fixed
+    order, without hidden ones and without `skipped_folder` (an absolute path). dataset:stdlib: the
+    files of Python's library. Any other source (a file, hf:NAME, -): [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -39,8 +39,8 @@ def find_files(source, skipped_folder):
 
 
 def source_name(source):
-    """Return the default name of data prepared from a source: of a path or hf:NAME without folders
-    and extensions, "stdin" for -."""
+    """Return the default name of the data that are prepared from a source: of a path or hf:NAME
+    without folders and extensions, "stdin" for -."""
     if source == "-":
         return "stdin"
     path = source.split(":")[1] if source.startswith("hf:") else os.path.abspath(source)
@@ -51,8 +51,9 @@ def source_name(source):
 # reading documents
 
 def has_records(path):
-    """Return whether a source (file, folder, hf:NAME or - for the standard input) has records, e.g.
-    JSONL or CSV, by its name or, of standard input, a first { or [{; otherwise it is text."""
+    """Return whether a source (file, folder, hf:NAME or - for standard input) has records, e.g.
+    JSONL or CSV; otherwise it is text. Standard input is recognised by the first characters, { or
+    [{, other sources by the name."""
     if path == "-":
         return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
     return (os.path.isdir(path) or records.is_hub_name(path)
@@ -61,8 +62,8 @@ def has_records(path):
 
 def read_text(path, separator):
     """Yield (text, whether a document ends here) of a text file: blocks of one document, or
-    documents between lines equal to `separator` ("": blank lines, `None`: one document). Raises
-    ValueError if it is binary or not UTF-8."""
+    documents between lines equal to `separator` ("": blank lines, `None`: the file is one
+    document). Raises ValueError if the file is binary or not UTF-8."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file, expected text")
@@ -94,9 +95,10 @@ def record_text(record, fields):
 
 
 class Documents:
-    """Documents, one after the other in a new file of UTF-8, `path`: add_file() per source, then
-    file.close(). Attributes: path, file, ends (of each document, in bytes), size (bytes), kinds (of
-    the sources: "records", which are never divided, and "text files")."""
+    """The documents of all sources, one after the other in a new file of UTF-8, `path`: call
+    add_file() per file of a source, then file.close(). Attributes: path, file, ends (of each
+    document, in bytes), size (bytes), kinds (of the sources, a set of "records", which are never
+    divided, and "text files")."""
 
     def __init__(self, path):
         self.path = path
@@ -144,7 +146,7 @@ class Documents:
 def read_sources(o, path):
     """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files):
     skipped are files that were read already, e.g. by a link, and files in folders that are no text.
-    o: Options of data.prepare. Raises DataError that lists the problems of all sources, also if
+    o: Options of data.prepare. Raises a DataError that lists the problems of all sources, also if
     there is almost no text."""
     documents = Documents(path)
     skipped = []
