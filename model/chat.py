@@ -31,9 +31,9 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):
-    """Return {"mask", "positions", "previous"}, arguments of GPT.trunk, for rows idx (B, T) of
-    several conversations, so that no conversation affects another. chat (B, T): the number, within
-    the row, of a token's conversation."""
+    """Return {"mask" (B, 1, T, T), "positions" (B, T), "previous" (B, T)}, arguments of GPT.trunk
+    with which no conversation affects another. idx (B, T): token ids of rows with several
+    conversations each; chat (B, T): the number of the token's conversation in the row."""
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
     is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
@@ -45,20 +45,20 @@ def packed_layout(idx, chat):
 
 class ChatGPT(GPT):
     """A GPT that is also trained on rows of conversations: forward(tokens, mask, chat), (B, T + 1)
-    each, where mask is 1 for tokens to learn and chat is the number of a token's conversation in
-    the row.
+    each, where mask is 1 for tokens to learn (the answers) and chat is the number of the token's
+    conversation in the row.
 
     template: a ChatTemplate, or None if the model was not trained on conversations. row_tokens: the
-    tokens per row.
+    number of tokens per sample (T), 1 for text.
     """
     template = None
     row_tokens = 1
 
     def compute_loss(self, idx, targets, chat=None):
-        """Return (mean loss, sums {name: 0-dim tensor}). With `chat`: of rows of conversations,
-        (B, T + 1) each: token ids idx, a mask `targets` (1: a token to learn), and the number
-        `chat` of the token's conversation; in eval mode with the sums of count_exact(). Without: of
-        text idx, targets (B, T), as GPT does."""
+        """Return (mean loss, sums {name: 0-dim tensor}, which are logged). Without `chat`: of text,
+        token ids idx and targets (B, T), as GPT does. With `chat`: of conversations, (B, T + 1)
+        each: token ids idx, a mask `targets` (1: a token to learn), and `chat`, the number of the
+        token's conversation; in eval mode with the sums of count_exact()."""
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -67,10 +67,10 @@ class ChatGPT(GPT):
         return loss, sums if self.training else sums | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
-        """Return sums of an evaluation, 0-dim tensors: "accuracy", the number of targets with the
-        largest logit; "answers"; "exact", the number of answers whose targets are all correct, as
-        greedy sampling would generate them. x: normalised states (B, T, C); targets (B, T), -1
-        outside of answers."""
+        """Count correct predictions in an evaluation. Return {name: 0-dim tensor}: "accuracy", the
+        number of targets with the largest logit; "answers", the number of answers; "exact", the
+        number of answers with correct targets only, as greedy sampling would generate them. x:
+        normalised states (B, T, C); targets (B, T), -1 outside of answers."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -83,16 +83,18 @@ class ChatGPT(GPT):
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return GPT.numbers(sums); of an evaluation also "accuracy", the share of correct targets,
-        and "exact", the share of exact answers (None without answers)."""
+        """Return {name: number} for the log from the sums of compute_loss(): GPT.numbers(sums); in
+        evaluations also "accuracy", the share of correct targets, and "exact", the share of exact
+        answers (None without answers)."""
         numbers = super().numbers(sums)
         if numbers.pop("answers", None):  # None without targets, as the others
             numbers["exact"] = float(sums["exact"] / sums["answers"])
         return numbers
 
     def first_prompts(self, tokens, mask, *rest):
-        """Return, per row of a batch, the list of ids before its first answer. tokens, mask: (B,
-        ..., T + 1), flattened to rows; mask is 1 for tokens of answers. rest: not used."""
+        """Return, per row of a batch, the list of ids before the first answer, a prompt for
+        samples. tokens, mask: (B, ..., T + 1), with one row per index of B; mask is 1 for tokens of
+        answers. rest: other tensors of the batch, not used."""
         rows = zip(tokens.flatten(1), mask.flatten(1))
         return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 
@@ -109,7 +111,8 @@ as_gpt = gpt.as_gpt
 
 @dataclass
 class FromChatKeys:
-    """Keys of model types that continue the training of a chat model."""
+    """Base class of the configuration keys of model types (dpo, grpo) that continue the training of
+    a chat model, which the key init_from must name."""
     lora_rank: int = key(0, "train only adapters of this rank; 0: all weights", ge=0)
 
     def problems(self):
@@ -119,9 +122,9 @@ class FromChatKeys:
 
 
 def read_rows_meta(config, model, command, **types):
-    """Return (Meta, tokenizer, Data.spec) of config.data_dir, a folder of rows of tokens that
-    data.prepare.`command` wrote for --model `model`. types: {key: type} of additional keys that
-    meta.json must have, see data.meta.read_meta_for. Raises DataError, also for rows that are
+    """Return (Meta, tokenizer, dict for Data.spec) of config.data_dir, a folder of token rows that
+    data.prepare.`command` wrote for --model `model`. types: {key: type} of further keys that
+    meta.json must have. Raises DataError if the folder is not of that kind, or for rows that are
     longer than config.block_size."""
     folder = config.data_dir
     meta = read_meta_for(
@@ -138,8 +141,8 @@ def read_rows_meta(config, model, command, **types):
 
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir, a folder that data.prepare.chat wrote; a batch is tokens,
-    mask and number of the conversation, (B, T + 1) each. Raises DataError."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.chat wrote.
+    A batch is (tokens, mask, chat), (B, T + 1) each, the arguments of ChatGPT. Raises DataError."""
     meta, tokenizer, spec = read_rows_meta(config, "chat", "chat")
     row = (meta.block_size + 1,)
 
@@ -160,8 +163,9 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Return [text]: prompts with the answers of `model`, a ChatGPT. The prompts are the user
-    messages config.sample_prompts or, by default, the first three of the validation data."""
+    """Return a list of texts for the samples of a run: prompts with the answers of `model`, a
+    ChatGPT. The prompts are the user messages config.sample_prompts or, by default, the first three
+    prompts of the validation data."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]
@@ -186,12 +190,12 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
-    """Answer `questions`, an iterable of texts, in order, as one conversation, printing tokens
-    during generation. sampling: as for generate_answer().
+    """Print the answers to `questions`, an iterable of texts, as one conversation, token by token.
+    sampling: as for generate_answer().
 
-    Each prompt has the `system` message and as many of the latest exchanges as fit in the context
-    with an answer; max_new_tokens reserves at most half of the context. Raises UserError for a
-    question that does not fit.
+    Each prompt has the message `system` and as many of the latest messages as fit in the context
+    together with an answer of max_new_tokens, for which at most half of the context is reserved.
+    Raises UserError for a question that does not fit.
     """
     size = model.config.block_size
     max_tokens = max(size - max_new_tokens, size // 2)
@@ -215,7 +219,8 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
 
 
 def read_questions():
-    """Yield lines from stdin, stripped, until an empty line or the end of the input."""
+    """Yield the lines of stdin, stripped, until an empty line or the end of the input: the
+    questions for talk()."""
     if sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

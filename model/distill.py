@@ -56,16 +56,16 @@ class Keys:
 
 
 class HasTeachers(weights.HoldsFrozen):
-    """Mixin for a GPT that is compared with the mean distribution of teachers: `frozen`, a tuple of
-    GPTs. compare() sums the divergence over a batch."""
+    """Mixin for a GPT that is compared with the mean distribution of `frozen`, a tuple of GPTs:
+    teachers, or a backbone. compare() returns the sum of the divergence over a batch."""
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return two sums (2,) float32 over tokens with weights (B, T), in nats, at the softmax
-        temperature: of the KL divergence between the teachers and this model, see `reverse`, and of
-        the teachers' cross-entropy. x (B, T, C): normalised states of this model; states: a list of
-        normalised states, one (B, T, C') per teacher; targets (B, T) int64, -1: not counted in the
-        cross-entropy."""
+        """Return (2,) float32: the sums of the KL divergence between the teachers and this model
+        (the direction is that of divergence()), and of the teachers' cross-entropy, over tokens
+        with weights (B, T), in nats, at the softmax temperature. x (B, T, C): normalised states of
+        this model; states: a list of normalised states, one (B, T, C') per teacher; targets (B, T)
+        int64, -1: not counted in the cross-entropy."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
@@ -74,10 +74,10 @@ class HasTeachers(weights.HoldsFrozen):
         return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
-        """Return two sums (2,) float32 over tokens with weights (N,), in nats: of KL(teachers,
-        student), or KL(student, teachers) if self.reverse, and of the teachers' cross-entropy. x
-        (N, C): normalised states of the student; targets (N,) int64, -1: not counted in the
-        cross-entropy; states: normalised states (N, C') per teacher."""
+        """Return the two sums (2,) of compare() for a chunk of N tokens: of KL(teachers, student),
+        or KL(student, teachers) if self.reverse, and of the teachers' cross-entropy. x (N, C):
+        normalised states of the student; targets (N,) int64, -1: not counted in the cross-entropy;
+        weights (N,); states: normalised states (N, C') per teacher."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
@@ -90,16 +90,16 @@ class HasTeachers(weights.HoldsFrozen):
         return (torch.stack((kl, teacher_loss)) * weights).sum(1)
 
     def teacher_flops(self):
-        """Return the FLOPs per token of the teachers' forward passes."""
+        """Return the FLOPs per token of the forward passes of all teachers."""
         return sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen)
 
 
 class Student(HasTeachers, GPT):
-    """A GPT that is trained on the mean distribution of its teachers, the tuple `frozen`, and on
-    text. Without teachers it can only generate.
+    """A GPT that is trained on text and on the mean distribution of its teachers, the tuple
+    `frozen`. Without teachers (a loaded checkpoint) it can only generate.
 
-    Its numbers include "kl", the divergence in nats per token: in training at distill_temperature;
-    in evaluations also "teacher_loss", the teachers' cross-entropy.
+    The logged numbers include "kl", the divergence in nats per token, in training at
+    distill_temperature; in evaluations also "teacher_loss", the teachers' cross-entropy.
     """
 
     @property
@@ -132,9 +132,9 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     """A chat model that answers prompts and is trained on the teachers' distribution at each token
     of its answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
 
-    The loss is KL(student, teachers) in nats per token; the numbers are the "length" of answers and
-    "exact", the share of answers equal to the reference answer. In training, answers are sampled;
-    in evaluations, greedy.
+    The loss is T^2 KL(student, teachers) in nats per token, where T is the temperature; the numbers
+    are the "length" of answers and "exact", the share of answers equal to the reference answer. In
+    training, answers are sampled; in evaluations, greedy.
     """
     reverse = True
 
@@ -150,9 +150,10 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
-        """Generate an answer per prompt: sampled in training, greedy in eval mode. Return (tokens
-        (B, T, 5), weights (B, T), sums {name: 0-dim tensor}). The last dimension of tokens is
-        (token, position, previous token, target, part), see pack_answers of model/grpo.py."""
+        """Generate an answer per prompt: sampled in training, greedy in eval mode; arguments as for
+        forward(). Return (tokens (B, T, 5), weights (B, T), sums {name: 0-dim tensor} for the log).
+        The last dimension of tokens is (token, position, previous token, target, part), see
+        pack_answers of model/grpo.py; weights are 1 for tokens of answers."""
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
         exact = sum(map(self.reward_function, row_numbers.tolist(), answers))
@@ -203,8 +204,8 @@ def build_model(config, data):
 
 
 def load_teacher(path, config, n_ids):
-    """Load the checkpoint at `path` as a frozen GPT in eval mode. Raises CheckpointError unless it
-    is a GPT with at least n_ids token ids and config.block_size positions."""
+    """Return the model in the checkpoint `path`, a frozen GPT in eval mode. Raises CheckpointError
+    unless it is a GPT with at least n_ids token ids and config.block_size positions."""
     teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

@@ -41,9 +41,10 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
     tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer. logps
     (B, 2): the reference's log probabilities of the answers.
 
-    The numbers are "accuracy", the share of pairs with a positive margin; "chosen", "rejected" and
-    "margin", mean implicit rewards; in evaluations "exact", the share of chosen answers that greedy
-    sampling generates.
+    The logged numbers are "chosen", "rejected": mean implicit rewards, dpo_beta * (log probability
+    - the reference's); "margin", the mean difference of both; "accuracy", the share of pairs with a
+    positive one; in evaluations "exact", the share of chosen answers that greedy sampling
+    generates.
     """
 
     def compute_loss(self, idx, mask, logps):
@@ -61,8 +62,9 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
         return losses.mean(), sums
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, with which training starts, by the names of this model.
-        Raises CheckpointError if they are not the reference with which the pairs were prepared."""
+        """Return the initial `weights` {name: tensor} (of init_from) by the parameter names of this
+        model, which differ in layers with adapters. Raises CheckpointError if they are not the
+        weights of the reference with which the pairs were prepared."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
                                   "run data.prepare.pairs with --reference CKPT.pt again")
@@ -73,9 +75,9 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 
 
 def score_answers(model, idx, mask):
-    """Return (x, targets, logps) of B pairs of answers: normalised states x (2 B, T, C) of a GPT;
-    the next tokens, (2 B, T), -1 outside of answers; log probabilities (2 B,) of whole answers.
-    idx, mask (B, 2, T + 1): ids, and 1 for tokens of an answer."""
+    """Return (x, targets, logps) of B pairs of answers: normalised states x (2 B, T, C) of `model`,
+    a GPT; the next tokens (2 B, T), -1 outside of answers; the log probability of each answer, (2
+    B,). idx, mask (B, 2, T + 1): token ids, and 1 for tokens of an answer."""
     idx = idx.flatten(0, 1)  # (2 B, T + 1)
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
@@ -88,9 +90,9 @@ def score_answers(model, idx, mask):
 
 
 def answer_logps(model, tokens, mask):
-    """Return the log probabilities (B, 2), a float32 array, of the whole answers in B pairs under a
-    GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an answer.
-    The caller must switch off gradients (torch.no_grad)."""
+    """Return the log probabilities (B, 2), a float32 numpy array, of both answers of B pairs under
+    `model`, a GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an
+    answer. The caller must switch off gradients (torch.no_grad)."""
     arrays = (torch.from_numpy(part).to(model.wte.weight.device) for part in (tokens, mask))
     return score_answers(model, *arrays)[2].view(-1, 2).cpu().numpy()
 
@@ -104,8 +106,8 @@ as_gpt = lora.as_gpt
 
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir, a folder of pairs that data.prepare.pairs wrote; a batch
-    is tokens, mask, (B, 2, T + 1) each, and logps (B, 2). Raises DataError, also if the pairs were
+    """Return the Data of config.data_dir, a folder that data.prepare.pairs wrote. A batch is
+    (tokens, mask, logps), the arguments of PreferenceGPT. Raises DataError, also if the pairs were
     prepared in a dtype other than that of the run."""
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1

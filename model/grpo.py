@@ -74,12 +74,13 @@ class Keys(chat.FromChatKeys):
 
 class AnsweringGPT(chat.ChatGPT):
     """Base class of a chat model that is trained on the answers that it generates: forward(prompts,
-    lengths, row_numbers, sample_numbers), where prompts (B, P) are ids, right-padded to lengths
-    (B,); row_numbers (B,) identify the rows of the data; sample_numbers (B,), in training only,
-    determine the sampled answers.
+    lengths, row_numbers, sample_numbers). prompts (B, P): ids, right-padded to lengths (B,);
+    row_numbers (B,): the prompts' indices in the data, for reward_function; sample_numbers (B,), in
+    training only: each determines the seed of a prompt's answers.
 
-    The sums are over prompts, sums["prompts"] is the number of prompts, and numbers() returns means
-    per prompt. The caller sets keys, a TrainConfig, and reward_function, a RewardFunction.
+    Sums are over prompts, with sums["prompts"] the number of prompts; numbers() returns means per
+    prompt. The caller sets the attributes keys, a TrainConfig, and reward_function, a
+    RewardFunction.
     """
 
     def first_prompts(self, prompts, lengths, *rest):
@@ -91,9 +92,9 @@ class AnsweringGPT(chat.ChatGPT):
         return super().numbers(sums | dict(count=n_prompts))
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
-        """Return the result of generate_answers(), sampled at temperature 1 with a seed per prompt,
-        a function of the run's seed and of sample_numbers (B,), a tensor. For a training step:
-        without dropout, and the model is in training mode afterwards."""
+        """Return answers as generate_answers() does, sampled at temperature 1, for a training step.
+        The seed of a prompt is a function of the run's seed and of the prompt's element of
+        sample_numbers, a tensor (B,). Dropout is off; the model is in training mode afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -104,9 +105,9 @@ class AnsweringGPT(chat.ChatGPT):
         return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of answers, samples_per_row per prompt and next to each other, as lists of
-        ids with the end token, if any. prompts (B, P): ids, right-padded to lengths (B,). seeds: a
-        list, one per prompt, to sample at temperature 1; default: greedy."""
+        """Return a list of answers, lists of ids that include the end token, if any:
+        samples_per_row per prompt, next to each other. prompts (B, P): ids, right-padded to lengths
+        (B,). seeds: a list, one per prompt, to sample at temperature 1; default: greedy."""
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.
@@ -119,9 +120,9 @@ class AnsweringGPT(chat.ChatGPT):
                 for ids in answers]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return [tokens (n, T, 5), weights (n, T)], rows of prompts and answers as from
-        collate_rows(). prompts (B, P): ids, right-padded to lengths (B,); answers: a list of B K
-        lists of ids, K per prompt and next to each other; weights (B, K): one per answer."""
+        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), for prompts and
+        the answers to them. prompts (B, P): ids, right-padded to lengths (B,); answers: a list of B
+        K lists of ids, K per prompt and next to each other; weights (B, K): one per answer."""
         rows, K = [], weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
         limit = min(block.attn.window or self.keys.block_size for block in self.h)
@@ -131,8 +132,8 @@ class AnsweringGPT(chat.ChatGPT):
         return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
 
     def flops_per_unit(self):
-        """Return the training FLOPs per prompt with one answer: generation is one more forward
-        pass."""
+        """Return the training FLOPs per prompt with one answer: 4 / 3 of those of a row, because
+        generation is one more forward pass."""
         return super().flops_per_unit() * 4 / 3
 
 
@@ -140,9 +141,10 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
     sample_numbers), as AnsweringGPT.
 
-    The numbers are "reward" and "length" of answers; in training also "spread" (the standard
-    deviation in a group), "best" reward of a group, "flat" (the share of groups with equal rewards)
-    and "truncated" (the share of answers without an end token). ranks: the Ranks of the run.
+    The logged numbers are the mean "reward" and "length" of answers; in training also "spread" (the
+    standard deviation of rewards in a group of answers to a prompt), "best" (a group's highest
+    reward), "flat" (the share of groups with equal rewards) and "truncated" (the share of answers
+    without an end token). The caller also sets ranks, the Ranks of the run.
     """
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
@@ -164,8 +166,8 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
         """Sample and reward group_size answers per prompt; arguments as for forward(). Return
-        ([tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss; {name: 0-dim
-        tensor}, sums over the prompts)."""
+        ([tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums over the
+        prompts {name: 0-dim tensor}, for the log)."""
         c = self.keys
         K = c.group_size
         answers = self.sample_answers(prompts, lengths, sample_numbers, K)
@@ -197,9 +199,9 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 
     @torch.compiler.disable
     def evaluate_answers(self, prompts, lengths, row_numbers):
-        """Answer the prompts greedily. Return (negative mean reward, {"reward", "length": 0-dim
-        tensors, sums over the prompts}). prompts (B, P), lengths (B,), row_numbers (B,): as for
-        forward()."""
+        """Generate a greedy answer per prompt. Return (the negative mean reward, {"reward",
+        "length"}: sums over the prompts, 0-dim tensors), a loss and its sums. prompts (B, P),
+        lengths (B,), row_numbers (B,): as for forward()."""
         answers = self.generate_answers(prompts, lengths)
         reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
         length = torch.tensor(float(sum(map(len, answers))))
@@ -216,14 +218,14 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 # rows with a prompt and several answers
 
 def pack_answers(prompt, answers, weights, max_tokens):
-    """Return rows of at most max_tokens with the prompt, a list of ids, and as many `answers` to
-    it, lists of ids, as fit, so that the prompt is computed once per row. A longer answer has its
-    own row. weights: one per answer, for each of its tokens.
+    """Return rows of at most max_tokens with the prompt, a list of ids, and as many of `answers`,
+    lists of ids, as fit, so that the prompt is computed once per row. An answer that is too long
+    gets a longer row. weights: one per answer, for each token of it.
 
-    Answers with weight 0 are left out; equal answers are stored once, with the sum of the weights.
-    A row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the
-    prompt, at the row's start, 1, 2, ... in the answers, which attend to the prompt and to
-    themselves. An answer starts with the prompt's last token, which predicts its first target.
+    Answers of weight 0 are left out; equal answers are stored once, with the sum of the weights. A
+    row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the
+    prompt, which starts the row; 1, 2, ... in the answers, each of which attends to the prompt and
+    to itself. An answer starts with the prompt's last token, which predicts its first target.
     """
     totals = {}  # {answer: sum of the weights}
     for answer, weight in zip(map(tuple, answers), weights):
@@ -242,9 +244,10 @@ def pack_answers(prompt, answers, weights, max_tokens):
 
 
 def collate_rows(rows, max_tokens):
-    """Return (tokens (n, T, 5) int64, weights (n, T) float32) of rows from pack_answers, padded to
-    the same length: a multiple of WIDTH_MULTIPLE, up to max_tokens. The last dimension is (token,
-    position, previous token, target, part). n is at least 1: a row of padding changes nothing."""
+    """Return (tokens (n, T, 5) int64, weights (n, T) float32) of rows from pack_answers(), padded
+    to the same length: a multiple of WIDTH_MULTIPLE, up to max_tokens. The last dimension of tokens
+    is (token, position, previous token, target, part). Without rows, n is 1: a row of padding,
+    which does not change the loss."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
@@ -273,12 +276,12 @@ def answer_logps(model, tokens):
 # rewards
 
 class RewardFunction:
-    """Callable (row number, ids of an answer) -> reward, a finite float.
+    """Callable (row number, list of ids of an answer) -> reward, a finite float.
 
     ends: ids of end tokens, which are removed from the answer. function(question, answer, row) ->
-    number: reward() of the file at `path`; default: 1.0 for an exact match, else 0.0. The caller
-    sets `lines`: per row number, the line of SPLIT_rows.jsonl. Raises UserError for errors in
-    `function`.
+    number: reward() of the user's file at `path`; default: 1.0 if the answer equals the reference
+    answer, else 0.0. The caller sets `lines`: per row number, the JSON line of SPLIT_rows.jsonl
+    with question, answer and row. Raises UserError for errors in `function`.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -305,10 +308,10 @@ class RewardFunction:
 
 @contextlib.contextmanager
 def user_code(path, context=""):
-    """Context manager that raises the errors of the user's file at `path` as UserError, with the
-    line of the file, and `context` at the end of the message. KeyboardInterrupt is not changed.
-    What the file may change is restored: the working directory and, by code that loads a judge,
-    gradients, and PyTorch's default dtype and device."""
+    """Context manager for code of the user's file at `path`: raises any error in it as UserError,
+    with the line of the file, and `context` at the end of the message. KeyboardInterrupt is not
+    changed. Restores afterwards what such code may change: the working directory, whether gradients
+    are enabled, and PyTorch's default dtype (float32) and device."""
     folder = ""
     with contextlib.suppress(OSError):  # it was deleted
         folder = os.getcwd()
@@ -352,9 +355,9 @@ as_gpt = lora.as_gpt
 
 
 class PromptLoader(RowLoader):
-    """RowLoader with batches of prompts (B, P), lengths, row numbers and, in training, sample
-    numbers, (B,) each. A sample number, which determines the sampled answers, differs between
-    epochs."""
+    """RowLoader whose batches are prompts (B, P), lengths (B,), row numbers (B,) and, in training,
+    sample numbers (B,): the arguments of AnsweringGPT. A sample number is different in each epoch,
+    so that a prompt gets different answers."""
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -365,8 +368,9 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, needs_answers):
-    """Return the lines of a SPLIT_rows.jsonl, as texts in JSON. Raises DataError if the file or a
-    line cannot be read, and with `needs_answers` if a row has no reference answer."""
+    """Return the list of lines (JSON texts) of the file SPLIT_rows.jsonl at `path`, which has the
+    question, the answer and the record of each prompt. Raises DataError if the file or a line is
+    invalid, and with `needs_answers` if a row has no reference answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
@@ -382,10 +386,10 @@ def read_lines(path, needs_answers):
 
 
 def open_prompts(config, ranks, needs_answers):
-    """Return the Data of config.data_dir, a folder of prompts that data.prepare.prompts wrote, with
+    """Return the Data of config.data_dir, a folder that data.prepare.prompts wrote, with
     PromptLoaders and the attribute reward_function, a RewardFunction for exact matches. Raises
-    DataError, also if prompts and answers exceed block_size, and with `needs_answers` if a row has
-    no reference answer."""
+    DataError, also if the longest prompt and answer exceed block_size, and with `needs_answers` if
+    a row has no reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -412,8 +416,8 @@ def open_prompts(config, ranks, needs_answers):
 
 
 def open_data(config, ranks):
-    """Return the Data of open_prompts(), with reward_function as in config.reward: "exact", or the
-    path of a Python file, which is executed. Raises DataError or UserError."""
+    """Return the Data of open_prompts(), whose reward_function is the one of config.reward: "exact"
+    (match), or the path of a Python file, which is executed. Raises DataError or UserError."""
     data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
     data.ranks = ranks
     data.spec["reward"] = "exact"

@@ -44,9 +44,9 @@ class Keys:
 # the model
 
 class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
-    """A GPT with a frozen backbone, `weights` {name: tensor}, and adapters of rank r and scale
-    alpha / r on the layers that match `targets`, for batches of tokens or conversations.
-    state_dict() has the adapters only."""
+    """A GPT for text or conversations with a frozen backbone, `weights` {name: tensor}, and trained
+    adapters of rank r and scale alpha / r on the linear layers that match `targets`. state_dict()
+    has the adapters only."""
 
     def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
@@ -59,10 +59,10 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Load the weights of the checkpoint config.backbone; return (`config`, a TrainConfig, with the
-    backbone's shape; {name: tensor}). Weights that are not of type `dtype` are converted to
+    """Load the weights of the checkpoint config.backbone; return (the TrainConfig `config` with the
+    backbone's shape, {name: tensor}). Weights of other dtypes than `dtype` are converted to
     float32. Raises CheckpointError, also if the SHA-256 of the weights is not
-    data.spec["backbone"]."""
+    data.spec["backbone"], that of the training run."""
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:
@@ -119,8 +119,8 @@ def build_model(config, data):
 
 
 def base_type(data):
-    """Return the module model.chat if the data are conversations (data.spec has a template),
-    otherwise model.gpt: build_model() and sample() for these data."""
+    """Return the module whose build_model() and sample() suit the data: model.chat for
+    conversations (data.spec has a template), otherwise model.gpt."""
     return chat if "template" in data.spec else gpt
 
 
@@ -131,6 +131,6 @@ def sample(model, data, config):
 def as_gpt(state, path, backbone=None, ema=False):
     """Return ({name: tensor}, GPTConfig) of the checkpoint `state`, a dict read from `path`, as a
     plain GPT, for export: adapters are merged into the weights. backbone: the present path of the
-    frozen model; ema: whether `state` has running averages (not used)."""
+    frozen model, if it was moved; ema: whether `state` has running averages (not used)."""
     model, _ = model_of(state, path, backbone=backbone)
     return adapters.merge(model), model.config

@@ -33,8 +33,8 @@ USE = gpt.USE
 
 @dataclass
 class RouterKeys:
-    """Configuration keys of a model with routers: weights of the router losses in the training
-    loss."""
+    """Base class of the configuration keys of models with routers (moe, memory): the weights of the
+    router losses in the training loss."""
     load_balance_coef: float = key(0.01, "weight of the load balance loss", ge=0)
     auxiliary_coef: float = key(0.0, "weight of the load's squared distance from uniform", ge=0)
     z_loss_coef: float = key(0.001, "weight of the router logits' squared logsumexp", ge=0)
@@ -65,8 +65,8 @@ class Keys(RouterKeys):
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """Shape of a GPT with experts: the fields of GPTConfig and the Keys of this file. expert_hidden
-    is never None afterwards."""
+    """Shape of a GPT with experts: the fields of GPTConfig and of Keys. expert_hidden is set if it
+    was None: n_hidden divided by the experts that a token uses."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,11 +79,11 @@ class MoEConfig(GPTConfig, Keys):
 
 def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
     """Return {"load_balance", "auxiliary", "z_loss"} of a router, 0-dim tensors, from its logits
-    (..., E) of N tokens, each of which uses the k experts with the largest logits.
+    (..., E) for N tokens, each of which uses the k experts with the largest logits.
 
-    With the mean probability P_i of expert i and the share f_i of the N k assignments:
+    With P_i, the mean probability of expert i, and f_i, its share of the N k assignments:
     load_balance = E sum_i f_i P_i (arXiv:2101.03961), which is 1 for a uniform load;
-    auxiliary = sum_i (f_i - 1/E)^2, where f_i, a count without a gradient, gets that of P_i;
+    auxiliary = sum_i (f_i - 1/E)^2, with the gradient of P_i for f_i, a count without a gradient;
     z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906).
     """
     logits = logits.flatten(0, -2)  # (N, E)
@@ -92,8 +92,8 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 def sequence_losses(logits, load):
     """Return {"load_balance", "auxiliary", "z_loss"}, the losses of router_losses() per sequence,
-    (...) each. logits (..., N, E): of the router for N tokens; load (..., E): the share of each
-    expert in the assignments, from compute_load()."""
+    (...) each. logits (..., N, E): of the router for the N tokens of a sequence; load (..., E):
+    each expert's share of the assignments, from compute_load()."""
     logits = logits.float()
     n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
@@ -104,8 +104,8 @@ def sequence_losses(logits, load):
 
 
 def compute_load(chosen, n):
-    """Return the share (..., n) of each of n experts in the assignments `chosen` (..., N, k): the
-    indices of the k experts of each of N tokens."""
+    """Return the load (..., n), each expert's share (sum 1) of the assignments `chosen` (..., N,
+    k): the indices, 0 to n - 1, of the k experts of each of N tokens."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -113,8 +113,9 @@ def compute_load(chosen, n):
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
-    """Return the weighted router losses, summed over layers, a 0-dim tensor. router_losses: the
-    results of router_losses() per layer; a missing loss counts as 0."""
+    """Return the sum of all router losses, times the given weights, over layers: a 0-dim tensor to
+    add to the training loss. router_losses: a result of router_losses() per layer; a missing loss
+    counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
@@ -124,12 +125,13 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 # routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Linear layer that selects k of n groups (experts) per token x (..., dim), with weights.
-    Computed in float32, because rounding would change the choice. (With TF32, a GPU rounds to 11
-    bits, equally in every pass.)
+    """Linear layer that chooses k of n groups (e.g. experts) per token x (..., dim), and their
+    weights. Computed in float32, because rounding would change the choice. (With TF32, a GPU rounds
+    to 11 bits, equally in every pass.)
 
-    normalise: scale the k weights of a token to sum 1. score: softmax or sigmoid of the logits.
-    balanced: add load_bias (n,) to the weights for the choice, not for the result.
+    normalise: scale the k weights of a token to sum 1. score: "softmax" or "sigmoid", the function
+    of the logits that gives the weights. balanced: for the choice only, add the buffer load_bias
+    (n,) to the weights.
     """
 
     def __init__(self, dim, n, k, normalise=False, score="softmax", balanced=False):
@@ -140,8 +142,8 @@ class Router(nn.Linear):
         self.register_buffer("load_bias", torch.zeros(n) if balanced else None)
 
     def forward(self, x):
-        """Return (logits (B, T, n), weights (B, T, k), indices (B, T, k) of the chosen groups) for
-        x (B, T, C)."""
+        """Return (logits (B, T, n), weights (B, T, k) of the chosen groups, indices (B, T, k) of
+        them) for x (B, T, C)."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
@@ -150,16 +152,17 @@ class Router(nn.Linear):
         return logits, p / (p.sum(-1, keepdim=True) + 1e-20) if self.normalise else p, chosen
 
     def move_bias(self, load, rate):
-        """Raise load_bias, in place, of experts with less than the mean load and lower that of
-        others, by `rate`, with the mean unchanged. load (n,): tokens per expert."""
+        """Raise load_bias, in place, of groups with less than the mean load and lower that of the
+        others, by `rate`, then shift all so that their mean does not change. load (n,): tokens per
+        group."""
         step = rate * (load.mean() - load).sign()
         self.load_bias += (step - step.mean()).to(self.load_bias)
 
 
 class GroupOrder:
-    """Sorts M rows by group, sort(rows (M, ...)), and back, unsort(rows). chosen (M,): the group of
-    each row, 0 to n - 1. ends (n,) int32: the end of each group in the sorted rows, for
-    GroupedLinear."""
+    """Order of M rows by group, for GroupedLinear: sort(rows (M, ...)) returns the rows sorted by
+    group, unsort(rows) in the original order. chosen (M,): the group of each row, 0 to n - 1.
+    Attribute ends (n,) int32: the index after the last row of each group in the sorted rows."""
 
     def __init__(self, chosen, n):
         in_order, self.order = chosen.sort(stable=True)
@@ -178,16 +181,16 @@ class GroupOrder:
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, one per group of rows: forward(x, ends), with x sorted by
-    group. weight (n, out, in) is not initialised."""
+    """n linear layers without biases, each applied to one group of rows: forward(x, ends), with x
+    sorted by group. The parameter weight (n, out, in) is not initialised."""
 
     def __init__(self, n, in_features, out_features):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, out_features, in_features))
 
     def forward(self, x, ends):
-        """Return (M, out) for rows x (M, in), which are sorted by group. ends (n,) int32: the end
-        of each group in x, i.e. the cumulative numbers of rows."""
+        """Return (M, out) for rows x (M, in), sorted by group: x W_g^T with the weight of each
+        row's group. ends (n,) int32: the cumulative numbers of rows, see GroupOrder."""
         w = self.weight
         if torch.is_autocast_enabled(x.device.type):  # it does not convert grouped products
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -198,17 +201,17 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable  # the compiler would compile anew for other sizes: at every step
     def loop_over_groups(self, x, w, ends):
-        """Return forward(x, ends) with weights w (n, out, in), by one product per group. Empty
-        groups are included, with a gradient of zero."""
+        """Return forward(x, ends) with weights w (n, out, in), by one matrix product per group,
+        where grouped products are not supported. Groups without rows get a gradient of zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), w.unbind())])
 
 
 def has_grouped_mm(x, w):
-    """Return whether PyTorch supports grouped products of x (M, in) and w (n, out, in): rows of a
-    multiple of 16 bytes, float32 or bfloat16 on a CPU, bfloat16 on a GPU of capability 8.0 or
-    higher. From 9.0 (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which is in one
-    compiled graph and on a GPU synchronises per product."""
+    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): rows of a multiple of 16
+    bytes; float32 or bfloat16 on a CPU; bfloat16 on a GPU of capability 8.0 or higher. From 9.0
+    (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which does not break a compiled
+    graph, but on a GPU synchronises per product."""
     if any(size * x.element_size() % 16 for size in w.shape[1:]):
         return False
     if x.is_cuda:
@@ -218,8 +221,9 @@ def has_grouped_mm(x, w):
 
 
 class Experts(nn.Module):
-    """The MLP of a block, replaced by experts: the weighted sum of the outputs of a token's k
-    experts, plus the output of the shared experts, which are one MLP."""
+    """Mixture of experts, in place of the MLP of a block: the weighted sum of the outputs of a
+    token's k experts, plus the output of the shared experts (if any), which are one MLP for all
+    tokens."""
 
     def __init__(self, config):
         super().__init__()
@@ -233,8 +237,9 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x, routed):
-        """x (B, T, C) -> (B, T, C). The pair (logits (B, T, E), chosen (B, T, k), indices of
-        experts), of the router, is appended to the list `routed`."""
+        """Return the output (B, T, C) for x (B, T, C). Appends the router's (logits (B, T, E),
+        chosen (B, T, k), the indices of the experts) to the list `routed`, for the router
+        losses."""
         logits, weights, chosen = self.router(x)
         routed.append((logits, chosen))
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)
@@ -251,9 +256,9 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """Base class of a Block with a router, which chooses k of n groups (experts) per token.
+    """Base class of a Block with a router, which chooses k of n groups (e.g. experts) per token.
     compute(x, *context) of a subclass returns (x, (logits (B, T, n), chosen (B, T, k))); forward()
-    returns x and stores the pair as the attribute `routed`."""
+    returns x only, and stores the pair as the attribute `routed`, for RoutedGPT."""
     compiles_decoding = False
 
     def forward(self, x, *context):
@@ -275,16 +280,18 @@ class MoEBlock(RoutedBlock):
 
 
 class RoutedGPT(GPT):
-    """A GPT whose block_class is a RoutedBlock. The training loss includes the router losses, the
-    evaluation loss does not. Both log the router losses and the load of the experts."""
+    """Base class of a GPT whose block_class is a RoutedBlock. The router losses are added to the
+    training loss, not to the evaluation loss. The router losses and the load of the experts are
+    logged in both."""
 
     def compute_loss(self, idx, targets):
         return self.add_router_losses(*super().compute_loss(idx, targets))
 
     def add_router_losses(self, loss, sums, n_items=None):
-        """Return (loss, sums) with the router losses of the forward pass, which are read from the
-        blocks and removed there; to the loss they are added in training only. n_items (B,): the
-        number of targets per sequence, by which sequences are weighted; default: all equal."""
+        """Return (loss, sums) with the router losses of the last forward pass in sums and, in
+        training, in the loss. The routers' results are read from the blocks and removed there.
+        n_items (B,): the number of targets per sequence, the weight of the sequence in the loss;
+        default: all equal."""
         c = self.config
         routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
@@ -304,9 +311,10 @@ class RoutedGPT(GPT):
         return loss, sums
 
     def numbers(self, sums):
-        """Return GPT's numbers and means over sequences and layers of load_balance (1: uniform),
-        auxiliary and z_loss; use, a list per layer of each expert's load relative to a uniform one,
-        with use_min and use_max; in training lm_loss, the loss without the router losses."""
+        """Return {name: number} for the log: GPT's numbers; means over sequences and layers of
+        load_balance (1: uniform), auxiliary and z_loss; use, a list per layer of each expert's load
+        relative to a uniform one, with use_min and use_max; in training lm_loss, the loss without
+        the router losses."""
         n_tokens = max(1.0, float(sums["routed"][0].sum()))
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens
@@ -338,8 +346,8 @@ class RoutedGPT(GPT):
 
 
 class MoE(RoutedGPT):
-    """A GPT with routed experts; with balance_rate, after_step() adapts the router biases to the
-    load."""
+    """A GPT with routed experts (MoEBlock). With balance_rate, after_step() moves the router biases
+    after each optimizer step, to balance the load."""
     block_class = MoEBlock
 
     def after_step(self, it, sums):

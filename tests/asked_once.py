@@ -1,4 +1,5 @@
-"""What every process asks once, asked before the processes of the tests are forked."""
+"""Preloaded into the process from which the processes of the tests are forked: computes two cached
+values that every run needs, the class of the configuration and the environment's description."""
 
 from train.base.environment import environment
 from train.config import config_class

@@ -1,10 +1,10 @@
-"""Benchmark against a checkout of nanoGPT:
+"""Benchmark against nanoGPT, the peer:
 python -m tests.bench [ROW...] [--peer PATH_TO_NANOGPT] [--out FILE.json]
 
 Rows: throughput, time_to_loss, sample (all three by default); tests/gpu/programme.py has more for a
-machine with a GPU. The peer runs unmodified. Repeats of the sides alternate (A B A B), so that a
-busy machine slows all of them. The first repeat is warm-up, the others give the median. Each number
-is compared with the limit of this machine.
+machine with a GPU. The peer, a checkout of nanoGPT, is not modified. Runs of the sides alternate
+(ours, the peer's, ours, ...), so that a busy machine slows all of them. The first repeat of each is
+warm-up, the others give the median. Each number is compared with the limit of this machine.
 """
 
 import argparse
@@ -62,15 +62,17 @@ RECIPES = {"cpu": "train/configs/shakespeare.yaml", "cuda": "train/configs/shake
 # measuring
 
 def forward_backward(forward, batch, device, dtype):
-    """The passes of a micro-batch, as in train_step."""
+    """Compute the loss and the gradients of a micro-batch, as train_step does. forward(*batch)
+    returns (loss, sums); dtype: of autocast, not used for float32."""
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         loss, _ = forward(*batch)
     loss.backward()
 
 
 def alternate(sides, repeats):
-    """Call the functions {name: f() -> number} in turn, 1 + repeats times, the first being warm-up.
-    {name: dict(median, least, most)}; a side that returns None is left out."""
+    """Call the functions `sides` {name: f() -> number} in turn, 1 + repeats times, the first time
+    as warm-up. Return {name: dict(median, least, most)} of the numbers; a side that returned None
+    is left out."""
     values = {name: [] for name in sides}
     for _ in range(1 + repeats):
         for name, f in sides.items():
@@ -82,8 +84,9 @@ def alternate(sides, repeats):
 
 
 def machine(device, tiny):
-    """What the numbers were measured on, and its bounds: TFLOP/s of a matrix product (of random
-    numbers: zeros would be faster) in each precision, GB/s of reading memory."""
+    """Return a dict that describes this machine (CPU, GPU, cores, ...) and its measured limits:
+    matmul_tflops, TFLOP/s of a matrix product in each precision (of random numbers: zeros would be
+    faster), and read_gb_s, GB/s of reading memory. tiny: small sizes, for tests."""
     n, cells = (128, 1 << 20) if tiny else (8192, 1 << 28) if device.type == "cuda" else (
         2048, 1 << 26)
     peaks = {}
@@ -103,7 +106,8 @@ def machine(device, tiny):
 
 
 def peer_model(o):
-    """The peer's model of the compared shape, from its own model.py, and its optimizer."""
+    """Return (model, optimizer) of the peer: a GPT of the shape o.shape, from the model.py of the
+    checkout o.peer. o: the command's options."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(o.peer) / "model.py")
     nanogpt = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nanogpt)
@@ -118,7 +122,9 @@ def our_model(o, **changes):
 
 
 def row(work, unit, results):
-    """A line of the table for each side; its `bound` is what the machine allows, in this unit."""
+    """Return the result of a benchmark, a dict. results: {side: numbers}; "bound" of a side, the
+    limit of this machine in `unit`, is replaced by "of_bound", the share of the limit that the
+    median reaches."""
     for r in results.values():
         r["of_bound"] = r["median"] / r.pop("bound") if "bound" in r else None
     return dict(work=work, unit=unit, results=results)
@@ -128,7 +134,9 @@ def row(work, unit, results):
 # throughput: training tokens a second
 
 def training(o, pair, dtype, compiled):
-    """f() -> tokens/s of a few optimizer steps on random tokens, the same for every side."""
+    """Return a function that trains for o.steps optimizer steps on random tokens, the same for
+    every side, and returns tokens/s. pair: (model, optimizer); dtype: of autocast; compiled:
+    compile the model."""
     (model, optimizer), T = pair, o.shape["block_size"]
     tokens = torch.Generator().manual_seed(0)
     batches = [torch.randint(o.shape["vocab_size"], (o.batch, T + 1), generator=tokens)
@@ -155,8 +163,8 @@ def training(o, pair, dtype, compiled):
 
 
 class Apart:
-    """Training of the peer in a process of its own, without what our runs set for theirs (how
-    malloc keeps memory)."""
+    """Runs the training of the peer in a separate process, because ours changes settings of the
+    process (how malloc keeps memory)."""
     sides = {}  # in that process
 
     def __init__(self, o):
@@ -164,7 +172,8 @@ class Apart:
         self.o, self.pool = o, concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
 
     def training(self, name, *args):
-        """(f() -> tokens/s, FLOPs of a token)."""
+        """Build the peer's side `name` in that process. Return (a function that returns tokens/s of
+        a repeat, FLOPs per token). args: dtype, compiled, as for the function training()."""
         flops = self.pool.submit(Apart.build, self.o, name, *args).result()
         return lambda: self.pool.submit(Apart.repeat, name).result(), flops
 
@@ -181,8 +190,9 @@ class Apart:
 
 
 def throughput(o):
-    """Each side in the precision that it chooses by itself: nanoGPT's train.py autocasts on CUDA
-    only; `peer, bfloat16` on a CPU is it with autocast added by hand."""
+    """Return the row of training throughput. Each side uses its default precision: nanoGPT's
+    train.py uses autocast on CUDA only; "peer, bfloat16" on a CPU is nanoGPT with autocast
+    added."""
     low = choose_dtype("auto", o.device)[0]
     by_itself = torch.float32 if o.device.type == "cpu" else low
     apart, sides, flops = Apart(o), {}, {}
@@ -211,7 +221,8 @@ def short(dtype):
 
 
 def flops_per_token(model, shape):
-    """One formula for both sides: 6 for each weight that multiplies, and attention's products."""
+    """Return the training FLOPs per token of a GPT of either side: 6 per weight of a matrix
+    product, plus those of attention. shape: n_layer, n_embd, block_size."""
     if hasattr(model, "flops_per_unit"):
         return model.flops_per_unit()
     n = sum(p.numel() for p in model.parameters()) - shape["block_size"] * shape["n_embd"]
@@ -222,7 +233,9 @@ def flops_per_token(model, shape):
 # time to loss: from process start to a validation loss
 
 def seconds_to(target, command, cwd):
-    """(seconds until a printed val loss is at or below `target`, or None; the step, the loss)."""
+    """Run `command` in the folder `cwd` until it prints a validation loss of at most `target`.
+    Return (seconds from its start, or None if it ended before; the step and the loss that were
+    printed last). Raises RuntimeError if it fails."""
     started, lines, found = time.perf_counter(), [], (None, 0, float("inf"))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(command, cwd=cwd, env=environment, text=True,
@@ -241,9 +254,10 @@ def seconds_to(target, command, cwd):
 
 
 def time_to_loss(o):
-    """Both recipes have a fixed number of steps; the clock stops at the first evaluation printed
-    that is at or below the target. Ours evaluates at its start and its end only. Each device has
-    its recipes."""
+    """Return the row of the seconds from the start of the process to a validation loss. The recipes
+    of both sides, which depend on the device, have a fixed number of steps; the time ends with the
+    first printed evaluation at or below the target. Ours evaluates only at the start and the
+    end."""
     kind = o.device.type
     config, target = load_config(RECIPES[kind], o.overrides), o.target or TARGETS[kind]
     data_dir, ended = REPO / config.data_dir, {}
@@ -273,7 +287,8 @@ def time_to_loss(o):
 
 
 def copy_peer(peer, data_dir, folder):
-    """The peer's files, unmodified, beside our token files of the same characters."""
+    """Copy the files of nanoGPT that it needs for training from the checkout `peer` to `folder`,
+    unmodified, and our token files of data_dir as the dataset shakespeare_char."""
     shutil.copytree(Path(peer) / "config", folder / "config")
     for name in ("train.py", "model.py", "configurator.py"):
         shutil.copy(Path(peer) / name, folder)
@@ -289,8 +304,8 @@ def copy_peer(peer, data_dir, folder):
 # sampling
 
 def sample(o):
-    """Tokens a second of one stream with the context full. The bound: reading the weights once for
-    each token."""
+    """Return the row of sampling: tokens/s of one text when the context is full. The limit of the
+    machine is that of reading the weights once per token."""
     dtype, T = choose_dtype("auto", o.device)[0], o.shape["block_size"]
     idx = torch.randint(o.shape["vocab_size"], (1, T), device=o.device)
     sides, bounds = {}, {}
@@ -320,7 +335,8 @@ def sample(o):
 # the table, the command line
 
 def markdown(r):
-    """The results of a row as Markdown lines, one a side, and the ratio of the best ones."""
+    """Return the result `r` of row() as Markdown: one line per side, and the ratio of our best
+    result to the peer's best."""
     lines = []
     for name, v in r["results"].items():
         bound = f"{v['of_bound']:.0%} of the bound" if v["of_bound"] else v.get("note", "")
@@ -365,7 +381,8 @@ def parse_args(argv):
 
 
 def settle(o):
-    """The options `o` with what depends on the device."""
+    """Set the options in `o` (the result of parse_args()) that depend on the device: device, shape,
+    batch, steps. Return `o`."""
     o.device = get_device(o.device)
     o.shape = TINY if o.tiny else SHAPES[o.device.type]
     o.batch = o.batch or BATCH[o.device.type]

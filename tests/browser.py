@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages, where this machine has Chromium."""
+"""A browser for the tests of HTML pages, for machines on which Chromium is installed."""
 
 import base64
 import json
@@ -18,7 +18,9 @@ def soon(condition, timeout=10):
 
 
 class Browser:
-    """Headless Chromium, driven through its debugging pipe (chromedevtools.github.io)."""
+    """Headless Chromium, controlled through the pipe of its DevTools protocol
+    (chromedevtools.github.io). Calling an instance, browser(method, **params), sends a command and
+    returns the result."""
 
     def __init__(self, folder):
         commands, self.commands = os.pipe()
@@ -72,7 +74,9 @@ class Browser:
             self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def look(self, width, height, dark, path=None):
-        """The page on a screen of that size; (width of its content, a picture)."""
+        """Show the page on a screen of width x height pixels, with the dark or the light color
+        scheme. Return (the width of the page's content in pixels, a screenshot as PNG bytes, which
+        is also written to `path`, if given)."""
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=width < 600,
              deviceScaleFactor=2 if width < 600 else 1)
         self("Emulation.setEmulatedMedia", features=[

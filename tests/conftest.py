@@ -1,4 +1,5 @@
-"""What the tests share: small data, small configurations, and the program as a person starts it."""
+"""Fixtures, hooks and functions that the tests share: small data, small configurations, and
+functions that start run_train.py as a user does."""
 
 import contextlib
 import fcntl
@@ -48,9 +49,9 @@ FIRST = ("test_proofs.py", "test_multinode.py", "test_distributed.py", "test_gpt
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Three workers for two cores, up to 8, where the whole suite runs: a third of its time goes
-    into waiting for processes. None where a part of it was chosen: in one process output, debuggers
-    and -x are what one expects."""
+    """Return the number of test processes for `-n auto`. For the whole suite: three for every two
+    cores, up to 8, because a third of its time is waiting for processes. If a part of the tests is
+    selected: 0, so that output, debuggers and -x work as usual."""
     chosen = config.args != config.getini("testpaths") or config.option.keyword
     if chosen or config.option.markexpr != "not slow" or config.option.capture == "no":
         return 0
@@ -70,7 +71,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """One worker before the others: it keeps the bytecode of all files for them."""
+    """Let one worker collect the tests before the others: the others then read the bytecode that it
+    has written."""
     gc.disable()
     with open(TESTS / "matrix.py") as file:
         try:
@@ -81,8 +83,8 @@ def pytest_collection():
 
 
 def pytest_collection_finish():
-    """What is imported is not looked through again whenever Python collects garbage, which was a
-    third of the time; and it is collected when there is more of it."""
+    """Make Python's garbage collection faster, which was a third of the suite's time: exclude all
+    objects that exist after collection and imports, and run it less often. Also call lighten()."""
     gc.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -101,7 +103,8 @@ def locked(path, how):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test marked `alone`, which measures time, has all cores for itself."""
+    """Under pytest-xdist, run a test marked `alone`, which measures time, while no other test
+    runs."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     alone, door, room = item.get_closest_marker("alone"), TESTS / "runs.py", TESTS / "processes.py"
@@ -112,17 +115,20 @@ def pytest_runtest_protocol(item):
 
 
 def tiny_args(**changes):
-    """TINY with changes, as command-line arguments."""
+    """Return the configuration TINY, with `changes`, as a list of command-line arguments."""
     return [f"--{k}={v}" for k, v in (TINY | changes).items()]
 
 
 def program(env):
-    """run_train.py, or with FAULT in `env` faulty.py, which puts the fault in."""
+    """Return the path of run_train.py or, if `env` has the variable FAULT, of faulty.py, which runs
+    it with that fault."""
     return str(REPO / ("tests/faulty.py" if env and "FAULT" in env else "run_train.py"))
 
 
 def start(*args, ranks=0, env=None, torchrun=(), **popen):
-    """Start run_train.py as a person does, under torchrun where ranks are given; its Popen."""
+    """Start run_train.py in a new process as a user does, under torchrun if `ranks` is not 0.
+    Return the Popen. env: additional environment variables; torchrun: additional arguments of
+    torchrun; popen: of Popen."""
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
@@ -133,7 +139,8 @@ def start(*args, ranks=0, env=None, torchrun=(), **popen):
 
 
 def finish(process, timeout=120):
-    """(exit code, output) of what `start` has started."""
+    """Wait for a process that start() returned. Return (exit code, output). Raises
+    subprocess.TimeoutExpired after `timeout` seconds; the process is killed."""
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
@@ -142,7 +149,8 @@ def finish(process, timeout=120):
 
 
 def run(*args, ranks=0, env=None, timeout=120):
-    """Run run_train.py to its end, on so many ranks; (exit code, output)."""
+    """Run run_train.py with `args` until it ends, on `ranks` ranks (0: without ranks), in forked
+    processes. Return (exit code, output). Raises an error after `timeout` seconds."""
     if ranks:
         return in_ranks_of(ranks, program(env), *args, env=env, timeout=timeout)
     done = python(program(env), *args, env=env, timeout=timeout, merged=True)
@@ -151,7 +159,8 @@ def run(*args, ranks=0, env=None, timeout=120):
 
 @contextlib.contextmanager
 def full_disk(n_bytes):
-    """No file of this process can become longer than `n_bytes`."""
+    """Context manager that simulates a full disk: this process cannot write files of more than
+    n_bytes."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
@@ -173,7 +182,8 @@ def browser(tmp_path):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """A prepared folder of learnable bytes: 20,000 training tokens, 4,000 validation tokens."""
+    """Fixture: a prepared data folder with bytes of repetitive text: 20,000 training tokens, 4,000
+    validation tokens."""
     folder = tmp_path_factory.mktemp("data")
     line = b"line %d: the quick brown fox jumps over the lazy dog\n"
     text = b"".join(line % i for i in range(500))

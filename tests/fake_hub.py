@@ -1,4 +1,4 @@
-"""A server on this machine with the addresses of the Hugging Face hub that huggingface_hub uses."""
+"""A local HTTP server with those addresses of the Hugging Face hub that huggingface_hub uses."""
 
 import hashlib
 import json
@@ -9,10 +9,11 @@ COMMIT = "c" * 40
 
 
 class FakeHub:
-    """Serves folders as repositories: `repos` is {"OWNER/NAME": folder}, without or with
-    "datasets/" in front. log: the files sent, with the bytes at which they began. cuts: how many
-    files of more than 1,000 bytes are cut in the middle. wrong: {name: other content of a file}.
-    commit, etag: names that it sends, etag for config.json only."""
+    """Serves folders as repositories of a hub at `url`. repos: {"OWNER/NAME" or
+    "datasets/OWNER/NAME": folder}. Attributes that tests read or set: log: [(name, first byte)] of
+    the files sent; cuts: how many more downloads of over 1,000 bytes to interrupt halfway; wrong:
+    {file name: bytes to send instead}; commit, etag: values of the headers, etag for config.json
+    only."""
 
     def __init__(self, **repos):
         self.repos, self.log, self.cuts, self.wrong = repos, [], 0, {}
@@ -67,7 +68,8 @@ class FakeHub:
             request.wfile.write(content[first:end])
 
     def describe(self, request, path):
-        """What is in a repository: api/models/OWNER/NAME/..., api/datasets/OWNER/NAME/..."""
+        """Answer `request` for the list of files of a repository. path: api/models/OWNER/NAME/...
+        or api/datasets/OWNER/NAME/..."""
         _, kind, owner, name, what = path.split("/")[:5]
         repo = f"{owner}/{name}" if kind == "models" else f"{kind}/{owner}/{name}"
         if repo not in self.repos:

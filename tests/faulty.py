@@ -1,11 +1,11 @@
-"""The program with faults on purpose, put in from outside: python tests/faulty.py ARGS is
-`python run_train.py ARGS` with what the environment's FAULT asks for.
+"""Fault injection: python tests/faulty.py ARGS is `python run_train.py ARGS` with the faults in the
+environment variable FAULT.
 
-FAULT="point@step[:rank]=action", several with commas between. Points: before_step, mid_backward,
-bad_loss, before_opt, eval, load, and those of a save: save_open, save_mid, save_before_fsync,
-save_before_replace, save_after_replace; of a sharded save also manifest, when all shards are
-written; log_open. Actions: raise, oom, exit7, kill9, sleep, nan (of
-bad_loss), a signal to this process (sigterm, ...), an error of the system (enospc, eio, ...).
+FAULT="point@step[:rank]=action", several separated by commas. Points of a step: before_step,
+mid_backward, bad_loss, before_opt, eval; load; of a save: save_open, save_mid, save_before_fsync,
+save_before_replace, save_after_replace; of a sharded save also manifest, after all shards are
+written; log_open. Actions: raise, oom (an exception), exit7, kill9, sleep, nan (for bad_loss), a
+signal to this process (sigterm, ...), an OSError (enospc, eio, ...).
 """
 
 import contextlib
@@ -24,7 +24,8 @@ SENT = set()  # signals, by fault and step: a step that was dropped comes to its
 
 
 def point(name, step=None):
-    """Do what FAULT asks for at this point; true if the caller is to produce a NaN."""
+    """Perform the action of each fault in FAULT that matches this point, step and rank. Return true
+    if the caller must produce a NaN."""
     for fault in filter(None, os.environ.get("FAULT", "").split(",")):
         where, action = fault.split("=")
         where, _, rank = where.partition(":")
@@ -61,7 +62,8 @@ def act(action, name):
 # where the points are: (owner, name, what takes its place)
 
 def before(owner, name, then):
-    """owner.name with then(*args) called first."""
+    """Return (owner, name, function that calls then(*args) and then owner.name), for
+    mock.patch.object."""
     real = getattr(owner, name)
 
     def wrapper(*args, **kwargs):
@@ -165,7 +167,8 @@ def points_of_a_save():
 
 @contextlib.contextmanager
 def faults(spec=None):
-    """The points are in place within, and FAULT is `spec`, or what it was."""
+    """Context manager in which run_train.py's code calls point() at all points. spec: the value of
+    FAULT; None: as in the environment."""
     SENT.clear()
     with contextlib.ExitStack() as stack:
         if spec is not None:

@@ -1,10 +1,11 @@
-"""Write tests/MATRIX.md, the injected faults with expected and actual results, from the tests.
+"""Write tests/MATRIX.md, a table of injected faults with expected and actual results, from the
+tests.
 
     python -m tests.matrix                 runs the tests first (minutes)
     python -m tests.matrix RESULTS.xml...  from pytest --junitxml=RESULTS.xml, of one run or several
 
-A test belongs to the matrix by its mark, @pytest.mark.matrix(7, 9): the numbers are its cases. The
-docstring is "fault -> expected outcome".
+A test with the mark @pytest.mark.matrix(7, 9) is a row of the table, for the cases 7 and 9. The
+docstring of the test is "fault -> expected outcome".
 """
 
 import ast
@@ -28,7 +29,8 @@ campaigns: `python -m pytest -m slow -s`.
 
 
 def cases_of(function):
-    """The numbers in @pytest.mark.matrix(7, 9) of a function (a node of ast)."""
+    """Return the list of case numbers in the decorator @pytest.mark.matrix(7, 9) of `function`, an
+    ast.FunctionDef; [] without it."""
     found = []
     for call in function.decorator_list:
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.matrix":
@@ -37,8 +39,8 @@ def cases_of(function):
 
 
 def tests_of(path):
-    """(name, cases, docstring in one line, whether marked slow) of each test of the matrix in a
-    file."""
+    """Yield (name, case numbers, docstring in one line, whether marked slow) of each test with the
+    mark `matrix` in the test file `path`."""
     tree = ast.parse(path.read_text())
     all_slow = any("mark.slow" in ast.unparse(node) for node in tree.body
                    if isinstance(node, ast.Assign))
@@ -50,7 +52,8 @@ def tests_of(path):
 
 
 def results_of(paths):
-    """{(file, test): {"passed": n, ...}} from files of pytest --junitxml."""
+    """Return {(file, test): Counter of "passed", "failed", "skipped"} from the files `paths`,
+    written by pytest --junitxml."""
     out = collections.defaultdict(collections.Counter)
     for path in paths:
         for case in ElementTree.parse(path).iter("testcase"):
@@ -62,7 +65,7 @@ def results_of(paths):
 
 
 def ranges(numbers):
-    """[1, 2, 3, 7] -> '1-3, 7'."""
+    """Return a list of numbers as a text: [1, 2, 3, 7] -> '1-3, 7'."""
     out = []
     for n in sorted(set(numbers)):
         if out and out[-1][1] == n - 1:
@@ -73,7 +76,7 @@ def ranges(numbers):
 
 
 def table(results):
-    """The matrix as Markdown."""
+    """Return the text of MATRIX.md. results: the result of results_of()."""
     rows, covered, total = [], set(), collections.Counter()
     for path in sorted(TESTS.glob("test_*.py")):
         for name, cases, doc, slow in tests_of(path):
@@ -95,7 +98,8 @@ def table(results):
 
 
 def main(paths):
-    """Write the table; the exit code of the tests, where they are run here."""
+    """Write MATRIX.md. paths: junitxml files; without any, run the tests first. Return the exit
+    code of the tests, or 0."""
     code = 0
     with tempfile.TemporaryDirectory() as folder:
         if not paths:

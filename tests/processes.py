@@ -1,9 +1,9 @@
-"""Processes for the tests, each forked from one that has imported torch: 0.1 s instead of 3 s.
+"""Start processes for the tests by forking one that has imported torch: 0.1 s instead of 3 s.
 
-`python(*ARGS)` is `python ARGS` run to its end, `in_ranks_of(2, *ARGS)` is it on two ranks, `Fork`
-is a function in a process of its own, to be waited for or killed. They differ from what a person
-types only in what is imported already: where that or torchrun itself is the subject, tests start a
-real process.
+`python(*ARGS)` runs `python ARGS` to its end, `in_ranks_of(2, *ARGS)` runs it on two ranks, and
+`Fork` runs a function in a process that can be waited for or killed. The only difference from a
+real process is that modules are already imported: tests of imports or of torchrun start real
+processes.
 """
 
 import atexit
@@ -34,7 +34,8 @@ FORKER.set_forkserver_preload(["pytest", "numpy", "yaml", "tiktoken", "torch._dy
 
 
 def ready():
-    """Start the process that the others are forked from, if there is none yet."""
+    """Start the fork server (the process that the others are forked from), if it is not running.
+    Return the multiprocessing context."""
     path = os.pathsep.join([str(REPO), str(TESTS),  # that it finds ours, whatever folder we are in
                             *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
@@ -44,15 +45,16 @@ def ready():
 
 @atexit.register
 def _kill_programs():
-    """What a failed test left running, or pytest would wait for it."""
+    """Kill the processes that failed tests have left running, at the exit of pytest, which would
+    wait for them."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def lighten():
-    """Have loaders gather 4,096 tokens at once: of the batches of tests, 2**18 tokens would be
-    16,384, all of which a run reads ahead once the machine was slow for a moment. And wait for no
-    disk, a tenth of a small run: what that is for, a power cut, is not tried here."""
+    """Make runs in this process cheaper. Loaders read 4,096 tokens at a time instead of 2**18,
+    which would be 16,384 batches of a test. os.fsync does nothing: it takes a tenth of a small run,
+    and no test simulates a power cut."""
     if loader := sys.modules.get("train.dataloader"):
         loader.CHUNK_TOKENS = 1 << 12
     os.fsync = lambda fd: None
@@ -64,7 +66,8 @@ ASKING = threading.Lock()
 
 
 class Fork:
-    """function(*args) in a process of its own, with these files as its stdin, stdout and stderr."""
+    """Runs function(*args) in a forked process in the folder `cwd`, with the files `stdin`,
+    `stdout` and `stderr` (default: that of stdout). env: additional environment variables."""
 
     def __init__(self, function, args=(), cwd=REPO, env=None, stdin=os.devnull, stdout=os.devnull,
                  stderr=None):
@@ -76,7 +79,8 @@ class Fork:
             self.process.start()
 
     def wait(self, timeout):
-        """Its exit code, -9 after a kill -9; None if it still runs."""
+        """Wait up to `timeout` seconds for the end of the process. Return the exit code, -9 after
+        SIGKILL; None if it is still running."""
         connection.wait([self.process.sentinel], timeout)
         with ASKING:
             return self.process.exitcode
@@ -105,7 +109,8 @@ def _become(function, args, cwd, env, files):
 
 
 def run_python(args):
-    """`python ARGS`: -m MODULE ..., -c CODE ... or FILE ... ."""
+    """Run `python ARGS` in this process, a fork. args: ["-m", MODULE, ...], ["-c", CODE, ...] or
+    [FILE, ...]."""
     (how, *rest) = args if args[0] in ("-m", "-c") else ("", *args)
     script = pathlib.Path(rest[0]).resolve()
     here = os.getcwd() if how else str(script.parent)
@@ -125,7 +130,8 @@ def run_python(args):
 
 
 def python(*args, cwd=REPO, env=None, input="", merged=False, timeout=120):
-    """`python ARGS` to its end, a subprocess.CompletedProcess; merged: stderr goes to stdout."""
+    """Run `python ARGS` in a forked process until it ends. Return a subprocess.CompletedProcess
+    with the output as text; merged: stderr goes to stdout. Raises subprocess.TimeoutExpired."""
     args = [str(a) for a in args]
     with tempfile.TemporaryDirectory() as folder:
         stdin, stdout, stderr = (pathlib.Path(folder, n) for n in ("in", "out", "err"))
@@ -149,7 +155,8 @@ def free_port():
 
 
 def rank_environments(world_size):
-    """What torchrun tells each of its ranks on one machine."""
+    """Return a list with the environment variables {name: value} that torchrun sets for each of
+    world_size ranks on one machine."""
     port = free_port()
     return [dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
                  MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=1)
@@ -157,7 +164,9 @@ def rank_environments(world_size):
 
 
 def in_ranks_of(world_size, *args, env=None, timeout=120):
-    """`python ARGS` on each rank; (the first exit code that is not 0, the output of all)."""
+    """Run `python ARGS` on each of world_size ranks, in forked processes. Return (the first exit
+    code that is not 0, or 0; the output of all ranks). Raises AssertionError after `timeout`
+    seconds."""
     args = [str(a) for a in args]
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         forks = [Fork(run_python, (args,), env=its | (env or {}), stdout=output.name)

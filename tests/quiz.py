@@ -1,4 +1,5 @@
-"""A model that is right now and then, and three tasks of 200 rows for it."""
+"""A small trained model, which is right for some examples, and three task files (see
+model/eval/tasks.py) of 200 rows for it."""
 
 import json
 import random
@@ -17,7 +18,8 @@ def write_rows(path, rows):
 
 
 def choice(rng, i):
-    """A question that may be longer than the context, and parts of four words."""
+    """Return row number `i` of the task "choice", a dict: a question, which may be longer than the
+    context, and four choices, parts of words. rng: a random.Random."""
     words, at = rng.sample(WORDS, 4), rng.randrange(4)
     before = (LINE % i * (1 + 2 * (i % 9 == 0))).partition(words[at])[0].rstrip()
     words = [w[:rng.randrange(2, 6)] + "\u00e9" * (i % 5 == 0) for w in words]
@@ -38,7 +40,8 @@ def written(rng, i):
 
 
 class Quiz:
-    """The model, trained on the lines of data_dir, and the files, in `folder`."""
+    """Trains the model on data_dir and writes the task files choice, cloze and written to
+    `folder`."""
 
     def __init__(self, data_dir, folder):
         self.data_dir, self.folder, rng = data_dir, folder, random.Random(1)
@@ -51,10 +54,12 @@ class Quiz:
         return [str(self.folder / f"{n}.jsonl") for n in names or ("choice", "cloze", "written")]
 
     def how(self, *names, **changes):
-        """A run that evaluates the model once, on all rows."""
+        """Return the configuration, a dict, of a run that only evaluates the model, once and on all
+        rows. names: of the tasks (default: all); changes: other keys."""
         return MODEL | dict(init_from=self.ckpt, eval_tasks=self.files(*names), max_iters=0,
                             eval_task_rows=0) | changes
 
     def evaluate(self, out, *names, **changes):
-        """Its numbers."""
+        """Run the configuration of how() into the folder `out`. Return the numbers of the
+        evaluation, a dict."""
         return go(self.data_dir, out, **self.how(*names, **changes))["history"][-1]

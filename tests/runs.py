@@ -1,5 +1,5 @@
-"""Runs for the tests of reliability: small ones in this process, and the program in processes that
-can be killed, forked from one that has imported it (0.1 s instead of 3 s each)."""
+"""Training runs for the tests: small ones in this process, and the program run_train.py in forked
+processes that can be killed (0.1 s instead of 3 s each), with comparisons of their results."""
 
 import contextlib
 import importlib.util
@@ -36,14 +36,17 @@ def configure(data_dir, out_dir, **changes):
 
 @contextlib.contextmanager
 def opened(config):
-    """A Run that is ready for its next step."""
+    """Context manager that opens the run of `config`, a TrainConfig, without training: yields the
+    Run, ready for its next step."""
     config = validate_config(config)
     with process_group(config) as ranks, open_run(config, ranks) as run:
         yield run
 
 
 def go(data_dir, out_dir, fault="", **changes):
-    """Train in this process, with a fault of faulty.py; its last numbers, or what stopped it."""
+    """Train in this process, with `fault` in the syntax of faulty.py, if any; changes: keys that
+    differ from SMALL. Return the result of train(), or the exception Stopped if the run was
+    stopped."""
     with faults(fault) if fault else contextlib.nullcontext():
         try:
             return train(configure(data_dir, out_dir, **changes))
@@ -52,8 +55,8 @@ def go(data_dir, out_dir, fault="", **changes):
 
 
 def on_two_ranks(out_dir, changes):
-    """The evaluations, lines of metrics.jsonl, of a run of two ranks into `out_dir`; changes: its
-    configuration."""
+    """Train on two ranks into the folder out_dir. changes: the configuration, a dict. Return the
+    evaluations, a list of dicts: the lines of metrics.jsonl with "val_loss"."""
     file = f"{out_dir}.yaml"
     with open(file, "w") as f:
         json.dump(changes | dict(out_dir=str(out_dir)), f)
@@ -63,8 +66,9 @@ def on_two_ranks(out_dir, changes):
 
 
 def tensors(path):
-    """{name: tensor} of everything in a checkpoint that must be equal bit for bit, weights and
-    optimizer state, and the rest of it that does."""
+    """Return (tensors, rest), the parts of a checkpoint that are equal if two runs are: {name:
+    tensor} of weights and optimizer state, equal bit for bit, and {name: value} of counters and
+    other state. path: of the checkpoint."""
     c = load_checkpoint(path)
     out = {f"model.{n}": t for n, t in c["model"].items()}
     for name, entry in c["optimizer"]["state"].items():
@@ -74,7 +78,8 @@ def tensors(path):
 
 
 def metrics(out_dir):
-    """The lines of metrics.jsonl, without what depends on the clock or the machine."""
+    """Return the lines of metrics.jsonl in out_dir, a list of dicts, without the numbers that
+    depend on the clock or the machine."""
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     timed = ("time_ms", "tokens_per_sec", "memory_mib", "mfu")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
@@ -93,7 +98,9 @@ def assert_same_file(a, b):
 
 
 def assert_same(a, b, best=True):
-    """Two runs ended alike: every tensor, every counter, every line of the metrics, once."""
+    """Assert that the runs in the folders `a` and `b` have ended with the same checkpoint (tensors
+    and counters), the same lines in metrics.jsonl and, with `best`, the same ckpt_best.pt, if
+    any."""
     assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
     if best and (a / "ckpt_best.pt").exists():
         assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
@@ -101,8 +108,9 @@ def assert_same(a, b, best=True):
 
 
 def assert_a_kill_changes_nothing(data_dir, tmp_path, **changes):
-    """A run of more than 10 steps, saved on its way, that is killed (-9) after them and started
-    again (in `b`) ends as one that was left alone (in `a`)."""
+    """Assert that a run that is killed (SIGKILL) before step 10 and started again (folder b) ends
+    as an uninterrupted run (folder a). changes: keys, with which it must save checkpoints and have
+    more than 10 steps."""
     go(data_dir, tmp_path / "a", **changes)
     killed = Program(data_dir, tmp_path / "b", env=dict(FAULT="before_step@10=kill9"), **changes)
     assert killed.wait()[0] == -9
@@ -111,8 +119,9 @@ def assert_a_kill_changes_nothing(data_dir, tmp_path, **changes):
 
 
 def assert_two_ranks_equal_one(tmp_path, settings, how, **tolerances):
-    """A run on two ranks, `how` ddp or fsdp, has the evaluations of one on one rank, each number to
-    its relative tolerance, and its weights."""
+    """Assert that a run on two ranks has the same evaluations and weights as a run on one rank.
+    how: "ddp" or "fsdp"; settings: the configuration; tolerances: {name of a number: relative
+    tolerance}."""
     one = train(load_config(None, settings | dict(out_dir=str(tmp_path / "one"))))["history"]
     two = on_two_ranks(tmp_path / "two", settings | dict(distributed=how))
     for a, b in zip(one, two, strict=True):
@@ -126,7 +135,8 @@ def assert_two_ranks_equal_one(tmp_path, settings, how, **tolerances):
 
 
 def assert_keys_change_only(names, data_dir, tmp_path, settings, **changes):
-    """The evaluation of the initial weights differs, with these keys, in the numbers `names`."""
+    """Assert that the keys `changes` change only the numbers `names` in an evaluation of the
+    initial weights. settings: the configuration without them."""
     a, b = (go(data_dir, tmp_path / f"keys_{len(more)}", **settings | dict(max_iters=0) | more)
             ["history"][0] for more in ({}, changes))
     assert {name for name in a if a[name] != b[name]} == set(names)
@@ -148,7 +158,8 @@ def nothing():
 
 
 class Program:
-    """`python run_train.py ARGS`; prepare() is called in the process first."""
+    """Runs `python run_train.py ARGS` in a forked process, with the configuration SMALL and
+    `changes`. prepare() is called in that process first; output: the file of the output."""
 
     def __init__(self, data_dir, out_dir, *args, output=None, env=None, prepare=nothing, **changes):
         self.output = str(output or f"{out_dir}.output")
@@ -173,14 +184,16 @@ class Program:
         return ""
 
     def wait_for(self, what, timeout=30):
-        """Until the output has `what` in it."""
+        """Wait until the output contains the text `what`. Raises AssertionError after `timeout`
+        seconds, or if the process has ended without it."""
         end = time.monotonic() + timeout
         while what not in self.text():
             assert self.process.is_alive() and time.monotonic() < end, self.text()
             time.sleep(0.005)
 
     def wait(self, timeout=60):
-        """(exit code, output); -9 after a kill -9."""
+        """Wait for the end of the process. Return (exit code, output); the code is -9 after
+        SIGKILL. Raises AssertionError after `timeout` seconds."""
         self.process.join(timeout)
         if self.process.is_alive():
             self.kill()
@@ -196,7 +209,8 @@ def run_program(*args, timeout=60, **kwargs):
 # runs that a command starts (train.tools.child_runs), of model/planted.py
 
 def register():
-    """Make tests/model/planted.py the file model/planted.py of the program in this process."""
+    """Make tests/model/planted.py known as the module model.planted in this process, so that runs
+    can use --model planted."""
     config_file.REPOSITORY = str(TESTS)
     if "model.planted" not in sys.modules:
         spec = importlib.util.spec_from_file_location("model.planted", TESTS / "model/planted.py")
@@ -211,7 +225,7 @@ def _run_planted(args):
 
 
 class Child:
-    """A run as subprocess.Popen has it, forked."""
+    """A forked run with the methods of subprocess.Popen that train.tools.child_runs uses."""
 
     def __init__(self, args, env, log):
         self.fork = Fork(_run_planted, (args,), env=env, stdout=log)
@@ -227,8 +241,8 @@ class Child:
 
 
 def planted_children(monkeypatch):
-    """Have train.tools.child_runs fork its runs, which know model/planted.py; a list of their
-    arguments, as they are started."""
+    """Patch train.tools.child_runs so that it forks its runs (Child), which know --model planted.
+    Return a list to which the arguments of each run are appended when it starts."""
     from train.tools import child_runs
     monkeypatch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
     register()

@@ -1,4 +1,5 @@
-"""SynthSAEBench (arXiv:2602.14687) for --model sae: activations with known features, and the judge.
+"""SynthSAEBench (arXiv:2602.14687) for --model sae: activations with known features, and an
+evaluation.
 
     python -m tests.sae_bench model out/synth                       # the features, once
     python -m tests.sae_bench data out/synth --samples 2000000      # activations to train on
@@ -6,8 +7,9 @@
     python -m model.sae --ckpt out/sae_bench/ckpt.pt --to out/lens
     python -m tests.sae_bench judge out/synth --sae out/lens        # by sae-lens: F1, L0
 
-The features are made from the configuration of SynthSAEBench-16k, version 2, without a download.
-They are not those of the published model, which were drawn on a GPU; their statistics are.
+The features are generated from the configuration of SynthSAEBench-16k, version 2, without a
+download. They are not those of the published model, which were sampled on a GPU, but have the same
+statistics.
 """
 
 import argparse
@@ -34,7 +36,8 @@ WINDOW = 1024  # activations that share k features each, as in the benchmark's b
 
 
 def benchmark(n_features=16384, hidden_dim=768, orthogonal_steps=100, roots=128):
-    """Return the model of SynthSAEBench-16k, or a smaller one of the same kind."""
+    """Return the SyntheticModel (known features, from which activations are sampled) of
+    SynthSAEBench-16k; with other arguments a smaller one of the same kind."""
     return SyntheticModel(SyntheticModelConfig(
         num_features=n_features, hidden_dim=hidden_dim, seed=42, bias=0.5,
         firing_probability=ZipfianFiringProbabilityConfig(exponent=0.5, max_prob=0.4,
@@ -50,7 +53,8 @@ def benchmark(n_features=16384, hidden_dim=768, orthogonal_steps=100, roots=128)
 
 
 def write_activations(model, folder, samples, val_samples, seed):
-    """Write {train,val}_activations.npy, float32 (windows, WINDOW, C)."""
+    """Sample activations from `model`, a SyntheticModel, and write {train,val}_activations.npy to
+    `folder`, float32 (windows, WINDOW, C). samples, val_samples: number of activations in each."""
     torch.manual_seed(seed)
     for split, count in (("val", val_samples), ("train", samples)):
         start = time.time()
@@ -62,7 +66,8 @@ def write_activations(model, folder, samples, val_samples, seed):
 
 
 def judge(model, sae_folder, samples, seed):
-    """Return {name: value}: sae-lens's evaluation of an exported autoencoder on new samples."""
+    """Return {name: value}: sae-lens's metrics (F1, L0, ...) of the exported autoencoder in
+    sae_folder on `samples` new activations of `model`, a SyntheticModel."""
     torch.manual_seed(seed)
     result = eval_sae_on_synthetic_data(SAE.load_from_disk(sae_folder), model.feature_dict,
                                         model.activation_generator, samples, WINDOW)

@@ -1,6 +1,6 @@
-"""Chat templates in the manner of published models', tools left out: the same structure, tests of
-roles and contents, trimming and blanks. {name: (Jinja, special tokens, the words that transformers
-gives it, tokens beside the vocabulary that are not special)}."""
+"""Chat templates like those of published models, without tools: the same structure, checks of roles
+and contents, and handling of whitespace. TEMPLATES is {name: (Jinja, special tokens, the variables
+that transformers passes to it, tokens outside of the vocabulary that are not special)}."""
 
 LLAMA3 = ("""{{- bos_token }}
 {%- if not date_string is defined %}
@@ -229,7 +229,8 @@ TEMPLATES = dict(llama3=LLAMA3, qwen2=QWEN2, qwen3=QWEN3, gemma3=GEMMA3, smollm2
 
 
 def turns(*texts, system=None):
-    """[(role, text)]: a system message, a question, its answer, ..."""
+    """Return a conversation [(role, text), ...]: the system message, if any, then `texts` as user
+    and assistant messages in turn."""
     return [("system", system)] * (system is not None) + [
         ("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
 

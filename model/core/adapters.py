@@ -16,9 +16,9 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """An nn.Linear `layer` with an adapter of rank r: forward(x (..., in)) returns
-    x (base + scale * lora_B lora_A)^T + bias. base (out, in) is the frozen weight, `weight` the
-    merged one; lora_A (r, in) and lora_B (out, r) are trained, and not initialised."""
+    """An nn.Linear `layer` with an adapter of rank r: forward(x (..., in)) returns x (base + scale
+    * lora_B lora_A)^T + bias. base (out, in) is the frozen weight of `layer`, `weight` the merged
+    one; lora_A (r, in) and lora_B (out, r) are trained, and not initialised here."""
 
     def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
@@ -33,7 +33,7 @@ class LoRALinear(nn.Linear):
     @property
     def weight(self):
         """The merged weight base + scale * lora_B lora_A (out, in), in the dtype of the adapter.
-        Computed at each access."""
+        Computed at each access: for decoding and export, not for training."""
         with torch.autocast(self.base.device.type, enabled=False):
             base = self.base.to(self.lora_B.dtype)
             return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
@@ -45,11 +45,12 @@ class LoRALinear(nn.Linear):
 
 
 class _LoRAFunction(torch.autograd.Function):
-    """x W^T + scale * (x A^T) B^T for x (..., in).
+    """The autograd function of LoRALinear: x W^T + bias + scale * (x A^T) B^T for x (..., in), with
+    the frozen weight W = base (out, in).
 
     The merged weight is never computed: it would need a float32 copy of the backbone in each pass,
-    and adding the adapter to a bfloat16 weight would round it off. The frozen weight is converted
-    in both passes and gets no gradient, which saves a third of a training step's products.
+    and in bfloat16 a small adapter would be lost to rounding. W is converted to the dtype of x in
+    both passes and gets no gradient, which saves a third of a training step's matrix products.
     """
 
     @staticmethod
@@ -96,9 +97,9 @@ def is_adapter(name):
 
 
 def initial_adapter(name, shape, seed):
-    """Return the initial value, a tensor of `shape`, of an adapter's parameter: zeros for lora_B;
-    for lora_A (r, in) uniform up to 1 / sqrt(in), a function of (seed, name), as in peft
-    (kaiming_uniform with a = sqrt(5))."""
+    """Return the initial value, a tensor of `shape`, of an adapter's parameter `name`: zeros for
+    lora_B; for lora_A (r, in) uniform in +-1 / sqrt(in), as in peft (kaiming_uniform with a =
+    sqrt(5)), a function of (seed, name)."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
@@ -109,9 +110,9 @@ def initial_adapter(name, shape, seed):
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
     """Freeze `model`, a GPT with the mixin WithAdapters, in place, and replace the linear layers of
     the blocks that match one of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of
-    rank r. Return the model; with r 0 it is unchanged. seed: of the adapters' initial values, which
-    are not set on the meta device. scale: factor of the adapters. Raises ConfigError for a pattern
-    without a match."""
+    rank r. Return the model; with r 0 it is unchanged. seed: for the adapters' initial values (not
+    set on the meta device). scale: factor of the adapters. Raises ConfigError for a pattern that
+    matches no layer."""
     if not r:
         return model
     model.requires_grad_(False)
@@ -123,9 +124,9 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 
 def find_layers(model, targets):
-    """Return the names (h.0.attn.q, ...) of the nn.Linear modules in the blocks of a GPT that match
-    one of the patterns `targets`, parts of names with wildcards: attn.q, mlp, h.3, h.*.mlp. Raises
-    ConfigError for a pattern without a match, and without patterns."""
+    """Return the list of names (h.0.attn.q, ...) of the nn.Linear modules in the blocks of a GPT
+    that match one of the patterns `targets`, parts of names with wildcards: attn.q, mlp, h.3,
+    h.*.mlp. Raises ConfigError if there is no pattern, or for a pattern that matches no layer."""
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
@@ -137,9 +138,9 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return the state dict {name: tensor} of a GPT with adapters, converted to a GPT without
-    adapters: LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. All
-    tensors are copies."""
+    """Return the state dict {name: tensor} of `model`, a GPT with adapters, as that of a plain GPT:
+    LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. All tensors are
+    copies."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -152,8 +153,8 @@ def merge(model):
 
 class WithAdapters:
     """Mixin for a GPT to which add_adapters() can be applied: initial() also returns the initial
-    values of adapters, and adopt() renames LAYER.weight to LAYER.base for the layers that have an
-    adapter."""
+    values of adapters, and adopt(), which translates the names of initial weights, renames
+    LAYER.weight to LAYER.base for layers with an adapter."""
 
     def initial(self, name, shape, seed):
         if is_adapter(name):
@@ -171,17 +172,17 @@ class WithAdapters:
 
 class PartialStateDict:
     """Mixin for a model whose state_dict() and load_state_dict() have only the tensors for which
-    is_saved(name), a method of the subclass, is true. load_backbone() sets the others: the frozen
-    backbone, which has a separate checkpoint."""
+    is_saved(name), a method of the subclass, is true. load_backbone() sets the other tensors, the
+    frozen backbone, which is saved in a separate checkpoint."""
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         return {name: t for name, t in state.items() if self.is_saved(name)}
 
     def load_backbone(self, weights):
-        """Use the tensors `weights` {name: tensor} as the parameters of the model, without copying
-        them. The model may be on the meta device. Raises CheckpointError unless the names and
-        shapes are those of all parameters."""
+        """Use the tensors `weights` {name: tensor} as the parameters of the model, without copies.
+        The model may be on the meta device. Raises CheckpointError unless they have the names and
+        shapes of all tensors of the model."""
         try:
             super().load_state_dict(weights, assign=True)
         except RuntimeError as error:

@@ -7,7 +7,7 @@ from train.base.errors import printable
 
 class Detokenizer:
     """Converts tokens to text, one add(token) at a time: incomplete UTF-8 characters and possible
-    beginnings of a stop string are held back. `stopped` is true from the first stop string on."""
+    beginnings of a stop string are held back. `stopped` is true once a stop string was found."""
 
     def __init__(self, tokenizer, stop_strings=()):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
@@ -16,9 +16,9 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, token=None, last=False):
-        """Return the text that is complete after `token` (an id; None: no new token), perhaps "".
-        At a stop string, return the text before it and set `stopped`; no more calls are then
-        allowed. last: also return the text that is held back."""
+        """Return the text that `token` (an id; None: no new token) completes, perhaps "". At a stop
+        string, return the text before it and set `stopped`; add() must not be called again. last:
+        also return the text that is held back."""
         data = b"" if token is None else self.tokenizer.bytes_of(token)
         self.pending += self.decoder.decode(data, last)
         positions = [self.pending.find(stop) for stop in self.stop_strings if stop in self.pending]
@@ -35,8 +35,9 @@ class Detokenizer:
 
 
 class TextStreamer:
-    """Prints the text of a single sequence during generation: a callable for the argument on_token
-    of generate(), streamer(tokens (1,)) -> None. stop_tokens: ids that are not printed."""
+    """Prints the text of a single sequence during generation: an instance is the argument on_token
+    of generate(), which calls streamer(tokens (1,)) for each token. stop_tokens: ids that are not
+    printed."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens

@@ -1,9 +1,9 @@
-"""Whether the code that computes logits was edited.
+"""Detect whether the code that computes logits was edited.
 
-Exports are refused after an edit, because other programs compute the unedited formulas,
-and checkpoints record it. After an edit that does not change the logits, this command enters the
-digests of the code into formulas.json; `python -m train.tools.check --only export` then compares
-the logits with those of another program:
+After an edit, checkpoints cannot be exported, because other programs compute the unedited formulas.
+Checkpoints contain the digests of the edited definitions. After an edit that does not change the
+logits, this command writes the new digests to formulas.json; `python -m train.tools.check --only
+export` then compares the logits with those of another program:
 
     python -m model.core.formulas
 """
@@ -24,9 +24,10 @@ FILES = ("model/gpt.py", "model/core/ops.py", "model/core/adapters.py")  # of ev
 
 @functools.cache
 def read_record():
-    """Return formulas.json, a dict: "files" with code that computes logits; "not_logits", names of
-    definitions without logits; "digests" of all other definitions when logits were last compared
-    with other programs, {"DEFINITION (FILE)": digest}."""
+    """Return the content of formulas.json, a dict: "files" with code that computes logits;
+    "not_logits", names of definitions (functions, classes) that do not affect logits; "digests"
+    {"DEFINITION (FILE)": digest} of all other definitions when logits were last compared with other
+    programs."""
     return json.loads(RECORD.read_text())
 
 
@@ -48,9 +49,9 @@ def digests(kind=None):
 
 
 def simplify(node):
-    """Return `node`, of the module ast or a list of nodes, as nested lists, without docstrings and
-    the definitions in "not_logits" of formulas.json. Unlike ast.dump it leaves out empty fields:
-    their number differs between versions of Python."""
+    """Return `node`, an ast node or a list of nodes, as nested lists, of which digests are
+    computed. Docstrings and the definitions in "not_logits" of formulas.json are left out; unlike
+    in ast.dump, empty fields are, too: their number differs between versions of Python."""
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
         return [simplify(part) for part in node if getattr(part, "name", None) not in ignored
@@ -62,17 +63,17 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the code for the logits of the model type `kind`
-    (default: of all types) that differs from the digests in formulas.json; {} in an unedited
-    repository."""
+    """Return {"DEFINITION (FILE)": digest} of the definitions whose present digests differ from
+    those in formulas.json, of the code for the logits of the model type `kind` (default: all
+    types); {} in an unedited repository."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 
 
 def find_differences(state, kind):
-    """Return ["DEFINITION (FILE)", ...] of the code for the logits of the model type `kind` that
-    differs between this program and the program that wrote `state`, the dict of a checkpoint or
-    meta.json; [] if `state` has no record of it ("formulas"), as in earlier versions."""
+    """Return a list of "DEFINITION (FILE)", the code for the logits of the model type `kind` that
+    differs between this program and the program that wrote `state`, the dict of a checkpoint or of
+    meta.json; [] if `state` has no entry "formulas", as in earlier versions."""
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
         return []
@@ -84,18 +85,18 @@ warn_once = functools.cache(warn_stderr)  # several parts of a run read the same
 
 
 def warn_of_differences(state, path, kind):
-    """Print a warning to stderr, once and on rank 0, if the code for the logits of the model type
-    `kind` differs from that of the program that wrote `state`, the dict of the checkpoint or
-    meta.json at `path`."""
+    """Print a warning to stderr, once and on rank 0, if find_differences(state, kind) is not empty:
+    the logits may differ from those in training. path: of the file with `state`, for the
+    message."""
     if (names := find_differences(state, kind)) and os.environ.get("RANK", "0") == "0":
         warn_once(f"{path}: written with other formulas than this program's, and the logits may "
                   f"differ: {', '.join(names)}")
 
 
 def check_formulas(state, path, kind):
-    """Raise CheckpointError if the code for the logits of the model type `kind` was edited and not
-    compared with other programs since, in this program or in the one that wrote `state`, the dict
-    of the checkpoint at `path`."""
+    """Raise CheckpointError if the checkpoint `state`, a dict read from `path`, must not be
+    exported: if the code for the logits of the model type `kind` in this program was edited since
+    formulas.json was written, or differs from that of the program that wrote `state`."""
     if names := [*edited(kind)] or find_differences(state, kind):
         raise CheckpointError(
             f"{path}: edited since exports were compared with other programs: {', '.join(names)}; "
@@ -104,7 +105,7 @@ def check_formulas(state, path, kind):
 
 def record():
     """Write the digests of the present code to formulas.json, and print the names of the
-    definitions whose digests change."""
+    definitions that were edited."""
     names = ", ".join(edited()) or "nothing was edited"
     RECORD.write_text(json.dumps(read_record() | dict(digests=digests()), indent=1) + "\n")
     print(f"Recorded: {names}")

@@ -15,8 +15,8 @@ NON_FINITE_LOGITS = "the model's logits are not finite: no token can be sampled 
 
 @dataclass
 class SamplingOptions:
-    """Options of generate() on the command line: max_new_tokens, temperature, top_k, top_p, min_p,
-    seed."""
+    """Base class of command-line options with the arguments of generate(): max_new_tokens,
+    temperature, top_k, top_p, min_p, seed."""
     max_new_tokens: int = key(256, "maximum number of new tokens", ge=0)
     temperature: float = key(0.0, "0: always the most likely token", ge=0)
     top_k: int | None = key(None, "sample from the K most likely tokens", ge=1, metavar="K")
@@ -27,7 +27,7 @@ class SamplingOptions:
     seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
 
     def sampling(self):
-        """Return the options as keyword arguments of generate(), without max_new_tokens."""
+        """Return the options except max_new_tokens as keyword arguments of generate(), a dict."""
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
@@ -40,15 +40,16 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
     model: a GPT in eval mode. temperature 0: the most likely token. top_k, top_p, min_p: restrict
     the candidates, None: all (arXiv:1904.09751, arXiv:2407.01082).
-    seed: one seed, or a list, one per equal group of consecutive rows, which are then independent.
+    seed: one seed, or a list of seeds, one per equal group of consecutive rows: the tokens of a
+    group are independent of the other groups.
     stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
     on_token: called with each new column of tokens (B,). Generation stops if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
 
-    When the context is full, the last half of it is computed again, at the first positions. Raises
-    ValueError if the logits are not finite.
+    When the context is full, its last half is computed again at the first positions, and generation
+    continues. Raises ValueError if the logits are not finite.
     """
     c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)
@@ -86,9 +87,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 def remove_rows(cache, active, is_done, n):
     """Return (cache, active) without the finished rows. cache: a KVCache; active (rows,): the index
-    in the batch of each row of the cache; is_done (rows,) bool: finished rows; n: the number of
-    unfinished ones. Rows from the end overwrite finished rows, in place. If less than an eighth has
-    finished, the arguments are returned unchanged, which saves copies."""
+    in the batch of each row of the cache; is_done (rows,) bool: whether it is finished; n: the
+    number of unfinished rows. Rows from the end overwrite finished ones, in place. Unless an eighth
+    is finished, the arguments are returned unchanged, which saves copies."""
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -100,7 +101,7 @@ def remove_rows(cache, active, is_done, n):
 
 def create_generators(seed, device):
     """Return a list of torch.Generator on `device`, one per seed. seed: an int, None (a random
-    seed), or a list of those."""
+    seed), or a list of ints and Nones."""
     seeds = seed if isinstance(seed, list) else [seed]
     return [torch.Generator(device).manual_seed(secrets.randbits(63) if s is None else s)
             for s in seeds]
@@ -109,9 +110,9 @@ def create_generators(seed, device):
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
     """Return (cache, pending) for the prompts idx (B, T): a KVCache for `size` tokens per row, and
     the ids (B * samples_per_row, n) that the caller passes to the model next. By default the cache
-    is empty, and pending are the prompts, cut to the last block_size tokens. lengths (B,): of
-    right-padded prompts, which are then computed here, in one pass, and pending is the last token
-    of each. samples_per_row: copies of each prompt, next to each other."""
+    is empty, and pending are the prompts, cut to the last block_size tokens. lengths (B,): true
+    lengths of right-padded prompts, which are then computed here, in one pass, except the last
+    token of each, which is pending. samples_per_row: copies of each prompt, next to each other."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -130,18 +131,18 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
 
 
 def eager_mode(model):
-    """Return a context manager in which a compiled model runs eagerly: shapes change with every
-    token. For other models it does nothing."""
+    """Return a context manager in which a model that was compiled with torch.compile runs eagerly,
+    because shapes change with every token. For other models it does nothing."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
 def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
-    """Return a token id (B,) int64 per row of logits (B, V); -1 if the logits are not finite,
-    because raising would synchronise with the GPU. temperature (0: the most likely token), top_k,
-    top_p, min_p (None: all candidates): as for generate(). generators: a list of torch.Generator,
-    each for an equal number of consecutive rows."""
+    """Sample a token id per row of logits (B, V); return (B,) int64. The id is -1 if the logits are
+    not finite, because an exception would need a synchronisation with the GPU. temperature, top_k,
+    top_p, min_p: as for generate(). generators: a list of torch.Generator, each for an equal number
+    of consecutive rows."""
     if temperature == 0:
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
@@ -185,22 +186,23 @@ def sample_indices(weights, generators):
 
 
 def encode_prompt(tokenizer, prompt, parse_special=False):
-    """Return the list of ids of the text `prompt`, which begins with tokenizer.start. Without any
-    ids: the end-of-text token, which precedes each document, or 0 if the tokenizer has none.
-    parse_special: encode the texts of special tokens as special tokens (default: as ordinary text).
-    Raises ValueError for characters that are not in the vocabulary."""
+    """Return the list of ids of the text `prompt`, after the ids tokenizer.start, if any. If this
+    list is empty, return one id: the end-of-text token, which precedes each document, or 0 if the
+    tokenizer has none. parse_special: encode the texts of special tokens as special tokens
+    (default: as ordinary text). Raises ValueError for characters that are not in the vocabulary."""
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
     ids = tokenizer.begin(encode(prompt) if prompt else [])
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 
 def sample(model, data, config):
-    """Return the texts for samples.txt: each of config.sample_prompts (default: a new document)
-    with a continuation of config.sample_tokens tokens, with the same seed at every call; [] if
-    data.spec has no tokenizer.
+    """Return the list of texts for samples.txt: each of config.sample_prompts (default: a new
+    document) with a continuation of config.sample_tokens tokens, with the same seed at every call;
+    [] if data.spec has no tokenizer.
 
-    A hook of the model interface, for GPTs. The model is in eval mode; if it is sharded, all ranks
-    must call this. ValueErrors, e.g. of NaN logits, are not raised, but reported in the text.
+    A hook of the model interface, for GPTs in training. The model is in eval mode; if it is
+    sharded, all ranks must call this. A ValueError, e.g. of NaN logits, is written into the text,
+    not raised.
     """
     if not data.spec.get("tokenizer"):
         return []

@@ -8,9 +8,9 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Set the parameters and persistent buffers of `model`, in place, to model.initial(name, shape,
-    seed), except the names in `filled`, which an earlier call has set. Return the set of all names,
-    skipped or not.
+    """Initialise `model` in place: set each parameter and persistent buffer to model.initial(name,
+    shape, seed), except the names in `filled`, which an earlier call has set. Return the set of all
+    names, skipped or not, for the next call.
 
     If initial() returns None, the tensor keeps the value from the module's __init__. Tensors on the
     meta device are skipped.
@@ -26,8 +26,8 @@ def fill(model, seed, filled=()):
 
 
 def normal(name, shape, std, seed):
-    """Return a float32 tensor of `shape` with random values, of mean 0 and standard deviation std,
-    for the parameter `name`: a pure function of the four arguments."""
+    """Return a float32 tensor of `shape` with values of a normal distribution, of mean 0 and
+    standard deviation std, for the parameter `name`: a pure function of the four arguments."""
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 

@@ -1,8 +1,8 @@
-"""Key-value caches: what a model's attention needs during decoding.
+"""Key-value caches for decoding with attention.
 
 `KVCache` stores the keys and values of every layer, so that each token is computed once. Rows of a
 batch may have different lengths, so that a serving engine can add and remove texts at any step.
-`GPT.trunk` calls, in this order: start, then update per layer.
+`GPT.trunk` calls start() once per forward pass, then update() in each layer.
 """
 
 import copy
@@ -13,19 +13,17 @@ ROW_DIMS = dict(kv=2, lengths=0, device_lengths=0, last_token=0)  # of a cache's
 
 
 class KVCache:
-    """Keys and values of every layer for B texts (rows) of different lengths.
+    """Keys and values of every layer for B texts (rows), each of up to block_size tokens.
 
-    A row holds at most block_size tokens.
-
-    cache[rows], for a slice, is a view: prompt a single row with
-    `model(prompt, cache=cache[r:r + 1])`, decode the first n with `model(tokens, cache=cache[:n])`,
-    and remove row r with `cache.copy_rows(last, r)`. Rows of different lengths accept one token per
-    call only.
+    cache[rows], for a slice, is a view: prompt a single row with `model(prompt, cache=cache[r:r +
+    1])`, decode the first n with `model(tokens, cache=cache[:n])`, and remove row r with
+    `cache.copy_rows(last, r)`. If rows have different lengths, only one token per call can be
+    appended.
     """
 
     def __init__(self, config, rows, device, dtype, size=None):
-        """config: a GPTConfig. rows: number of texts (B). dtype: of keys and values. size: tokens
-        per row, if fewer than block_size are needed."""
+        """Create an empty cache. config: a GPTConfig. rows: number of texts (B). dtype: of keys and
+        values. size: tokens per row, if fewer than block_size are needed."""
         c = self.config = config
         # With key_offset, a place for what the next token needs of the last key.
         slots = (size or c.block_size) + c.key_offset
@@ -45,15 +43,15 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a KVCache in which every tensor of this cache is replaced by f(tensor, dim); dim:
-        the dimension of the rows."""
+        """Return a KVCache in which every tensor with a dimension of rows is replaced by f(tensor,
+        dim), where dim is the index of that dimension."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
         return new
 
     def clear(self):
-        """Empty all rows in place; of a view cache[rows], these rows of the whole cache."""
+        """Empty all rows in place; a view cache[rows] empties these rows of the whole cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.last_token.fill_(-1)
@@ -66,12 +64,12 @@ class KVCache:
             rows[targets] = rows[sources]
 
     def start(self, idx):
-        """Append the tokens idx (B, T) to the rows; `update` then stores the keys and values of
-        each layer.
+        """Begin a forward pass: append the tokens idx (B, T) to the rows, whose keys and values
+        update() then stores per layer.
 
-        Return (positions, previous): positions (B, T), or (1, T) if all rows have the same
-        length, and the token before each, (B, T), -1 at the beginning of a text. Raises ValueError
-        if the tokens do not fit, or for several tokens per row if the rows differ in length.
+        Return (positions, previous): the tokens' positions (B, T), or (1, T) if all rows have the
+        same length, and the ids of the tokens before them (B, T), -1 at the beginning of a text.
+        Raises ValueError if the tokens do not fit, or for T > 1 if the rows differ in length.
         """
         T = idx.size(1)
         size = self.config.block_size
@@ -102,9 +100,9 @@ class KVCache:
         return positions, previous
 
     def swap_last_key(self, layer, k):
-        """Store the key k (B, 1, G, D) of the last of the tokens that start() appended, behind
-        their places, before the offset of ops.offset_keys; return what was stored behind the token
-        before them, zeros at the beginning of a text."""
+        """For ops.offset_keys: store k (B, 1, G, D), the key (not offset) of the last token that
+        start() appended, in the slot after it, where the next call finds it. Return the key (B, 1,
+        G, D) that the call before stored for the layer, zeros at the beginning of a text."""
         keys = self.kv[layer, 0]  # (B, G, slots, D)
         if self.same_length:
             before = keys[:, :, self.slots.start] * (self.slots.start > 0)  # (B, G, D)
@@ -117,8 +115,9 @@ class KVCache:
     def update(self, layer, k, v):
         """Store k, v (B, G, T, D) of the T tokens that start() appended, for the layer with index
         `layer`; G: heads of keys and values, D: head size. Return (k, v, mask): all keys and values
-        (B, G, S, D) of the layer, in the order of the text, where S is the length of the longest
-        row; mask (B, 1, 1, S), true for the keys of each row, or None if all rows have S keys."""
+        (B, G, S, D) of the layer in the order of the text, where S is the length of the longest
+        row; mask (B, 1, 1, S), true for the keys of each row, or None if all rows have the same
+        length."""
         self.is_used = True
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
@@ -129,8 +128,8 @@ class KVCache:
 
 
 def create_cache(model, rows, size=None):
-    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default, and for a
-    model that sets needs_full_cache: block_size), on the device of `model`, a GPT, in the dtype of
+    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default: block_size,
+    as always if the model sets needs_full_cache), on the device of `model`, a GPT, in the dtype of
     the weights or, if enabled, of autocast."""
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):

@@ -34,8 +34,8 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 def read_weights(path):
     """Load the checkpoint at `path` as a dict: "model" {name: tensor}, "config", "spec", ...
     Weights of other programs (nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder,
-    hf:OWNER/NAME) are converted to this format. Warns if the code that computes logits has changed
-    since the checkpoint was written. Raises CheckpointError."""
+    hf:OWNER/NAME) are converted to this format. Warns if the checkpoint was written by a program
+    with different code for the logits. Raises CheckpointError."""
     is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
                   or os.path.isdir(path) and not is_sharded(path))
     state = None if is_foreign else load_checkpoint(path)
@@ -47,9 +47,9 @@ def read_weights(path):
 
 
 def use_ema(state, path):
-    """Return the checkpoint `state`, a dict, with the running averages of the weights (the key ema)
-    as "model". path: of the checkpoint, for messages. Raises CheckpointError if there are no
-    averages in it."""
+    """Return a copy of the checkpoint `state`, a dict, in which the running averages of the weights
+    (see the key ema) replace the weights in "model". path: of the checkpoint, for messages. Raises
+    CheckpointError if it has no averages."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     if not averages:
@@ -64,8 +64,8 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
     nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder, or hf:OWNER/NAME.
 
     dtype: precision of the weights (default: the file's). backbone: the present path of the frozen
-    model that the checkpoint needs. ema: load the running averages of the weights. expect: the
-    model type that the caller needs. Raises CheckpointError.
+    model that the checkpoint needs, if it was moved. ema: use the running averages of the weights.
+    expect: the model type that the caller needs, e.g. "sae". Raises CheckpointError.
     """
     state = read_weights(ckpt_path)
     kind = saved_model_type(state)
@@ -84,8 +84,8 @@ def saved_model_type(state):
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
     """Return (model in eval mode, tokenizer or None) of the checkpoint `state`, a dict read from
     `path`. dtype: of the parameters (default: unchanged). backbone: the present path of the frozen
-    model that the checkpoint needs. Sets model.template, the ChatTemplate of the checkpoint or
-    None. Raises CheckpointError."""
+    model that the checkpoint needs, if it was moved. The attribute model.template is set to the
+    ChatTemplate of the checkpoint or None. Raises CheckpointError."""
     if backbone:
         if not (state.get("config") or {}).get("backbone"):
             raise CheckpointError(f"{path}: --backbone: this model has no frozen part")
@@ -104,8 +104,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 
 
 def open_text_format(state):
-    """Return (tokenizer or None, ChatTemplate or None) that a checkpoint `state`, a dict,
-    describes."""
+    """Return (tokenizer or None, ChatTemplate or None), built from the descriptions in the
+    checkpoint `state`, a dict."""
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
     template = spec.get("template")
@@ -114,8 +114,8 @@ def open_text_format(state):
 
 
 def build_empty_model(state):
-    """Build the model that a checkpoint `state`, a dict, describes, on the current default device
-    and without loading the weights. Raises ValueError if the checkpoint describes no model."""
+    """Return the model that a checkpoint `state`, a dict, describes, on the current default device,
+    without its weights. Raises ValueError if the checkpoint describes no model."""
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
     if kind == "gpt":
@@ -133,7 +133,8 @@ def build_empty_model(state):
 
 def saved_config(values):
     """Return the TrainConfig of a checkpoint, upgraded to this version. values: the dict "config"
-    of the checkpoint. No key counts as set by the user. Raises ConfigError for invalid values."""
+    of the checkpoint. No key counts as set by the user on the command line. Raises ConfigError for
+    invalid values."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
@@ -155,8 +156,8 @@ def upgrade_args(args):
 
 def read_model_args(args, weights, config_class=None):
     """Return the GPTConfig (or `config_class`) of `args`, the dict model_args of a checkpoint.
-    Raises ValueError if it is not a GPT's, does not fit `weights` {name: tensor}, or uses a removed
-    option."""
+    Raises ValueError if `args` are not those of a GPT, do not fit `weights` {name: tensor}, or use
+    an option that was removed."""
     config_class = config_class or load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]

@@ -21,11 +21,13 @@ IGNORE = -1  # a target that is not counted
 # 4 bytes = 412 MB), so only a chunk of tokens is computed at a time
 
 class LinearCrossEntropy(nn.Module):
-    """The mean cross-entropy of softmax(x @ weight.T), a float32 scalar; 0 if no target counts.
+    """The loss of a GPT: the mean cross-entropy of softmax(x @ weight.T), a float32 scalar; 0 if no
+    target counts.
 
     forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), rows from vocab_size on are
-    padding without probability; targets (...) int64, IGNORE (-1): not counted. A module, so that
-    the loss can be compiled separately. Raises UserError if finish_logits() changes its argument.
+    padding without probability; targets (...) int64, IGNORE (-1): not counted. A module, so that it
+    can be compiled separately. The constructor raises UserError if finish_logits() was edited to
+    change its argument in place.
     """
 
     def __init__(self):
@@ -49,12 +51,13 @@ class LinearCrossEntropy(nn.Module):
 
 class SampledCrossEntropy(LinearCrossEntropy):
     """LinearCrossEntropy in eval mode. In training mode an estimate of it, from the logits of the
-    targets and of n_samples further ids (sampled softmax, arXiv:1412.2007): a large vocabulary then
-    costs little. before_step(it) chooses the ids of step `it`.
+    targets and of n_samples sampled ids (sampled softmax, arXiv:1412.2007), which costs less for a
+    large vocabulary. before_step(it) samples the ids of step `it`.
 
-    Every id is drawn with a probability p that is half its frequency in `targets`, int64, and half
-    uniform, times a constant, at most 1. Its exponential is divided by p, so that the estimate of
-    their sum is unbiased. Without the uniform half, the logits of rare ids would hardly fall.
+    The probability p of an id to be sampled is proportional to its frequency in `targets`, int64,
+    plus 1 / vocab_size, with a maximum of 1 and the sum n_samples. The id's exponential is divided
+    by p, so that the estimate of the sum of exponentials is unbiased. Without the uniform part, the
+    logits of rare ids would hardly decrease.
     """
 
     def __init__(self, targets, vocab_size, n_samples, seed):
@@ -73,8 +76,8 @@ class SampledCrossEntropy(LinearCrossEntropy):
         self.before_step(0)
 
     def before_step(self, it):
-        """Draw the ids of step `it`, the same on every rank: one per unit of the cumulated p, from
-        a random start, so that none is drawn twice."""
+        """Sample the n_samples ids of step `it`, the same on every rank: at points one apart in the
+        cumulative sum of p, from a random start, so that no id is sampled twice."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
         ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
@@ -99,10 +102,9 @@ class SampledCrossEntropy(LinearCrossEntropy):
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """Return the mean cross-entropy of softmax(h @ weight.T) as LinearCrossEntropy does, but
-    without chunks, for the compiler: Inductor fuses it into one pass over bfloat16 logits, faster
-    than chunks on a GPU. h (N, C); weight (V, C), rows from vocab_size on are padding; targets
-    (N,), IGNORE (-1): not counted."""
+    """Return the loss of LinearCrossEntropy, a scalar, without chunks, for torch.compile on a GPU:
+    Inductor fuses it into one pass over bfloat16 logits, which is faster than chunks. h (N, C);
+    weight (V, C), rows from vocab_size on are padding; targets (N,), IGNORE (-1): not counted."""
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
     total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
@@ -111,16 +113,17 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the logits (..., V) for z, the output of the last layer: z. A place for edits of all
-    losses and of sampling: `return 30 * torch.tanh(z / 30)`, elementwise and not in place."""
+    """Return the final logits (..., V) for z (..., V), the output of the last layer; here z. To be
+    edited to change all losses and sampling, e.g. `return 30 * torch.tanh(z / 30)`: elementwise,
+    and not in place."""
     return z
 
 
 def token_logprobs(model, x, targets):
-    """Return the log probability (N,) float32 of each of targets (N,) int64 under a GPT, 0 where
-    the target is IGNORE (-1). x (N, C): the normalised states that predict the targets.
+    """Return the log probability (N,) float32 of each of targets (N,) int64 under `model`, a GPT; 0
+    where the target is IGNORE (-1). x (N, C): the normalised states that predict the targets.
 
-    Logits are computed in chunks, which the backward pass recomputes.
+    To save memory, logits are computed in chunks, which the backward pass recomputes.
     """
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
@@ -130,16 +133,18 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return a power of two of rows that fit in 256 MB (CPU: 32 MB); 256 if fewer than 128 fit."""
+    """Return the number of rows, of n_columns float32 numbers each, per chunk of logits: the
+    largest power of two that fits in 256 MB (CPU: 32 MB); 256 if fewer than 128 fit."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """LinearCrossEntropy in chunks of rows: apply(h (N, C), weight (V, C), targets (N,),
-    vocab_size) returns the mean loss. The forward pass also computes d loss / d h, and d loss / d
-    logits (N, V), which is kept, in the dtype of h, if `weight` needs a gradient. The backward pass
-    recomputes no logits; it has one matrix product, for the gradient of `weight`."""
+    vocab_size) returns the mean loss. The forward pass also computes the gradients of the loss for
+    h and, if `weight` needs a gradient, for the logits (N, V), which are kept in the dtype of h.
+    The backward pass recomputes no logits; it has one matrix product, for the gradient of
+    `weight`."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
@@ -189,9 +194,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 class RMSNorm(torch.autograd.Function):
     """RMSNorm.apply(x, eps): x / sqrt(mean(x^2) + eps) over the last dimension of x (..., D)
-    float32, on a CPU, where PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead
-    of 9.0 ms for both at (4, 512, 384), 2 cores. The gradient's component along the result would
-    only change the length, which the norm divides out."""
+    float32. For a CPU, where PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead
+    of 9.0 ms for both at (4, 512, 384), 2 cores. The backward pass removes the component of the
+    gradient along the result, because a longer x has the same norm."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -213,7 +218,8 @@ rms_norm_no_grad = functools.partial(RMSNorm.forward, None)
 
 
 def apply_dropout(x, p, training=True):
-    """Return F.dropout(x, p, training); in bfloat16 on a CPU with 16 random bits per element."""
+    """Return F.dropout(x, p, training). In bfloat16 on a CPU, the mask has 16 random bits per
+    element, which is faster; p is rounded to a multiple of 2^-16."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -222,8 +228,9 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the concatenated outputs of linear layers for x (..., C), by one product for many
-    tokens. In a model for decoding, the first layer is a ConcatLinear of all (core/packed.py)."""
+    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), concatenated in the last
+    dimension. For many tokens it is one matrix product, with concatenated weights. In a model for
+    decoding, the first layer is a ConcatLinear of all (core/packed.py)."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
@@ -235,7 +242,7 @@ def fused_linear(x, *layers):
 
 def save_matrix_products():
     """Return the contexts for context_fn of torch.utils.checkpoint that save the results of matrix
-    products and attention and recompute the rest (selective gradient checkpointing). A product
+    products and attention and recompute the rest (selective activation checkpointing): a product
     costs C times as much as an element-wise operation on the same numbers."""
     aten = torch.ops.aten
     saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
@@ -248,22 +255,20 @@ def save_matrix_products():
 # rotary positions
 
 def rope_table(positions, dim, theta, scaling=()):
-    """Return cos and sin (2, ..., dim / 2) float32 of the rotary angles (arXiv:2104.09864) at
-    positions (...), a float tensor.
-
-    Positions in float64 are exact at any length of a text. dim: the head size; theta: the base;
-    scaling: (), (factor,), or Llama 3's four numbers, as for rope_frequencies.
-    """
+    """Return the cos and sin, stacked (2, ..., dim / 2) float32, of the rotary angles
+    (arXiv:2104.09864) at positions (...), a float tensor; in float64 they are exact for texts of
+    any length. dim: the head size; theta: the base; scaling: as for rope_frequencies."""
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rope_frequencies(dim, theta, scaling=(), device=None):
     """Return the rotary frequencies theta^(-2 i / dim) in radians per token, (dim / 2,) float32.
+    dim: the head size; theta: the base.
 
-    scaling: () unscaled; (factor,) linear; (factor, low, high, original) Llama 3: wavelengths below
-    original / high tokens are kept, wavelengths above original / low are multiplied by factor, and
-    in between they are interpolated.
+    scaling, for a longer context: () none; (factor,) all frequencies are divided by factor;
+    (factor, low, high, original) Llama 3: wavelengths below original / high tokens are kept,
+    wavelengths above original / low are multiplied by factor, and in between they are interpolated.
     """
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if len(scaling) < 2:
@@ -275,8 +280,9 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Rotate x (B, T, H, D): element i of the last dimension with i + D / 2, as Hugging Face does.
-    rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
+    """Return x (B, T, H, D) with rotary positions: element i of the last dimension is rotated with
+    i + D / 2, as in Hugging Face. rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2)
+    if positions differ by row."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -286,12 +292,13 @@ def apply_rope(x, rope):
 # attention
 
 def offset_keys(k, mask=None, before=None):
-    """Return keys k (B, T, G, D) with the second and the fourth quarter of the channels, those that
-    rotary positions rotate slowly, of the token before; zeros for a first token. mask (B or 1, 1, T
-    or 1, T): the token before is the latest earlier one that a query sees. before (B, 1, G, D):
-    keys of the token before these.
+    """Return keys k (B, T, G, D) in which the second and the fourth quarter of the channels (which
+    rotary positions rotate slowly) are those of the token before, so that a query can find a token
+    by the one before it; zeros for a first token. mask (B or 1, 1, T or 1, T): the token before is
+    the latest earlier one that the token sees. before (B, 1, G, D): the key of the token before k's
+    first, in decoding.
 
-    From modded-nanogpt's "partial key offset", there with half of the channels not rotated.
+    From modded-nanogpt's "partial key offset", where half of the channels are not rotated.
     """
     def quarters(x):
         return x.unflatten(-1, (2, 2, -1)).unbind(-2)  # first and third, second and fourth
@@ -309,8 +316,9 @@ def offset_keys(k, mask=None, before=None):
 
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
-    G, S, D). mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key."""
+    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to keys and values k, v (B, G,
+    S, D); query i is at position S - T + i. mask: None (causal) or (B, 1, T or 1, S), for T = 1
+    also (B, 1, S): true where a query sees a key."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -329,8 +337,8 @@ def attend(q, k, v, dropout=0.0, mask=None):
 
 def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
     """Return causal attention (B, H, T, D) of q, k, v (B, H, T, D), computed in matrix products:
-    `size` queries times all keys up to the last query (all keys, if a mask is the same for all
-    queries).
+    `size` queries times all keys up to the last of these queries (all keys, if the mask is the same
+    for all queries).
 
     mask (B, 1, T or 1, T) bool: true where a query sees a key, instead of the causal mask. For
     bfloat16 on a CPU, half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms at
@@ -354,18 +362,18 @@ def attend_in_blocks(q, k, v, dropout, mask=None, size=128):
 
 
 def has_amx():
-    """Return whether this CPU has matrix tiles (AMX), which multiply bfloat16 matrices."""
+    """Return whether this CPU has AMX, instructions that multiply bfloat16 matrices."""
     return getattr(torch.cpu, "_is_amx_tile_supported", bool)()
 
 
 def attend_one(q, k, v, mask):
-    """Return attend() for one query per row (decoding): heads that share keys are the rows of a
-    product. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S) or (B, 1, S), true for the keys
-    that the query sees, None: all.
+    """Return attend() for one query per row, i.e. for decoding, as matrix products in which the H /
+    G heads that share keys are the rows. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S) or
+    (B, 1, S), true for the keys that the query sees, None: all.
 
     F.scaled_dot_product_attention is used where it is faster: on a CPU, for one text in float32, or
     in bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan
-    anew for every number of keys, and the compiler fuses the products.
+    again for every number of keys, and the compiler fuses the products.
     """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -384,9 +392,10 @@ def attend_one(q, k, v, mask):
 
 
 def limit_to_window(window, k, v, mask, T):
-    """Return (k, v, mask) for attend() such that each of the last T positions, the queries, sees
-    only the last `window` keys, including the key at the same position. k, v (B, G, S, D), cut if
-    possible; mask: true where a query sees a key, None: causal."""
+    """Return (k, v, mask) for attend() such that each query sees only the last `window` keys up to
+    the key at the same position (sliding-window attention). T: number of queries, at the last T
+    positions. k, v (B, G, S, D), cut if possible; mask: true where a query sees a key, None:
+    causal."""
     S = k.size(2)
     if S <= window and (mask is None or T in (1, mask.size(2))):
         return k, v, mask

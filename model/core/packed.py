@@ -1,7 +1,6 @@
 """Linear layers for decoding: concatenated, and packed for the CPU's matrix kernels.
 
-Decoding a few tokens is limited by reading the weights: kernels that reach the memory bandwidth
-help.
+The time to decode a few tokens is that of reading the weights: these layers read them faster.
 """
 
 import torch
@@ -13,9 +12,9 @@ from model.core.adapters import LoRALinear
 
 class ConcatLinear(nn.Module):
     """Base class of linear layers for decoding: `layers` with a common input (nn.Linear, LoRALinear
-    or a tied nn.Embedding), concatenated, x (..., K) -> (..., N). sizes: the outputs of each layer,
-    N in total. A subclass has store(weight), which is called with the weight (N, K), and
-    forward(x)."""
+    or a tied nn.Embedding) as one layer x (..., K) -> (..., N), their outputs concatenated. sizes:
+    the number of outputs of each, N in total. The constructor passes the weight (N, K) to
+    store(weight); a subclass defines store() and forward(x)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -29,8 +28,8 @@ class ConcatLinear(nn.Module):
 class PackedLinear(ConcatLinear):
     """ConcatLinear with weights in the dtype of the layers.
 
-    On a CPU with bfloat16 arithmetic, the weights are stored in oneDNN's blocked layout, into which
-    F.linear would convert the weights at every call: 2 to 4 times the speed for one row, same bits.
+    On a CPU that computes in bfloat16, such weights are stored in oneDNN's blocked layout, to which
+    F.linear would convert them at every call: 2 to 4 times the speed for one row, same bits.
     """
 
     def store(self, weight):
@@ -47,14 +46,14 @@ class PackedLinear(ConcatLinear):
 
     @property
     def weight(self):
-        """The original weight (N, K)."""
+        """The weight (N, K) in the ordinary layout."""
         return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):
-    """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a
-    ConcatLinear for decoding, and the layers q, k, v of each attention by a single one as q; return
-    the model, which can no longer be trained. Experts of a mixture are no linear layers and are
+    """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a subclass of
+    ConcatLinear, and the layers q, k, v of each attention by one such layer, as q; return the
+    model, which can no longer be trained. The experts of a mixture are not nn.Linear, and are
     kept."""
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
@@ -72,7 +71,8 @@ def replace_linear_layers(model, linear_class=PackedLinear):
 
 
 def is_linear(module):
-    """Return whether a module computes x @ weight.T + bias: an nn.Linear, a subclass with the same
-    forward, or a LoRALinear, whose `weight` is the merged one."""
+    """Return whether replace_linear_layers() can replace `module`: whether it computes x @ weight.T
+    + bias, as an nn.Linear, a subclass with the same forward, or a LoRALinear with the merged
+    `weight`."""
     return (isinstance(module, LoRALinear)
             or getattr(type(module), "forward", None) is nn.Linear.forward)

@@ -1,8 +1,8 @@
 """Weights that a model takes from a different checkpoint: initial weights (init_from), a frozen
 backbone, a teacher, a reference.
 
-This file defines the inherited shape, the checks of tokenizer and data, and the matching of names.
-model/core/load.py reads the files.
+This file determines the shape that a run inherits from the checkpoint, checks tokenizer and data,
+and matches the names of tensors. model/core/load.py reads the files.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def inherit_shape(config, model_args):
-    """Return ({key: value}, [message]): the keys that a run with the TrainConfig `config` inherits
-    from `model_args`, the dict of a GPT's checkpoint, and the contradictions.
+    """Return ({key: value}, [message]): the shape keys that a run with the TrainConfig `config`
+    inherits from `model_args`, the dict of a GPT's checkpoint, and the contradictions, as messages.
 
     The weights override a value of a configuration file; a value from the command line that differs
     is a contradiction. From {}, the model_args of a bare state dict, no key is inherited; the
@@ -63,11 +63,11 @@ def inherit_shape(config, model_args):
 
 
 def take_shape(config, state, path, inherit=None):
-    """Return {key: value} that the run `config`, a TrainConfig, inherits from the checkpoint
-    `state`, a dict read from `path`, after all checks. inherit(config, model_args) ->
+    """Return {key: value}, the shape keys that the run `config`, a TrainConfig, inherits from the
+    checkpoint `state`, a dict read from `path`, after all checks. inherit(config, model_args) ->
     ({key: value}, [contradictions]): the default is inherit_shape of the run's model file; without
     one, the result is {}. Raises CheckpointError with every key that contradicts the model_args, or
-    that no model can have."""
+    for values that no model can have."""
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -92,9 +92,9 @@ def as_gpt(state, path, backbone=None, ema=False, config_class=None):
     """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports.
     Raises ValueError if it is not a GPT's.
 
-    A hook of the model interface: model types with the weights of a GPT define it, e.g. by merging
-    adapters. path: of the checkpoint; backbone: the present path of the frozen model; ema: whether
-    the weights are running averages; config_class: the default is GPTConfig.
+    A hook of the model interface: model types whose weights can be those of a GPT define it, e.g.
+    by merging adapters. path: of the checkpoint; backbone: the present path of the frozen model;
+    ema: whether the weights are running averages; config_class: the default is GPTConfig.
     """
     weights = convert_ddp_state(state["model"])
     return weights, load.read_model_args(state.get("model_args") or {}, weights, config_class)
@@ -102,8 +102,8 @@ def as_gpt(state, path, backbone=None, ema=False, config_class=None):
 
 def with_shape(config, model_args, path):
     """Return the TrainConfig `config` with the shape in `model_args`, a dict, of the backbone at
-    `path`, except the vocabulary: data.spec defines it. Raises CheckpointError if keys from the
-    command line contradict it."""
+    `path`. vocab_size is not changed: data.spec defines it. Raises CheckpointError if keys from the
+    command line contradict the shape."""
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.replace(**shape | dict(vocab_size=config.vocab_size))
 
@@ -113,9 +113,9 @@ def with_shape(config, model_args, path):
 
 def check_must_match(state, config, spec, path):
     """Raise CheckpointError if the weights in the checkpoint `state`, a dict read from `path`, have
-    a different meaning in this run: the tokenizer and the names in MUST_MATCH_TO_INIT of the model
-    file must have the same values in `spec`, the Data.spec of the run, or in `config`, its
-    TrainConfig. Names in config.allow_change may differ."""
+    a different meaning in this run: the tokenizer, and the keys in MUST_MATCH_TO_INIT of the model
+    file, must have the same values in the checkpoint as in `spec`, the Data.spec of the run, or in
+    `config`, its TrainConfig. Names in config.allow_change may differ."""
     old_spec = state.get("spec") or {}
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
@@ -128,7 +128,7 @@ def check_must_match(state, config, spec, path):
 def check_same(pairs, path, allowed):
     """Raise CheckpointError if a pair of values in `pairs` {name: (of the weights, of this run)}
     differs. Not compared: values of None (unknown), lists of different lengths, and the names in
-    `allowed`, which --allow_change lists. path: of the weights, for the message."""
+    `allowed`, the value of --allow_change. path: of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and old != new
@@ -137,19 +137,20 @@ def check_same(pairs, path, allowed):
 
 
 def check_tokenizer(tokenizer, path, spec, config):
-    """Raise CheckpointError unless `tokenizer`, the Tokenizer.spec() of the model at `path`, is
-    that of the data, spec["tokenizer"], or one of them is unknown (None), or config.allow_change
-    lists it."""
+    """Raise CheckpointError if `tokenizer`, the Tokenizer.spec() of the model at `path`, differs
+    from that of the data, spec["tokenizer"]. There is no error if one of them is unknown (None), or
+    if config.allow_change has "tokenizer"."""
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
 
 def adopt_weights(model, state, path, log):
-    """Return {name in `model`: tensor}, the weights in the checkpoint `state`, a dict read from
-    `path`, with which `model` is to start. log(text) is called with the number of tensors, and the
-    names that are missing or not used. To be called on rank 0 only.
+    """Return {name in `model`: tensor}, the weights of the checkpoint `state`, a dict read from
+    `path`, from which the training of `model` starts. The text of log(text) has the number of
+    tensors, and the names that are missing or not used. To be called on rank 0 only.
 
-    A model may translate names with a method adopt(weights). Raises CheckpointError if no name, or
-    not every shape, matches, or if the model lacks adapters: the frozen weights would be lost too.
+    A model may translate names with a method adopt(weights). Raises CheckpointError if no name
+    matches, if a shape differs, or if the weights have adapters that the model lacks: the frozen
+    weights under them would be lost, too.
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
@@ -177,8 +178,8 @@ def adopt_weights(model, state, path, log):
 # a second model, frozen
 
 def read_backbone(path, key="backbone"):
-    """Load the checkpoint at `path`, for use as a part of a different model. key: the option that
-    gave `path`, for error messages.
+    """Load the checkpoint at `path`, to use the weights as a part of a different model. key: the
+    option that gave `path`, for error messages.
 
     Returns the dict of the checkpoint, with {name: tensor} as "model" and the "digest" of the
     weights (SHA-256). Raises CheckpointError.
@@ -193,9 +194,9 @@ def read_backbone(path, key="backbone"):
 
 
 def describe_backbone(path, key, ranks):
-    """Return {"digest" (of the weights), "kind" (model type), "shape" (model_args), "tokenizer"
-    (its spec or None)} of the checkpoint at `path`. Rank 0 reads it, all ranks must call this. key:
-    the option that gave `path`, for error messages. Raises CheckpointError."""
+    """Return a description of the checkpoint at `path`, a dict: "digest" of the weights, "kind"
+    (model type), "shape" (model_args), "tokenizer" (its spec or None). Rank 0 reads it, all ranks
+    must call this. key: the option that gave `path`, for error messages. Raises CheckpointError."""
     def describe():
         state = read_backbone(path, key)
         tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
@@ -205,9 +206,9 @@ def describe_backbone(path, key, ranks):
 
 
 def load_frozen(path, key="backbone", device="cpu"):
-    """Load the checkpoint at `path` as a frozen model: in eval mode, without gradients. Return
-    (model, tokenizer or None, dict of read_backbone, with "digest"). key: the option that gave
-    `path`, for error messages. Raises CheckpointError."""
+    """Load the checkpoint at `path` as a model in eval mode whose parameters need no gradients.
+    Return (model, tokenizer or None, dict of read_backbone(), with "digest"). key: the option that
+    gave `path`, for error messages. Raises CheckpointError."""
     with torch.device("cpu"):
         state = read_backbone(path, key)
         model, tokenizer = load.model_of(state, path, device)
@@ -217,8 +218,8 @@ def load_frozen(path, key="backbone", device="cpu"):
 class HoldsFrozen:
     """Mixin for a module that uses other, frozen models, e.g. a teacher.
 
-    `frozen` is a tuple of these models (default: empty). In a tuple they are no submodules: no
-    parameters of the trained model, and in no checkpoint. They still move with it to a device.
+    `frozen` is a tuple of these models (default: empty). In a tuple they are not submodules: their
+    parameters are not trained, and in no checkpoint. They move with the module to a device.
     """
     frozen = ()
 
@@ -230,7 +231,7 @@ class HoldsFrozen:
 
 def digest(weights):
     """Return the SHA-256, in hexadecimal, of the names, shapes, dtypes and values of `weights`
-    {name: tensor on the CPU}, independent of the file format: it identifies a backbone."""
+    {name: tensor on the CPU}. It identifies a backbone independently of the file format."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         t = weights[name].contiguous()

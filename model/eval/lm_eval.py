@@ -31,8 +31,8 @@ MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
-    """The methods of a model in the lm-evaluation-harness, to be combined with its class TemplateLM
-    (see evaluate). template: the ChatTemplate, if tasks are rendered with one."""
+    """The methods of a model of the lm-evaluation-harness for a GPT; evaluate() combines this class
+    with the harness's TemplateLM. template: the ChatTemplate, if tasks are formatted with one."""
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
@@ -45,7 +45,7 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        """The id before a text that is scored from its first token on."""
+        """The id that the harness puts before a text whose first token is scored, too."""
         return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
@@ -53,8 +53,8 @@ class CheckpointLM:
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         """Return the text of a conversation, `messages` [{"role", "content"}], up to the start of
-        the next answer; without add_generation_prompt, up to the end of the last message, the start
-        of an answer. Special tokens in all other messages are marked as text."""
+        the next answer. Without add_generation_prompt, the last message is the start of an answer:
+        the text ends with it. Special tokens in the other messages are marked as ordinary text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render(turns, True, self.tok) + start
@@ -65,9 +65,9 @@ class CheckpointLM:
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """Return [(log probability, whether greedy decoding generates it)] of the continuation of
-        each request (strings, context ids, continuation ids), in batches of batch_size. Long
-        contexts are cut at the start."""
+        """Return a list of (log probability, whether greedy decoding generates it) of the
+        continuation in each of `requests` (texts, context ids, continuation ids), in batches of
+        batch_size. The texts are not used. Contexts that are too long are cut at the start."""
         size = self.model.config.block_size + 1
         sequences = [((context + ids)[-size:], len(ids)) for _, context, ids in requests]
         results = []
@@ -76,8 +76,9 @@ class CheckpointLM:
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return [log probability of the whole text] per request of the harness, whose args are
-        (text,). Long texts are computed in windows that overlap by one token."""
+        """Return a list with the log probability of the whole text per request of the harness,
+        whose args are (text,). Texts longer than the context are split into windows; each token is
+        scored once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         results = []
         for request in requests:
@@ -92,8 +93,9 @@ class CheckpointLM:
 
     def generate_text(self, text, options):
         """Return the continuation of `text` up to the first stop string of options["until"],
-        without it and special tokens. options: the dict of a task, with one of LENGTH_NAMES and, if
-        do_sample, temperature, top_k and top_p; otherwise greedy."""
+        without this string and without special tokens. options: the generation options of a task, a
+        dict: the limit of tokens under one of LENGTH_NAMES and, with do_sample, temperature, top_k
+        and top_p; otherwise greedy."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = next((n for k in LENGTH_NAMES if (n := options.get(k)) is not None), MAX_NEW_TOKENS)
@@ -136,7 +138,8 @@ class HarnessOptions:
 
 def evaluate(options):
     """Return the harness's results, a dict, of the model options.ckpt on options.tasks. The file
-    options.out is created, if specified. options: HarnessOptions. Raises UserError."""
+    options.out, if any, is created first, so that an error is raised before the evaluation.
+    options: HarnessOptions. Raises UserError."""
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -162,8 +165,8 @@ def evaluate(options):
 
 
 def report(options):
-    """Evaluate the model options.ckpt, print a table, and write all results to the file
-    options.out, if specified. options: HarnessOptions. Raises UserError."""
+    """Run the command: evaluate the model options.ckpt, print a table, and write all results to the
+    file options.out, if any. options: HarnessOptions. Raises UserError."""
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

@@ -45,8 +45,8 @@ CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
-    """An example of a task. The model is correct if the correct choice has the highest likelihood,
-    or, for a single choice, if greedy decoding generates this choice."""
+    """An example of a task. The model is correct if the correct choice has the highest log
+    probability or, if there is only one choice, if greedy decoding generates it."""
     task: int        # index of the task
     sequences: list  # [(ids, n)] per choice, with the last n ids scored
     lengths: list    # characters per choice
@@ -54,15 +54,15 @@ class Example(NamedTuple):
 
     @property
     def width(self):
-        """Number of ids of the longest sequence."""
+        """Number of ids of the longest sequence, for batch_by_width()."""
         return max(len(ids) for ids, _ in self.sequences)
 
 
 @torch.no_grad()
 def score_sequences(model, sequences):
-    """Return [(log probability of the last n ids, whether greedy decoding generates them)] of
-    `sequences` [(list of ids, n)] under `model`, a GPT, in one forward pass. If n is not below the
-    number of ids, all ids but the first are scored."""
+    """Return a list of (log probability of the last n ids, whether greedy decoding generates them),
+    one per element (list of ids, n) of `sequences`, under `model`, a GPT, in one forward pass. If n
+    is not less than the number of ids, all ids but the first are scored."""
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
@@ -84,9 +84,9 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """Converts records of task files to Examples: read() a file, parse() a record. tokenizer;
-    template: a ChatTemplate or None; size: the context in tokens, to which sequences are cut at the
-    start."""
+    """Converts records of task files to Examples: read() a file, parse() a record. tokenizer: of
+    the data; template: the ChatTemplate of a chat model or None; size: the context in tokens, to
+    which sequences are cut at the start."""
 
     def __init__(self, tokenizer, template, size):
         self.tokenizer = tokenizer
@@ -95,8 +95,8 @@ class ExampleReader:
 
     def read(self, path, task):
         """Return the list of Examples in the file `path`, of any format of data/records.py. task:
-        the index of the task. Raises DataError, with all invalid records, or if there are no
-        records."""
+        the index of the task, stored in each. Raises DataError, which lists all invalid records,
+        and for a file without records."""
         path = find_file(path)
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             raise DataError(f"{path}: expected a file, got a named pipe or a device")
@@ -106,9 +106,9 @@ class ExampleReader:
         return examples
 
     def parse(self, record, task):
-        """Return the Example of a record, a dict with "question" and "answer", perhaps "choices"
+        """Return the Example of a record, a dict with "question", "answer" and optionally "choices"
         and "delimiter", or with "context" and "continuation". task: the index of the task. Raises
-        ValueError if it is invalid."""
+        ValueError for an invalid record."""
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
         is_cloze = {"context", "continuation"} <= row.keys()
         if is_cloze:
@@ -143,9 +143,10 @@ class ExampleReader:
         return Example(task, sequences, [*map(len, texts)], answer)
 
     def encode(self, question, texts, delimiter, template):
-        """Return (ids of the question, [ids of each of `texts`]), lists. With a ChatTemplate, the
-        question is a user message. Without one, question, delimiter and text are one text, encoded
-        together as in lm-eval: spaces in between belong to the second part."""
+        """Return (ids of the question, [ids of each of `texts`]), lists of ints; texts: the
+        choices. With a ChatTemplate, the question is a user message. Without one, question +
+        delimiter + text is encoded as a whole, as in lm-eval: spaces in between belong to the
+        second part."""
         encode = self.tokenizer.encode
         if template:
             before = template.prompt_ids([("user", question)], self.tokenizer)
@@ -155,9 +156,9 @@ class ExampleReader:
             encode(question + delimiter + text)[len(before):] for text in texts]
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, [ids of the answer and its end]), like `encode` of one text.
-        The end is that of the chat template; without one a newline, and `delimiter` is the text
-        between question and answer."""
+        """Return (ids of the question, [ids of the answer and its end]), like encode() with one
+        text. The end is that of the chat template; without a template it is a newline, and
+        `delimiter` is the text between question and answer."""
         if not self.template:
             before = self.tokenizer.encode(question)
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
@@ -172,8 +173,8 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer, least):
-    """Return the index of the correct choice. choices: a list of `least` or more texts; answer: one
-    of them, or its index. Raises ValueError if choices or answer are invalid."""
+    """Return the index of the correct choice. choices: a list of `least` or more non-empty texts;
+    answer: one of them, or its index. Raises ValueError if choices or answer are invalid."""
     if not isinstance(choices, list) or len(choices) < least or not all(
             isinstance(choice, str) and choice for choice in choices):
         name = "continuation" if least == 1 else "choices"
@@ -211,10 +212,10 @@ def batch_by_width(examples, size):
 
 
 class Tasks:
-    """The task files config.eval_tasks, whose metrics evaluate() adds to those of an evaluation.
-    For train/evaluate.py it is both the data loader, with lists of Examples as batches, and the
-    model. Raises UserError for invalid files and unsupported models. Attribute: summary, a text for
-    the log."""
+    """The task files config.eval_tasks, whose metrics evaluate() adds to those of each evaluation
+    of a run. An instance is both the data loader, with lists of Examples as batches, and the model
+    that train/evaluate.py expects. Raises UserError for invalid files and unsupported models.
+    Attribute summary: a text for the log."""
     units_per_sample = 1
 
     def __init__(self, config, data, model, ranks):
@@ -248,9 +249,10 @@ class Tasks:
             self.batches += [[]] * (-len(self.batches) % ranks.world_size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Evaluate the tasks; return `numbers`, the result {name: number} of an evaluation over
-        `batches` validation batches, with {val_TASK: number}. Return None if stop(done, total),
-        called between batches, returned true. autocast() returns a context manager."""
+        """Evaluate the model on the tasks; return the metrics {val_TASK: number} together with
+        `numbers` {name: number}, the result of an evaluation over `batches` validation batches.
+        Return None if stop(done, total), which is called between batches, returns true. autocast()
+        returns a context manager."""
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:
             return None
@@ -266,8 +268,9 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
-        """Score a batch, a list of Examples, perhaps empty. Return (0 for the loss, sums), tensors:
-        sums["results"] (tasks, 4), see `numbers`, and sums["count"], the number of examples."""
+        """Score a batch, a list of Examples (which may be empty). Return (0 as the loss, sums),
+        tensors: sums["results"] (tasks, 4), see numbers(), and sums["count"], the number of
+        examples."""
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
         sequences = [pair for e in examples or self.batches[0] for pair in e.sequences]
@@ -284,9 +287,10 @@ class Tasks:
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
 
     def numbers(self, sums):
-        """Return {metric: value, None without examples} of `sums` over all batches: sums["results"]
-        (tasks, 4), the number of examples, of correct ones, of correct ones by log probability per
-        character, and the number expected by chance."""
+        """Return {metric: value, or None without examples}, the metrics of all tasks (see
+        metric_names()), from `sums` over all batches: sums["results"] (tasks, 4) has the numbers of
+        examples, of correct ones, of correct ones by log probability per character, and of correct
+        ones expected by chance."""
         numbers = {}
         rows = zip(self.names, self.has_choices, sums["results"].tolist())
         for name, has_choices, (n, right, norm, chance) in rows:
@@ -296,14 +300,15 @@ class Tasks:
 
 
 def metric_names(task, has_choices):
-    """Return [name] of the metrics of a task with the name `task`: the same name; with choices also
-    TASK_norm and TASK_centred."""
+    """Return the list of names of the metrics of the task `task`: the name of the task and, with
+    choices, TASK_norm and TASK_centred."""
     return [task, f"{task}_norm", f"{task}_centred"] if has_choices else [task]
 
 
 def judge(example, scores):
-    """Return (is correct, is correct by log probability per character) of an Example. scores: the
-    list of score_sequences() of its sequences, (log probability, whether greedy)."""
+    """Return (whether the model is correct, whether it is correct by log probability per character)
+    for an Example. scores: a list of (log probability, whether greedy), the result of
+    score_sequences() for the sequences of the example."""
     if len(scores) == 1:
         return (scores[0][1],) * 2
     totals = [logprob for logprob, _ in scores]

@@ -75,17 +75,17 @@ class Keys(RouterKeys):
 
 @dataclass
 class MemoryConfig(GPTConfig, Keys):
-    """Shape of a GPT with memory: the fields of GPTConfig and the Keys of this file."""
+    """Shape of a GPT with memory: the fields of GPTConfig and of Keys."""
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class Chapters(nn.Module):
-    """Cross-attention of each token to the key-value pairs of the k of n chapters that a router
-    selects for it; each chapter has S pairs.
+    """Memory layer: cross-attention of each token to the key-value pairs of k of n chapters, which
+    a router chooses for it; each chapter has S pairs. The pairs are parameters.
 
-    The products are grouped by chapter and head: group chapter * H + head has S pairs.
+    The matrix products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
 
     def __init__(self, config):
@@ -103,8 +103,8 @@ class Chapters(nn.Module):
         self.gate = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
-        """Return (y (B, T, C), which the caller adds to x (B, T, C); (logits (B, T, n), chosen (B,
-        T, k), indices of chapters), of the router)."""
+        """Return (y, (logits, chosen)): y (B, T, C), which the caller adds to x (B, T, C), and of
+        the router the logits (B, T, n) and the indices (B, T, k) of the chosen chapters."""
         c, (B, T, _) = self.config, x.size()
         H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
@@ -124,7 +124,7 @@ class Chapters(nn.Module):
 
 
 class MemoryBlock(RoutedBlock):
-    """A Block that first adds the output of Chapters to the residual stream."""
+    """A Block that first adds the output of the memory layer, Chapters, to the residual stream."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -136,16 +136,16 @@ class MemoryBlock(RoutedBlock):
 
 
 def is_memory(name):
-    """Return whether a parameter with this name belongs to the memory or to an adapter, and not to
-    the backbone."""
+    """Return whether the parameter `name` belongs to the memory or to an adapter, not to the
+    backbone."""
     return "memory" in name.split(".") or is_adapter(name)
 
 
 class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
-    """A GPT with memory, for tokens or conversations. weights: {name: tensor} of the frozen
-    backbone; default: none, all weights are in the model's checkpoint. initial_values:
-    {name: tensor} of parameters of the memory. The attribute `frozen` is a tuple with the backbone,
-    if the model is compared with it, otherwise ()."""
+    """A GPT with memory, for text or conversations. weights: {name: tensor} of the frozen backbone;
+    default: no backbone, and all weights are in the checkpoint. initial_values: {name: tensor} of
+    parameters of the memory. The attribute `frozen` is a tuple with the backbone if the old text is
+    compared with it, otherwise ()."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -162,10 +162,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return is_memory(name) or self.config.train_base
 
     def compute_loss(self, idx, targets, *others):
-        """Return (mean loss, sums {name: tensor}) of idx, targets, text or conversations. others:
-        of conversations first `chat`, as for ChatGPT.compute_loss; then, if there is old text, idx
-        and targets (B, T) of it, on which the divergence from the backbone is added to the training
-        loss."""
+        """Return (mean loss, sums {name: tensor} for the log) of idx, targets, text or
+        conversations. others: for conversations first `chat`, as for ChatGPT.compute_loss; then,
+        with old_data_dir, token ids and targets (B, T) of the old text, on which the divergence
+        from the backbone is added to the training loss."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
@@ -175,10 +175,11 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Return (loss, sums) with old_weight times the KL divergence from the backbone, on the old
-        text idx, targets (B, T), added to the loss; in eval mode, only sums of the loss on the old
-        text are added. n_items (B,): targets per row of the new text; row b of the old text is
-        weighted by them, so that the split into micro-batches does not matter."""
+        """Return (loss, sums) after a pass over the old text idx, targets (B, T). In training,
+        old_weight times the KL divergence from the backbone is added to the loss; in eval mode,
+        only sums of the cross-entropy are added to sums. n_items (B,): targets per row of the new
+        text, the weights of the rows of the old text, so that the split into micro-batches does not
+        matter."""
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses
@@ -193,16 +194,18 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return the numbers of a RoutedGPT; of an evaluation with old text also "old_loss", the
-        mean loss on it."""
+        """Return {name: number} for the log: the numbers of a ChatGPT and a RoutedGPT; with old
+        text also "old_kl", the mean divergence from the backbone on it, or in evaluations
+        "old_loss", the mean cross-entropy."""
         sums = dict(sums)
         n_old = sums.pop("old_count", None)
         own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
         return super().numbers(sums) | own
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token or row: of the model, of its pass over the old text,
-        if any, and of the comparison with the backbone, which recomputes the output layer."""
+        """Return the training FLOPs per token of text, or per row of conversations: of the model
+        and, with old text, of the pass over it and of the comparison with the backbone, which
+        computes the output layer once more."""
         own = super().flops_per_unit()
         if not self.config.old_data_dir:
             return own
@@ -210,9 +213,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return 2 * own + sum(m.flops_per_unit() + head for m in self.frozen) * self.row_tokens
 
     def initial(self, name, shape, seed):
-        """Return the initial value, a tensor of `shape`, of the parameter `name`: the one in
-        initial_values, if any. Others of the memory are a function of (seed, name), such that
-        scores and values have a size of about 1."""
+        """Return the initial value, a tensor of `shape`, of the parameter `name`:
+        initial_values[name] if there is one. Other values of the memory are a function of (seed,
+        name), such that attention scores and values have a size of about 1; gates are zero."""
         if name in self.initial_values:
             return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
@@ -230,8 +233,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 # data
 
 class PairedLoader:
-    """Loader whose batch is one tuple: the batch of the loader `new`, followed by the batch of the
-    loader `old` with the same number. An epoch has as many samples as in `new`."""
+    """Loader of pairs of batches: the tuple of the batch of the loader `new`, followed by the tuple
+    of the same step of the loader `old` (old text). The number of samples per epoch is that of
+    `new`."""
 
     def __init__(self, new, old):
         self.new, self.old = new, old
@@ -256,18 +260,19 @@ class PairedLoader:
 
 
 def first_batch(loader, n):
-    """Return the first n samples that a run visits, which are spread over the data, as a batch: a
-    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the attribute
-    `new` is used."""
+    """Return the first n samples of a run, which are spread over the data, as one batch: a tuple of
+    CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the loader `new` is
+    used."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 
 
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Return {parameter name: initial value} of a memory: the keys and values that the attention of
-    `backbone`, a GPT on the CPU, computes for windows of the text of `loader`, and copies of the
-    attention's layers. config: n_chapters and chapter_size."""
+    """Return {parameter name: tensor}, the initial values of a memory: the keys and values that the
+    attention of `backbone`, a GPT on the CPU, computes for windows of the text of `loader`, and
+    copies of the attention's other layers. config: the TrainConfig, with n_chapters and
+    chapter_size."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
     idx = first_batch(loader, n * -(-S // T))[0][:, :T]  # at least S tokens per chapter
@@ -311,8 +316,9 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    """Return a MemoryGPT: the backbone config.backbone with a memory. Without a backbone in
-    data.spec, all weights are trained and in the checkpoint. Raises CheckpointError."""
+    """Return a MemoryGPT: the backbone config.backbone with a memory, whose initial values are read
+    from the training data. Without a backbone in data.spec, all weights are trained, and are in the
+    checkpoint. Raises CheckpointError."""
     weights, values, frozen = None, {}, None
     if "backbone" not in data.spec:
         config = config.replace(train_base=True)
@@ -330,9 +336,10 @@ def build_model(config, data):
 
 
 def freeze(weights, config, data, base=gpt):
-    """Return the backbone without a memory, a GPT in eval mode without gradients, which the module
-    `base` (model.gpt or model.chat) builds. The parameters are `weights` {name: tensor}, or with
-    config.train_base copies of them, because training changes `weights`."""
+    """Return the backbone without a memory, a GPT in eval mode without gradients, built by
+    build_model of the module `base` (model.gpt or model.chat). The parameters are the tensors
+    `weights` {name: tensor}; with config.train_base copies of them, because training changes
+    `weights`."""
     with torch.device("meta"):
         backbone = base.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights

@@ -1,4 +1,5 @@
-"""The losses of a memory on new and old text, and those of baselines: LoRA and kNN-LM.
+"""Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the losses on new and
+old text.
 
     python -m model.memory --ckpt out/memory/ckpt.pt --baseline
 """
@@ -28,7 +29,7 @@ from train.train import train
 
 @dataclass
 class EvaluationOptions:
-    """Evaluate a memory on the new and the old text of its run, beside baselines."""
+    """Evaluate a memory on the new and the old text of its run, and compare it with baselines."""
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
@@ -38,9 +39,9 @@ class EvaluationOptions:
 
 
 def print_comparison(args):
-    """Print a table of the losses of the checkpoint args.ckpt, of its backbone and, with
-    args.baseline, of the baselines, on new and old text. Raises CheckpointError if it has no
-    backbone, DataError without validation data."""
+    """Print a table of the validation losses on new and old text of the model in args.ckpt, of its
+    backbone and, with args.baseline, of LoRA and kNN-LM. args: EvaluationOptions. Raises
+    CheckpointError if the model has no backbone, DataError without validation data."""
     values = load_checkpoint(args.ckpt)["config"]
     if not values.get("backbone"):
         raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
@@ -70,17 +71,17 @@ def print_comparison(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return, per loader, the mean loss of a model on config.eval_iters batches of validation data,
-    a float."""
+    """Return a list of floats, one per loader: the mean loss of `model` on config.eval_iters
+    batches of validation data."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 
 
 def train_lora(args, values, backbone, n_trained):
-    """Train adapters of about n_trained parameters with `values`, the dict "config" of the memory's
-    checkpoint, one run on the new data and, if these are text and there is old text, one on both.
-    Yield per run (name, path of the checkpoint, number of parameters, seconds). args:
-    EvaluationOptions; backbone: the GPT, for the sizes of the layers."""
+    """Train LoRA adapters of about n_trained parameters, with the configuration `values`, the dict
+    "config" of the memory's checkpoint: one run on the new data and, if these are text and there is
+    old text, one on both. Yield per run (name, path of the checkpoint, number of parameters,
+    seconds). args: EvaluationOptions; backbone: the GPT, for the sizes of the layers."""
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))
@@ -104,10 +105,10 @@ def train_lora(args, values, backbone, n_trained):
 
 
 def evaluate_knn(backbone, train_loader, loaders, config):
-    """Return, per loader in `loaders`, the mean loss of kNN-LM with `backbone`, a GPT, which
-    searches at most N_STORED tokens of the text of train_loader. The temperature of the distances
-    and the share of the neighbours are those with the lowest loss on the first loader. config: a
-    TrainConfig."""
+    """Return a list of floats, one per loader in `loaders`: the mean loss of kNN-LM with
+    `backbone`, a GPT, which searches at most N_STORED tokens of the text of train_loader. The
+    temperature of the distances and the share of the neighbours are those with the lowest loss on
+    the first loader. config: a TrainConfig."""
     n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))

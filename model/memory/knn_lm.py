@@ -16,17 +16,17 @@ ROWS = 128  # distances of as many tokens at once
 @torch.no_grad()
 def read_states(model, batches):
     """Yield (states (B T, C) float32, targets (B T,)) of each batch (x, y) of token ids and
-    targets, (B, T) each. States: of the last layer of `model`, a GPT, at each token of x."""
+    targets, (B, T) each. States: the output of the last block of `model`, a GPT, after the norm."""
     for x, y in batches:
         yield model.trunk(x).flatten(0, 1).float(), y.flatten()
 
 
 @torch.no_grad()
 def knn_losses(model, stored, batches):
-    """Return the mean cross-entropy of kNN-LM on batches (x, y) of token ids and targets, (B, T)
-    each, for every temperature in TEMPERATURES and every share of the neighbours in SHARES, a
-    tensor (temperatures, shares). model: a GPT. stored: (states (N, C), targets (N,)) of the text
-    that is searched, as from read_states()."""
+    """Return the mean cross-entropy of kNN-LM, a tensor (temperatures, shares): one per temperature
+    in TEMPERATURES and share of the neighbours' distribution in SHARES. batches: pairs (x, y) of
+    token ids and targets, (B, T) each. model: a GPT. stored: (states (N, C), targets (N,)) of the
+    text that is searched, as from read_states()."""
     keys, tokens = stored
     shares = torch.tensor(SHARES).view(1, -1, 1)
     losses = []
@@ -40,9 +40,9 @@ def knn_losses(model, stored, batches):
 
 def neighbour_probability(states, targets, keys, tokens):
     """Return the probability (temperatures, M) of targets (M,), given states (M, C), at each of
-    TEMPERATURES: softmax(-squared distance / temperature) over the N_NEIGHBOURS nearest of keys
-    (N, C), summed over the neighbours whose next token equals the target. tokens (N,): the next
-    token of each key."""
+    TEMPERATURES: softmax(-squared distance / temperature) over the N_NEIGHBOURS keys that are
+    nearest to the state, summed over those whose next token equals the target. keys (N, C): the
+    stored states; tokens (N,): the token after each."""
     distances, nearest = torch.cdist(states, keys).topk(min(N_NEIGHBOURS, len(keys)), largest=False)
     scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
     return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)

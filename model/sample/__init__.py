@@ -26,8 +26,8 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class LoadOptions:
-    """Options of commands that load a trained model, which inherit from this class. An instance is
-    the argument of load_text_model() and load_for_decoding()."""
+    """Base class of the options of commands that load a trained model. An instance is the argument
+    of load_text_model() and load_for_decoding()."""
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
@@ -38,8 +38,9 @@ class LoadOptions:
 
 
 def load_text_model(options):
-    """Load the model options.ckpt, which must generate text; return (model, tokenizer, device).
-    options: LoadOptions. Raises ValueError or UserError, also if no tokenizer is known."""
+    """Load the model options.ckpt, a GPT, for generation; return (model, tokenizer, device).
+    options: LoadOptions. Raises ValueError or UserError, also if the model does not generate text,
+    or if neither the checkpoint nor options.tokenizer has a tokenizer."""
     device, ckpt = get_device(options.device), options.ckpt
     model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
                                   options.backbone, options.ema)
@@ -56,8 +57,8 @@ def load_text_model(options):
 
 
 def load_for_decoding(options):
-    """Return (model, tokenizer, device) of load_text_model(options), with packed linear layers,
-    which are fast for decoding. The model can no longer be trained."""
+    """Return (model, tokenizer, device) of load_text_model(options), with linear layers replaced by
+    packed ones (model/core/packed.py), which decode faster. The model can no longer be trained."""
     model, tokenizer, device = load_text_model(options)
     return replace_linear_layers(model), tokenizer, device
 
@@ -80,8 +81,8 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 def load_compiled(options):
     """Return (model, tokenizer, device) of load_text_model(options), with a model that is compiled
-    to generate one text. Prints a message. Raises UserError if the compilation fails, and
-    ValueError if the model cannot be loaded or compiled."""
+    to generate one text at a time. Prints a message first. Raises UserError if torch.compile fails,
+    and ValueError if the model cannot be loaded, or is of a kind that is not supported."""
     from model.sample.compiled import compile_decoder
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
@@ -95,8 +96,8 @@ def load_compiled(options):
 
 
 def sample(options):
-    """Load the model options.ckpt and print generated texts, or with options.chat answer questions.
-    options: SampleOptions. Raises UserError or ValueError."""
+    """Run the command: load the model options.ckpt and print generated texts, or with options.chat
+    answer questions. options: SampleOptions. Raises UserError or ValueError."""
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

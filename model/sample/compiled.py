@@ -17,9 +17,9 @@ from model.gpt import Attention
 
 
 def compile_decoder(model):
-    """Return a CompiledDecoder of `model`, a GPT, after a first call, which needs some ten seconds.
-    The linear layers of `model` are replaced in place. Raises ValueError for models other than a
-    plain GPT, and the exceptions of torch.compile."""
+    """Return a CompiledDecoder of `model`, a GPT, after one call, which compiles for some ten
+    seconds. The linear layers and blocks of `model` are replaced in place. Raises ValueError for
+    models other than a plain GPT, and the exceptions of torch.compile."""
     device = model.wte.weight.device
     is_plain = all(getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
                    and not block.attn.window for block in model.h)
@@ -34,8 +34,8 @@ def compile_decoder(model):
 
 
 class CompiledDecoder(nn.Module):
-    """A GPT for generate() that computes single tokens of a single text with a compiled graph.
-    Prompts and batches are computed eagerly. Replaces the blocks of `model` in place."""
+    """A GPT for generate() that computes single tokens of a single text with a compiled graph, and
+    prompts and batches eagerly. Replaces the blocks of `model` in place by SharedGraphBlocks."""
     needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
@@ -52,7 +52,7 @@ class CompiledDecoder(nn.Module):
 
     def forward(self, idx, cache, last_only=True):
         """Return the logits (B, T, V), or (B, 1, V) of the last token if last_only, for the tokens
-        idx (B, T), which follow those in `cache`, a KVCache that is updated in place."""
+        idx (B, T), which continue the texts in `cache`, a KVCache that is updated in place."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -65,10 +65,10 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, previous):
-    """Return the logits (1, 1, V) of one token idx (1, 1) by `model`, a GPT, and store the keys and
-    values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions, previous: (1, 1)
-    each, results of KVCache.start. This function is compiled: all inputs and outputs are tensors of
-    fixed shapes."""
+    """Return the logits (1, 1, V) after one token idx (1, 1) by `model`, a GPT, and store the
+    token's keys and values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions,
+    previous: (1, 1) each, results of KVCache.start. To be compiled: all inputs and outputs are
+    tensors of fixed shapes."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
@@ -78,13 +78,15 @@ def next_logits(model, idx, kv, positions, previous):
 
 
 class SingleTokenCache:
-    """A KVCache in the compiled graph of a single token, which sees all slots and masks empty ones.
+    """A replacement of KVCache in the compiled graph of a single token, in which shapes are fixed:
+    attention reads all slots, and a mask hides empty ones.
 
     kv (L, 2, 1, G, S, D): layers, keys and values, one text, heads, slots for tokens, head size; or
     (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
-    true for the slots to see; start: result of start(idx). The new keys and values are merged when
-    the cache is read, and kept in `new`; a write would make the compiled region copy the cache.
-    With key_offset, `new` also has what swap_last_key() stores, for the slot behind the token.
+    true for the slots to see; start: the result of start(idx). New keys and values are collected in
+    the list `new`, and merged when the cache is read: a write to kv would make the compiled region
+    copy the cache. With key_offset, `new` also has the key of swap_last_key(), for the slot behind
+    the token.
     """
     is_used = True  # by blocks that compile_decoder() accepts
 
@@ -97,15 +99,17 @@ class SingleTokenCache:
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
     def swap_last_key(self, layer, k):
-        """As swap_last_key() of KVCache."""
+        """Keep the key k (1, 1, G, D) of the new token; return that of the token before. See
+        swap_last_key() of KVCache. layer is ignored."""
         key = k.transpose(1, 2).to(self.kv.dtype)  # (1, G, 1, D)
         self.last_key = [key.expand(2, *key.shape)]
         before = self.kv[0].index_select(2, self.slot) * (self.slot > 0)
         return before.transpose(1, 2).to(k.dtype)  # (1, 1, G, D)
 
     def update(self, layer, k, v):
-        """Return (keys, values, mask) of all slots, including k and v (1, G, 1, D) of the new
-        token, which are also appended to `new`. layer is ignored."""
+        """Append k and v (1, G, 1, D) of the new token to `new`; return (keys, values, mask) of all
+        slots, with k and v in the slot of the token. layer is ignored: kv must be that of one
+        layer."""
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
         self.new.append(torch.cat((new, *self.last_key), dim=3))
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
@@ -114,8 +118,8 @@ class SingleTokenCache:
 
 
 class SharedGraphBlock(nn.Module):
-    """Wraps a Block, whose code for a single token (with a SingleTokenCache) is compiled once for
-    all layers (compute_block); other inputs go to the block unchanged."""
+    """Wraps a Block: with a SingleTokenCache, forward() calls compute_block(), which is compiled
+    once for all layers; other calls go to the block unchanged."""
 
     def __init__(self, block):
         super().__init__()
@@ -131,9 +135,9 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Return the output (1, 1, C) of a Block for one token x (1, 1, C), and the new keys and values
-    of G heads of size D, (2, 1, G, 1, D) or, with key_offset, (2, 1, G, 2, D). ropes: of
-    GPTConfig.rope_tables. kv, slot, mask: of this layer, as for SingleTokenCache."""
+    """Return (output, new): the output (1, 1, C) of a Block for one token x (1, 1, C), and the
+    token's keys and values for G heads of size D, (2, 1, G, 1, D) or, with key_offset, (2, 1, G, 2,
+    D). ropes: of GPTConfig.rope_tables. kv, slot, mask: of this layer, as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 

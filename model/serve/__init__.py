@@ -1,4 +1,4 @@
-"""OpenAI-compatible server and a page: python -m model.serve --ckpt out/ckpt.pt
+"""OpenAI-compatible server and a web page: python -m model.serve --ckpt out/ckpt.pt
 
 POST /v1/completions and, for chat models, /v1/chat/completions, also as a stream; GET /v1/models,
 /v1/models/NAME, /health, and / for the page (serve.html).
@@ -21,7 +21,7 @@ API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
 
 @dataclass
 class ServeOptions(LoadOptions):
-    """Serve a checkpoint with OpenAI's API and a page."""
+    """Serve a checkpoint with OpenAI's API and a web page."""
     name: str | None = key(None, "model name for clients (default: the checkpoint's folder)")
     host: str = key("127.0.0.1", "address to listen on: this machine only; 0.0.0.0: all "
                     "interfaces, which requires a key", metavar="ADDRESS")
@@ -40,8 +40,8 @@ class ServeOptions(LoadOptions):
 
 
 def listen(host, port):
-    """Return a listening TCP socket at an address and a port (0: any free port). Raises ValueError
-    if that is not possible."""
+    """Return a listening TCP socket at the address `host` and `port` (0: any free port). Raises
+    ValueError if that is not possible."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
@@ -51,9 +51,9 @@ def listen(host, port):
 
 
 def choose_key(options, listening):
-    """Return the key that clients must send, from the ServeOptions or the environment, or None.
-    Raises ValueError if it is invalid, or missing although the socket `listening` can be reached
-    from other machines."""
+    """Return the API key that clients must send: that of the ServeOptions or the environment
+    variable API_KEY_VARIABLE, or None. Raises ValueError if it is invalid, or missing although the
+    socket `listening` can be reached from other machines."""
     api_key = options.api_key
     if api_key is None:
         api_key = os.environ.get(API_KEY_VARIABLE) or None
@@ -66,8 +66,8 @@ def choose_key(options, listening):
 
 
 def serve(options):
-    """Load the model options.ckpt and answer HTTP requests until a signal arrives. options:
-    ServeOptions. Raises ValueError or UserError."""
+    """Run the command: load the model options.ckpt and answer HTTP requests until a signal ends the
+    server. options: ServeOptions. Raises ValueError or UserError."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine

@@ -23,9 +23,9 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """Options of a request, except the prompt, that are supported: names of OpenAI's API, and
-    top_k, min_p, parse_special. The limit of new tokens is max_tokens; the inherited max_new_tokens
-    is not used. Checked by parse_options(), not by the constructor."""
+    """The supported options of a request, except the prompt: names of OpenAI's API, and top_k,
+    min_p, parse_special. The limit of new tokens is max_tokens; the inherited max_new_tokens is not
+    used. The constructor does not check values; parse_options() does."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
     max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
@@ -40,8 +40,9 @@ class RequestOptions(SamplingOptions):
 
 def parse_request(data, chat, engine, template):
     """Return (RequestOptions, list of Job, whether a stream ends with the numbers of tokens) of
-    `data`, a request's JSON. chat: whether it has messages instead of a prompt; engine: the Engine
-    that is to run the jobs; template: the ChatTemplate or None. Raises APIError."""
+    `data`, the JSON body of a request. chat: whether it has messages instead of a prompt; engine:
+    the Engine for the jobs; template: the model's ChatTemplate or None. Raises APIError if it is
+    invalid."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -63,10 +64,10 @@ def parse_request(data, chat, engine, template):
 
 
 def create_jobs(ids, n_left_out, options, chat, engine):
-    """Return options.n Jobs for the prompt `ids`, a list, with max_tokens within the limits of
-    `engine` and a seed each. n_left_out: number of messages that are not in the prompt; chat:
-    whether max_tokens is the limit by default, instead of 16. Raises APIError if the prompt is
-    longer than the context."""
+    """Return options.n Jobs for the prompt `ids`, a list, with different seeds if options.seed is
+    set, and with max_tokens reduced to the limits of `engine`. n_left_out: number of messages that
+    are not in the prompt, for the response; chat: without max_tokens, use the engine's limit
+    instead of 16. Raises APIError if the prompt is longer than the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -80,8 +81,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 
 def parse_options(body):
-    """Return the RequestOptions in `body`, the dict of a request, which is changed in place. Raises
-    APIError for invalid and unsupported options."""
+    """Return the RequestOptions in `body`, the JSON object of a request, a dict, from which "stop"
+    is removed. Raises APIError for invalid and for unsupported options."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
@@ -118,16 +119,17 @@ def parse_stop(value):
 
 
 def parse_prompts(value, tokenizer, parse_special):
-    """Return the list of ids of each prompt in `value`: a string, a list of ids, or a list of
-    those. parse_special: encode the texts of special tokens as such. Raises APIError."""
+    """Return a list of prompts, each a list of ids, from `value` of a request: a prompt (a string
+    or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens as
+    special tokens. Raises APIError."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 
 
 def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the list of ids of a prompt: a string or a list of ids. parse_special: encode the
-    texts of special tokens as such. Raises APIError for other values, unknown ids and
-    characters."""
+    """Return the list of ids of `prompt`, a string or a list of ids. parse_special: encode the
+    texts of special tokens as special tokens. Raises APIError for other types, and for unknown ids
+    or characters."""
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
@@ -141,11 +143,11 @@ def parse_prompt(prompt, tokenizer, parse_special):
 
 
 def encode_messages(body, engine, template, max_new_tokens):
-    """Return (ids, number of messages left out) of the conversation in `body`, the dict of a
-    request, up to the next answer, in the ChatTemplate `template`. An answer at the end is to be
-    continued. The oldest messages are left out if it is too long; max_new_tokens (None or negative:
-    the engine's limit) reserves at most half of the context. Raises APIError, also if template is
-    None."""
+    """Return (ids of the prompt, number of messages left out) of the messages in `body`, the dict
+    of a request, in the ChatTemplate `template`, up to where the next answer starts. If the last
+    message is an answer, the prompt ends with it, to be continued. The oldest messages are left out
+    if the prompt is too long; max_new_tokens (None or negative: the engine's limit) reserves at
+    most half of the context. Raises APIError, also if template is None."""
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
@@ -175,8 +177,8 @@ def encode_messages(body, engine, template, max_new_tokens):
 # responses
 
 class Answer:
-    """The JSON objects of the response to `jobs`, a list of Job: complete(events), or a
-    chunk(event) at a time for a stream.
+    """Builds the JSON objects of the response to `jobs`, a list of Job: complete(events) returns
+    all at once, chunk(event) one piece of a stream.
 
     An event is (index of the job, text, finish_reason), see Job. n: jobs per prompt. chat: whether
     the response is a chat completion.
@@ -194,8 +196,8 @@ class Answer:
             self.header["left_out_messages"] = n_left_out
 
     def complete(self, events):
-        """Return the whole response, a dict, from all events (index of the job, text,
-        finish_reason)."""
+        """Return the whole response, a dict, from an iterable of all events (index of the job,
+        text, finish_reason)."""
         texts = [[] for _ in self.jobs]
         reasons = {}  # the last one of each job counts
         for i, text, finish_reason in events:
@@ -206,15 +208,15 @@ class Answer:
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):
-        """Return a chunk of a stream, a dict, with events (index of the job, text, finish_reason)
-        as choices. more: additional fields, e.g. usage."""
+        """Return a chunk of a stream, a dict, in which each of `events` (index of the job, text,
+        finish_reason) is an element of "choices". more: additional fields, e.g. usage."""
         kind = self.header["object"] + ".chunk" * self.chat
         choices = [self.choice("delta", *event) for event in events]
         return self.header | dict(object=kind, choices=choices) | more
 
     def choice(self, key, index, text, finish_reason):
-        """Return an event of the job `index` as an element of "choices", a dict. key: of a chat's
-        message, "message" or "delta"."""
+        """Return an element of "choices", a dict, for an event of the job `index`. key: the name of
+        a chat's message: "message" in a whole response, "delta" in a chunk."""
         content = dict(text=text)
         if self.chat:  # the role is in the first chunk only
             role = {} if index in self.started else dict(role="assistant")
@@ -223,8 +225,8 @@ class Answer:
         return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
-        """Return the object "usage", a dict: numbers of tokens of the prompts, the answers, and in
-        total."""
+        """Return the object "usage", a dict: the numbers of tokens of the prompts, of the answers,
+        and in total."""
         prompt = sum(len(job.ids) for job in self.jobs[::self.n])
         completion = sum(job.n_generated for job in self.jobs)
         return dict(prompt_tokens=prompt, completion_tokens=completion,

@@ -2,8 +2,8 @@
 
 One thread computes a token of every active request per step, because reading the weights is most of
 the time of a step, independent of the number of requests. Requests start and finish at any step.
-Each has a separate generator, so that a seed gives the text of model.sample, independent of the
-other requests.
+Each has a separate random generator, so that a seed gives the same text as in model.sample,
+independent of the other requests.
 """
 
 import collections
@@ -24,8 +24,8 @@ PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longe
 
 
 class APIError(Exception):
-    """An error response: the HTTP status, and the fields of OpenAI's error object; param: the name
-    of the wrong field of the request."""
+    """An error response: the HTTP status, and the fields of OpenAI's error object. param: the name
+    of the invalid field of the request, if any."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
@@ -40,10 +40,10 @@ class APIError(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One text to generate: the ids of the prompt, options and state.
+    """One text to generate: the ids of the prompt, the options, and the state of the generation.
 
-    on_event(event) is called, in the engine's thread, with (text, finish_reason) for each piece of
-    text. finish_reason is set for the last piece only: "stop", "length" or an exception.
+    The engine's thread calls on_event((text, finish_reason)) for each piece of text. finish_reason
+    is None except for the last piece: "stop", "length" or an exception.
     """
     ids: list
     options: object      # model.serve.api.RequestOptions
@@ -64,10 +64,10 @@ class Engine:
     """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
     submit() adds jobs, close() stops the engine.
 
-    The constructor starts the thread that computes. max_tokens: the limit of new tokens that the
-    API sets for a job. timeout: seconds until a job ends with an error. end_tokens: ids that end a
-    text, in addition to the end of text. Attribute rows: the active jobs; rows[i] is in row i of
-    the key-value cache. When a job is done, the last row is moved to that row.
+    The constructor starts the thread that computes. max_tokens: the limit of new tokens per job,
+    for the API. timeout: seconds after which a job ends with an error. end_tokens: ids that end a
+    text, in addition to the end-of-text token. Attribute rows: the active jobs; rows[i] is in row i
+    of the key-value cache. When a job has ended, the last row is moved to the free row.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -92,8 +92,8 @@ class Engine:
     # called by other threads
 
     def submit(self, jobs):
-        """Put all of `jobs`, a list of Job, into the queue and return at once; results arrive as
-        events. Raises APIError (503) if they do not fit, or after close()."""
+        """Put all of `jobs`, a list of Job, into the queue and return at once; the texts arrive as
+        events. Raises APIError (503) if the queue has no room for them, or after close()."""
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
@@ -108,8 +108,8 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Finish active jobs, reject waiting jobs with an APIError event, stop the thread and wait
-        for it."""
+        """Stop the engine: reject waiting jobs with an APIError event, finish the active jobs, and
+        wait for the end of the thread."""
         with self.changed:
             self.closing = True
             while self.waiting:
@@ -121,8 +121,8 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        """Call `step` in a loop until the engine is closed and all jobs are done: the engine's
-        thread."""
+        """Call step() in a loop until the engine is closed and all jobs are done. The function of
+        the engine's thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
@@ -137,9 +137,9 @@ class Engine:
                 self.rows = []
 
     def step(self):
-        """Compute waiting prompts, as free rows and PREFILL_TOKENS allow, and sample the first
-        token of each; then generate the next token of every active job, including these. The texts
-        are emitted as events. Called in a loop by the engine's thread."""
+        """Run the model on waiting prompts, as far as free rows and PREFILL_TOKENS allow, and
+        sample the first token of each; then generate the next token of every active job, including
+        these. The texts are emitted as events."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token
@@ -149,8 +149,8 @@ class Engine:
             self.write(self.rows, logits)
 
     def remove_ended(self):
-        """Free the cache rows and queue positions of jobs that have ended. Jobs that are out of
-        time first end with an APIError event (504)."""
+        """Remove jobs that have ended from the cache rows and the queue. Jobs past their deadline
+        first end with an APIError event (504)."""
         now = time.monotonic()
         with self.changed:
             for job in (*self.rows, *self.waiting):
@@ -165,8 +165,8 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Run the model on waiting prompts, one per free row of the cache, until PREFILL_TOKENS
-        tokens are computed, and sample a first token per prompt."""
+        """Run the model on waiting prompts, each in a free row of the cache, until PREFILL_TOKENS
+        tokens are computed or no row or prompt is left, and sample the first token of each text."""
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
             with self.changed:
@@ -183,7 +183,7 @@ class Engine:
 
     def write(self, jobs, logits):
         """Sample the next token of each of `jobs` from logits (B, V), one row per job, and emit the
-        text. Jobs with the same sampling options are sampled together."""
+        new text. Jobs with the same sampling options are sampled together."""
         groups = {}
         for i, job in enumerate(jobs):
             o = job.options
@@ -198,8 +198,9 @@ class Engine:
             self.add_token(jobs[i], token)
 
     def add_token(self, job, token):
-        """Append the id `token` to a Job, and emit the new text, if any, with the finish_reason at
-        an end. token -1: the logits are not finite; the job ends with an APIError event."""
+        """Append the id `token` to the text of a Job, and emit the new text, if any, with the
+        finish_reason if the text ends. token -1: the logits are not finite; the job ends with an
+        APIError event."""
         if token < 0:
             return job.emit("", APIError(500, NON_FINITE_LOGITS))
         job.token = token

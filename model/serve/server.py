@@ -38,12 +38,13 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """HTTP server with OpenAI's API for the texts of an Engine: run([listening]), with the
-    listening socket, returns when a signal has arrived.
+    """HTTP server with OpenAI's API for an Engine, which generates the texts: run([listening]),
+    with the listening socket, returns after a signal.
 
-    name: of the model. hosts: names that clients use for this server ("*": any). key: the required
-    bearer token, if any. origins: other web pages that may send requests from a browser ("*": any).
-    root_path: a second path under which all is served.
+    name: of the model. hosts: further names in the Host header that are accepted on a loopback
+    address ("*": any). key: the required bearer token, if any. origins: other web pages that may
+    send requests from a browser ("*": any). root_path: a path prefix under which everything is
+    served, too.
     """
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
@@ -84,7 +85,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter):
         """Close connections whose next request takes too long to arrive, or whose client does not
-        read the response. uvicorn calls this several times per second; returns whether to stop."""
+        read the response. uvicorn calls this several times per second, and stops if the result is
+        true."""
         now = time.monotonic()
         times = {}
         connections = self.server_state.connections
@@ -100,8 +102,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        """Start a graceful shutdown at a signal; end the process at once at a second SIGINT or
-        SIGTERM."""
+        """Handle a signal: start a graceful shutdown; at a second SIGINT or SIGTERM end the process
+        at once."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -115,8 +117,8 @@ class Server(uvicorn.Server):
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer an ASGI request. The name in the Host header must be in self.hosts (with "*":
-        any name); otherwise the response is an error 400."""
+        """Answer an ASGI request; the application that uvicorn calls. If the name in the Host
+        header is not in self.hosts (with "*": any name), the response is an error 400."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).lower()
         app = self.app
@@ -127,8 +129,8 @@ class Server(uvicorn.Server):
         await app(scope, receive, send)
 
     async def handle_error(self, request, error):
-        """Return the response for an exception: JSON of the APIError, or of error 500; None if the
-        client has left. uvicorn logs unexpected tracebacks."""
+        """Return the response for an exception in a request: the JSON of an APIError, or of error
+        500 for unexpected exceptions, which uvicorn logs; None if the client has disconnected."""
         if isinstance(error, ClientDisconnect):
             return None
         headers = getattr(error, "headers", None)  # Allow, of error 405
@@ -139,7 +141,7 @@ class Server(uvicorn.Server):
         return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
-        """Raise APIError (401) if this server has a key and the request does not send it as a
+        """Raise APIError (401) if this server has a key, and the request does not send it as a
         bearer token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
@@ -208,9 +210,9 @@ async def read_body(request):
 
 
 async def read_events(queue, jobs):
-    """Yield (index of the job, text, finish_reason) from `queue`, an asyncio.Queue, until each of
-    `jobs` has finished. Raises the exception of a failed job. At the end, also of an early one, all
-    jobs are cancelled."""
+    """Yield (index of the job, text, finish_reason) from `queue`, an asyncio.Queue, until all of
+    `jobs` have finished. Raises the exception of a failed job. At the end, also if the caller stops
+    early, all jobs are cancelled."""
     n_active = len(jobs)
     try:
         while n_active:
@@ -226,16 +228,17 @@ async def read_events(queue, jobs):
 
 async def cancel_on_disconnect(request, jobs):
     """Wait until the client of `request` disconnects; then end jobs[0] with a ClientDisconnect
-    event, which cancels all jobs of the request."""
+    event, which read_events() raises: this cancels all jobs of the request."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
-    """Yield the texts of server-sent events of an Answer: `first`, an event (index, text,
-    finish_reason), those of the async iterator `events`, and "[DONE]". After an APIError, the
-    stream ends with this error instead. include_usage: also send the numbers of tokens."""
+    """Yield the texts of the server-sent events of a streamed response: the chunks of the Answer
+    `answer` for `first`, an event (index, text, finish_reason), and for the async iterator
+    `events`, then "[DONE]". After an APIError, the stream ends with this error instead.
+    include_usage: also send the numbers of tokens."""
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:

@@ -1,11 +1,12 @@
-"""A GPU that computes nothing, on the CPU build of PyTorch: tensors without content on "cuda:0",
-through the real code of the models, autograd, Dynamo and Inductor, down to Triton's kernels.
+"""A simulated GPU on the CPU build of PyTorch: tensors without content on "cuda:0" pass through the
+real code of the models, autograd, Dynamo and Inductor, down to Triton's kernels; nothing is
+computed.
 
     load(folder)      # before torch is imported
-    pretend("H100")   # then torch.compile puts what it made into GRAPHS, in place of running it
+    pretend("H100")   # then torch.compile appends its graphs to GRAPHS instead of running them
 
-It changes torch for the whole process, so it is used in processes of their own (proofs.py), and it
-follows private names: TORCH is the version it knows.
+It changes torch for the whole process, so it is only used in separate processes (proofs.py). It
+depends on private names of PyTorch of the version TORCH.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ COMMON = dict(total_memory=80 << 30, regs_per_multiprocessor=65536, warp_size=32
 
 
 def missing():
-    """Why nothing can be proved here; None where it can."""
+    """Return a text: the reason why the simulation is not possible on this machine (another version
+    of torch, no triton, no g++), or None if it is."""
     spec = importlib.util.find_spec("torch")
     version = (pathlib.Path(spec.origin).parent / "version.py").read_text()
     if f"__version__ = '{TORCH}." not in version or "cuda: Optional[str] = None" not in version:
@@ -42,7 +44,7 @@ def missing():
 
 
 def build(folder):
-    """Make a library of fake_cuda.cpp in `folder`, where load() finds it."""
+    """Compile fake_cuda.cpp to a shared library in `folder`, for load()."""
     torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include",
                     HERE / "fake_cuda.cpp", "-o", pathlib.Path(folder) / "fake_cuda.so",
@@ -55,7 +57,8 @@ def load(folder):
 
 
 def pretend(gpu):
-    """From here on torch takes the machine to have one such GPU."""
+    """Patch torch and triton in this process so that they see one GPU. gpu: a name in GPUS, e.g.
+    "H100"."""
     import torch
     import triton
     properties = types.SimpleNamespace(**COMMON, **GPUS[gpu])
@@ -82,8 +85,8 @@ def pretend(gpu):
     GraphLowering._compile_to_module = capture
 
     def no_cuda_graph(inputs, graph, *args):
-        """Why a graph that should be one of CUDA would not be: reasons, and what it changes of its
-        inputs without their having one place."""
+        """Replaces the step of Inductor that makes a CUDA graph of `graph`. Stores, in the last of
+        GRAPHS, a list of reasons why it would not be one: [] if it would."""
         moving = set(graph.mutated_input_idxs) - set(graph.fx_kwargs["static_input_idxs"])
         GRAPHS[-1].no_cuda_graph = [*graph.cudagraph_info.cudagraph_fail_reasons,
                                     *(f"input {i} is changed, and moves" for i in moving)]
@@ -92,12 +95,14 @@ def pretend(gpu):
 
 
 def constant(value):
-    """A function of its own that returns `value`."""
+    """Return a function that returns `value` for all arguments, to replace a function of
+    PyTorch."""
     return lambda *args, **kwargs: value
 
 
 def pretend_to_compiler(torch, properties, capability):
-    """What Dynamo and Inductor ask beside torch.cuda."""
+    """Patch Dynamo and Inductor, as pretend() does torch.cuda. torch: the module; properties: of
+    the GPU; capability: (major, minor)."""
     import torch._dynamo.utils
     import torch._inductor.config
     from torch._dynamo import device_interface
@@ -126,7 +131,8 @@ def pretend_to_compiler(torch, properties, capability):
     fuse_attention._sfdp_init = constant(None)  # its patterns are traced with real tensors
 
     class OnHost(torch.utils._python_dispatch.TorchDispatchMode):
-        """Folding of constants computes with real tensors of one element."""
+        """Mode in which operations run on the CPU: Inductor's constant folding computes with real
+        tensors of one element."""
 
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             cpu = torch.device("cpu")
@@ -146,8 +152,8 @@ def pretend_to_compiler(torch, properties, capability):
 # models, and what was compiled of them
 
 def to_device(model, dtype=None):
-    """The model with empty parameters, of `dtype` if given, and buffers on the GPU, in place. In a
-    FakeTensorMode."""
+    """Replace the parameters and buffers of `model`, in place, by empty ones on the GPU, parameters
+    in `dtype`, if given; return the model. To be called in a FakeTensorMode."""
     import torch
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -168,8 +174,9 @@ def fake_tensors():
 
 
 def capture(lowering):
-    """In the place of loading and running what Inductor wrote for a graph: keep it in GRAPHS, and
-    have the graph return tensors of the right shapes."""
+    """Replaces GraphLowering._compile_to_module of Inductor: append the code that it generates for
+    a graph, with statistics, to GRAPHS, and return a module whose call() does not run the code but
+    returns empty tensors of the right shapes."""
     import torch
     code, _ = lowering.codegen()
     total, by_node, _ = lowering.count_bytes()

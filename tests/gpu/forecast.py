@@ -1,8 +1,9 @@
-"""What a training step of GPT-2 124M should take on a GPU: python -m tests.gpu.forecast [H100|A100]
+"""Estimate the time of a training step of GPT-2 124M on a GPU: python -m tests.gpu.forecast
+[H100|A100]
 
-A forecast, no measurement: launches, bytes and FLOPs are counted in the code that the compiler
-writes for the GPU (proofs.py, without one), and divided by what such GPUs reach of their published
-peaks. tests/gpu/programme.py measures.
+An estimate without a GPU, not a measurement: kernel launches, bytes and FLOPs are counted in the
+code that the compiler generates for the GPU (proofs.py), and divided by the share of the published
+peaks that such GPUs reach. tests/gpu/programme.py measures on a GPU.
 """
 
 import argparse
@@ -27,12 +28,14 @@ UPDATE = 40    # bytes a parameter: AdamW reads and writes three tensors and a g
 
 
 def of_layers(n, one, two):
-    """Numbers of a step of n layers, from those of 1 and 2."""
+    """Return {name: number} of a step of a model of n layers, extrapolated from those of 1 and of 2
+    layers, `one` and `two`."""
     return {k: v + (n - 1) * (two[k] - v) for k, v in one.items()}
 
 
 def forecast(found, gpu):
-    """{part: seconds} of a micro-batch with its share of the update, from its numbers `found`."""
+    """Return {part: seconds} of a micro-batch, including its share of the optimizer step. found:
+    {name: number}, the answer of proofs.step(); gpu: a name in GPUS."""
     flops, memory, reached = GPUS[gpu]
     parts = {
         "matrix products": (found["flops"] - found["attention"]) / (flops * reached["products"]),
@@ -44,7 +47,8 @@ def forecast(found, gpu):
 
 
 def ask(gpu, *questions):
-    """The answers of proofs.py."""
+    """Run proofs.py for `questions` about the GPU `gpu`. Return the list of answers. Exits with the
+    first error, if any."""
     with tempfile.TemporaryDirectory() as folder:
         fake_cuda.build(folder)
         done = subprocess.run(

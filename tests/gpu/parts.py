@@ -1,6 +1,7 @@
-"""What the items of programme.py run: python -m tests.gpu.parts NAME ARGS
+"""Commands that the items of programme.py run in separate processes: python -m tests.gpu.parts NAME
+ARGS
 
-Runs of run_train.py that are watched or disturbed, and measurements that print JSON.
+They run run_train.py with checks or faults, or measure and print JSON.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from tests import bench
 # run_train.py, changed from outside; argv is its own
 
 def watch_for_waits(argv):
-    """From the read of the device in step 5 to that in step 9, any other wait for it is an error
+    """Run run_train.py with `argv`. Between the reads of the device in steps 5 and 9, every other
+    synchronisation with the GPU is an error
     (https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html)."""
     from run_train import main
     from train import train
@@ -39,8 +41,8 @@ def watch_for_waits(argv):
 
 
 def at_step(n, act):
-    """Have act(optimizer) called in step n of a run from its start, before gradients are clipped.
-    """
+    """Patch training so that act(optimizer) is called in step n (from 0), before gradients are
+    clipped."""
     from train import train
     clip, calls = train.clip_gradients, []
 
@@ -53,7 +55,7 @@ def at_step(n, act):
 
 
 def spoil_step_12(argv):
-    """A NaN in one gradient."""
+    """Run run_train.py with `argv`; in step 12, one gradient is set to NaN."""
     from run_train import main
     at_step(12, lambda optimizer: optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan))
     return main(argv)
@@ -66,7 +68,8 @@ def die_in_step_15(argv):
 
 
 def wrapped(argv):
-    """Under torchrun, where one rank is wrapped too, as several are."""
+    """Run run_train.py with `argv` under torchrun. A single rank, too, is wrapped in DDP or FSDP,
+    as several ranks are."""
     from run_train import main
     from train import distributed, setup
     wrap = distributed.wrap_ddp
@@ -81,7 +84,8 @@ def wrapped(argv):
 # measurements; argv is that of tests.bench
 
 def profile(argv):
-    """[[kernel or operation, its share of the time]] of three training steps, the longest first."""
+    """Print [[kernel or operation, its share of the time]] of three training steps as JSON, the 12
+    longest first."""
     o = bench.settle(bench.parse_args(["throughput", "--steps=3", *argv]))
     dtype, _ = bench.choose_dtype("auto", o.device)
     steps = bench.training(o, bench.our_model(o), dtype, o.compile)
@@ -98,7 +102,8 @@ def profile(argv):
 
 
 def growing(argv):
-    """[[length, tokens/s up to it, the same again]] of one stream that begins with a token."""
+    """Print [[length, tokens/s, tokens/s again]] as JSON: the speed of generating one text up to
+    each length, from the length before, twice."""
     o = bench.settle(bench.parse_args(["sample", *argv]))
     dtype, _ = bench.choose_dtype("auto", o.device)
     model = bench.replace_linear_layers(bench.our_model(o)[0].to(dtype).eval())

@@ -1,9 +1,10 @@
-"""What only a GPU can tell, in order of worth: python -m tests.gpu.programme [--peer PATH]
+"""Checks and measurements that need a GPU, the most important first: python -m tests.gpu.programme
+[--peer PATH]
 
-Each item runs in processes of its own and within minutes of its own, so that one that fails or
-hangs costs only itself, and of itself only what is not done yet; its result is written as it comes,
-a JSON line each, and a table for the README at the end. On a machine without a GPU the same items
-run on a tiny model, to show that they run at all. What a person would not type is in parts.py.
+Each item runs in separate processes with a time limit, so that an item that fails or hangs does not
+prevent the others. The result of each is printed (and with --out written) at once, a line of JSON,
+and a Markdown table at the end. On a machine without a GPU the same items run on a tiny model,
+which checks that they work. Items run run_train.py, tests.bench and the commands of parts.py.
 """
 
 import argparse
@@ -31,7 +32,8 @@ GPT2 = ["--config", "train/config_gpt2.yaml", "--batch_size=32", "--gradient_acc
 
 
 def programme(o):
-    """Run every item until o.minutes are over; the exit code."""
+    """Run the items o.items until o.minutes are over; print the results. o: the command's options.
+    Return the exit code."""
     end, results = time.monotonic() + 60 * o.minutes, []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), torch.cuda.is_available() and not o.tiny, o.peer)
@@ -55,8 +57,9 @@ def programme(o):
 
 
 def outcome(item, job, end):
-    """What came of an item: its result, a text or one after the other, and how it failed, if so,
-    before all is over at `end`."""
+    """Run an item, item(job); return a dict: "result", a text (of a generator, all texts that it
+    yielded), "seconds" and, if it failed, "failed". A timeout is no failure if it is that of the
+    whole programme, at `end`."""
     started, found, failed = time.monotonic(), [], {}
     try:
         result = item(job)
@@ -72,7 +75,8 @@ def outcome(item, job, end):
 
 
 class Job:
-    """What the items share: a folder, the model's size, synthetic data, the time they may take."""
+    """The argument of all items: a folder with synthetic data, the size of the model (large:
+    GPT-2), the path of nanoGPT, and methods that run processes until the time `end`."""
 
     def __init__(self, folder, large, peer):
         self.folder, self.large, self.peer, self.end = folder, large, peer, time.monotonic() + 600
@@ -87,8 +91,9 @@ class Job:
             np.repeat(ids, 2)[:n].tofile(data / f"{split}.bin")
 
     def command(self, args, env=None, code=0):
-        """The output of a process and its children; raises where it ends in another exit code, or
-        does not end in time."""
+        """Run python with `args`; return the output. Raises RuntimeError if the exit code is not
+        `code`, subprocess.TimeoutExpired at self.end, after killing the process and its
+        children."""
         with subprocess.Popen([sys.executable, *map(str, args)], cwd=REPOSITORY, text=True,
                               env=os.environ | (env or {}), start_new_session=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -102,7 +107,9 @@ class Job:
         return text
 
     def train(self, name, *args, program=("run_train.py",), **options):
-        """(output, lines of metrics.jsonl about steps, folder) of a run of 20 steps."""
+        """Run 20 training steps in the folder `name`. Return (output, the lines of metrics.jsonl
+        with a training loss, the folder). args: further options of run_train.py; program: the
+        command; options: of command()."""
         out = self.folder / name
         text = self.command([*program, *(GPT2 if self.large else TINY),
                              f"--data_dir={self.folder / 'data'}", f"--out_dir={out}",
@@ -113,14 +120,15 @@ class Job:
         return text, [line for line in lines if "loss" in line], out
 
     def bench(self, row, *args, env=None):
-        """{side: numbers} of a row of tests.bench."""
+        """Run a row of tests.bench with `args`; return {side: numbers}."""
         file = self.folder / "row.json"
         tiny = [] if self.large else ["--tiny", "--repeats=1", "--no-compile"]
         self.command(["-m", "tests.bench", row, f"--out={file}", *args, *tiny], env)
         return json.loads(file.read_text())["rows"][0]["results"]
 
     def part(self, name):
-        """What a part that measures prints, as JSON."""
+        """Run the measurement `name` of parts.py; return the result, a list, that it prints as
+        JSON."""
         tiny = [] if self.large else ["--tiny", "--no-compile"]
         lines = self.command([*part(name), *tiny]).splitlines()
         found = [line for line in lines if line.startswith("[[")]
@@ -130,7 +138,7 @@ class Job:
 
 
 def part(name):
-    """The command of one of parts.py."""
+    """Return the arguments of python that run the command `name` of parts.py."""
     return ["-m", "tests.gpu.parts", name]
 
 
@@ -138,7 +146,8 @@ def part(name):
 # the items
 
 def graphs(job):
-    """Does a smaller last validation batch, or anything else, make sizes symbolic?"""
+    """Item: count the symbolic sizes, recompilations and graph breaks of a compiled run, whose last
+    validation batch is smaller. Returns a text, as all items do (or yields several)."""
     text, steps, _ = job.train("graphs", "--compile",
                                env={"TORCH_LOGS": "recompiles,graph_breaks,dynamic"})
     found = {what: len(re.findall(pattern, text)) for what, pattern in (
@@ -148,7 +157,7 @@ def graphs(job):
 
 
 def waits(job):
-    """In steps 6 to 9 a wait for the device, but for the one read a step, is an error."""
+    """Item: check that steps 6 to 9 synchronise with the GPU only for the one read per step."""
     text, steps, _ = job.train("waits", job.compile, program=part("watch_for_waits"))
     reads = int(re.search(r"^waits: (\d+) reads", text, re.MULTILINE)[1])
     if reads != len(steps):
@@ -157,7 +166,7 @@ def waits(job):
 
 
 def throughput(job, batch=32):
-    """Tokens/s, ours and the peer's in turn."""
+    """Item: training tokens/s of ours and, with a path of nanoGPT, of the peer, in turn."""
     row = job.bench("throughput", f"--batch={batch if job.large else 2}", "--repeats=2",
                     *(["--peer", job.peer] if job.peer else []))
     return "; ".join(f"{name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the matmul peak"
@@ -165,7 +174,8 @@ def throughput(job, batch=32):
 
 
 def settings(job):
-    """Our compiled tokens/s with other kernels: flash attention for cuDNN's, Inductor's search."""
+    """Item: compiled training tokens/s with other kernels: without cuDNN's attention, and with
+    Inductor's coordinate descent tuning."""
     for name, env in (("as it is", {}), ("no cuDNN", {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
                       ("coordinate descent", {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"})):
         row = job.bench("throughput", f"--batch={32 if job.large else 2}", "--repeats=1", env=env)
@@ -173,7 +183,8 @@ def settings(job):
 
 
 def steps(job):
-    """What run_train.py says of its own speed, on one GPU and on all: config_gpt2.yaml as it is."""
+    """Item: the tokens/s, MFU and memory that run_train.py reports for config_gpt2.yaml, on one GPU
+    and on all."""
     own = ["--gradient_accumulation_steps=15"] if job.large else []
     for n in sorted({1, torch.cuda.device_count() if job.large else 2}):
         _, lines, _ = job.train(f"steps{n}", "--max_iters=60", "--eval_interval=0", job.compile,
@@ -185,17 +196,18 @@ def steps(job):
 
 
 def torchrun(n, *program):
-    """The program on so many ranks."""
+    """Return the arguments of python that run `program` on n ranks with torchrun."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *program]
 
 
 def profiled(job):
-    """Where the time of three compiled steps goes."""
+    """Item: the kernels with the largest shares of the time of three compiled training steps."""
     return ", ".join(f"{name[:60]} {share:.1%}" for name, share in job.part("profile"))
 
 
 def losses(job):
-    """The same steps compiled, eager and in float32: how far apart are the losses?"""
+    """Item: the losses of the same steps in float32, compiled and eager, and the largest difference
+    from float32."""
     n, first = 60 if job.large else 20, None
     for name, args in (("float32", ["--no-compile", "--dtype=float32"]),
                        ("compiled", ["--compile"]), ("eager", ["--no-compile"])):
@@ -206,7 +218,8 @@ def losses(job):
 
 
 def not_finite(job):
-    """A NaN in step 12: the run stops before the update, the checkpoint of step 10 is finite."""
+    """Item: check that after a NaN gradient in step 12 the run stops before the update, and the
+    last checkpoint, of step 10, is finite."""
     from train.checkpoint import load_checkpoint
     for optimizer in ("adamw", "muon"):
         text, _, out = job.train(f"nan_{optimizer}", "--no-compile", f"--optimizer={optimizer}",
@@ -218,7 +231,9 @@ def not_finite(job):
 
 
 def resumed(job, how="--no-compile"):
-    """Deterministic: killed in step 15, and resumed with nothing compiled that could be found."""
+    """Item: check that a deterministic run that is killed in step 15 and resumed, with empty caches
+    of compiled code, ends with the same bits as an uninterrupted run. how: the option for
+    compilation."""
     args, states = ["--deterministic", "--save_interval=5", how], []
     cold = tempfile.mkdtemp(dir=job.folder)
     for name, program, code, env in (
@@ -235,7 +250,8 @@ def resumed(job, how="--no-compile"):
 
 
 def float16(job):
-    """float16 with its loss scale, and how long four saves hold training up."""
+    """Item: the losses of a float16 run (with loss scaling), and the time that four saves interrupt
+    it."""
     text, steps, _ = job.train("float16", "--dtype=float16", "--no-compile", "--save_interval=5",
                                "--eval_interval=0")
     held = re.search(r"[\d.]+ s spent in evaluations and checkpoints(; \d+ float16 steps skipped)?",
@@ -244,21 +260,21 @@ def float16(job):
 
 
 def sampling(job):
-    """One stream with its context full."""
+    """Item: tokens/s of generating one text when the context is full."""
     return "; ".join(f"{name}: {r['median']:,.0f} tokens/s, {r['of_bound']:.0%} of the bound of "
                      "reading the weights" for name, r in job.bench("sample").items())
 
 
 def growing(job):
-    """One stream while its context grows, where each length is met for the first time (a kernel
-    that plans anew for every length is slow then) and once more."""
+    """Item: tokens/s of generating one text while the context grows, the first and the second time
+    (a kernel that plans again for every length is slow the first time)."""
     return "tokens/s at first and again: " + ", ".join(
         f"to {n} {first:,.0f} and {again:,.0f}" for n, first, again in job.part("growing"))
 
 
 def wrappers(job):
-    """DDP and FSDP2 around one rank, compiled and checkpointed, and over all GPUs (gloo and two
-    processes on a CPU): the losses of the run without them?"""
+    """Item: the losses of compiled runs with DDP and FSDP2, on one rank and on all GPUs (on a CPU:
+    two processes), to compare with those of a run without them."""
     args = ["--max_iters=5", "--eval_interval=0", "--gradient_checkpointing=true",
             job.compile]
     yield f"after 5 steps: alone {job.train('alone', *args)[1][-1]['loss']:.4f}"
@@ -281,7 +297,8 @@ ITEMS = {  # name: (what, the minutes it may take)
 
 
 def main(argv=None):
-    """Run the command line; the exit code."""
+    """Run the command line `argv` (default: sys.argv). Return the exit code: 1 if an item
+    failed."""
     p = argparse.ArgumentParser("python -m tests.gpu.programme", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--peer", help="a checkout of nanoGPT; without it only our side runs")

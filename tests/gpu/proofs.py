@@ -1,10 +1,10 @@
-"""What our code does on a GPU, read from what PyTorch and its compiler make of it without one:
+"""Determine without a GPU what our code does on one, from what PyTorch and its compiler generate:
 
     python tests/gpu/proofs.py FOLDER H100 "step gpt2 2" whole
 
-prints a JSON line for each question: [the question, its answer, the error where it has none].
-FOLDER keeps the library of fake_cuda.py, which test_proofs.py makes. Imports take seconds, so one
-process answers many questions.
+prints a JSON line per question: [the question, its answer, the error or null]. A question is the
+name of a function of this file, with its arguments. FOLDER has the library of fake_cuda.py,
+compiled with build(). Imports take seconds, so one process answers many questions.
 """
 
 import functools
@@ -33,7 +33,8 @@ SHAPES = {  # name: (the model's file, its shape, sequences in a micro-batch)
 
 
 def build(name, n_layer):
-    """(model on the meta device, its batch) of one of SHAPES. In a FakeTensorMode."""
+    """Return (model on the meta device, batch) of the system `name` in SHAPES, with n_layer layers.
+    To be called in a FakeTensorMode."""
     import torch
 
     from model import chat, gpt, lora, moe
@@ -53,7 +54,8 @@ def build(name, n_layer):
 
 @functools.cache
 def compile_step(name, n_layer):
-    """The Graphs of a compiled forward and backward pass."""
+    """Compile the forward and the backward pass of the system `name` in SHAPES; return the list of
+    graphs (see capture() in fake_cuda.py)."""
     import torch
     fake_cuda.GRAPHS.clear()
     torch._dynamo.reset()
@@ -70,18 +72,19 @@ def compile_step(name, n_layer):
 # reading graphs
 
 def sources(graph):
-    """{name: source} of the Triton kernels of a graph."""
+    """Return {name: source code} of the Triton kernels of a graph."""
     return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", graph.source, re.S))
 
 
 def launches(graph):
-    """(of Triton's kernels, of a library's)"""
+    """Return the numbers of kernel launches of a graph: (of Triton's kernels, of library
+    kernels)."""
     return (len(re.findall(r"triton_\w+\.run\(", graph.source)),
             len(re.findall(r"(?:extern_kernels\.\w+|torch\.ops\.aten\.[\w.]+)\(", graph.source)))
 
 
 def largest_float32(graph):
-    """Elements of the largest buffer of float32 that a graph makes."""
+    """Return the number of elements of the largest float32 buffer that a graph allocates."""
     found = re.findall(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.float32\)",
                        graph.source)
     return max([prod(int(n) for n in shape.split(",") if n.strip()) for shape in found], default=0)
@@ -95,7 +98,8 @@ def prod(numbers):
 
 
 def saved_bytes(graph):
-    """Of what a forward graph makes for the backward pass: storages, inputs not counted."""
+    """Return the bytes of the tensors that a forward graph allocates and returns (above all those
+    that it saves for the backward pass); views are counted once, inputs not."""
     inputs = graph.module.graph.find_nodes(op="placeholder")
     storage = lambda n: n.meta["val"].untyped_storage()  # noqa: E731
     tensors = [n for n in (*inputs, *graph.outputs) if hasattr(getattr(n, "meta", {}).get("val"),
@@ -106,8 +110,8 @@ def saved_bytes(graph):
 
 
 def flops(graph, of=""):
-    """Of products and attention, as torch.utils.flop_counter counts them: as if every query saw
-    every key. of: only of operations with this in their name."""
+    """Return the FLOPs of the matrix products and attention of a graph, as torch.utils.flop_counter
+    counts them: without a causal mask. of: count only operations with this text in their name."""
     import torch
     from torch.utils.flop_counter import flop_registry
     total = 0
@@ -121,8 +125,8 @@ def flops(graph, of=""):
 
 
 def compile_kernels(graphs):
-    """Compile every kernel with its first configuration to a cubin; their number. A kernel that
-    does not compile raises."""
+    """Compile each different Triton kernel of `graphs`, in the first of its configurations, to a
+    cubin. Return the number of kernels. Raises an error if one does not compile."""
     from torch._inductor.codecache import PyCodeCache
     found = {body: name for graph in graphs for name, body in sources(graph).items()}
     for body, name in found.items():
@@ -148,17 +152,20 @@ def numbers(graphs):
 
 
 def step(name, n_layer):
-    """Numbers of a step of so many layers."""
+    """Question: return the numbers() of a training step of the system `name` in SHAPES, with
+    n_layer layers."""
     return numbers(compile_step(name, int(n_layer)))
 
 
 def kernels(name):
-    """The number of kernels of a step of two layers, each compiled."""
+    """Question: compile all Triton kernels of a training step of two layers; return their
+    number."""
     return compile_kernels(compile_step(name, 2))
 
 
 def attention_kernels():
-    """{"GQA, mask": operations of attention} in half precision, forward."""
+    """Question: return {case, e.g. "GQA, mask": [names of attention operations]} that attend()
+    calls in bfloat16, forward."""
     import torch
 
     from model.core.ops import attend
@@ -175,7 +182,8 @@ def attention_kernels():
 
 
 def operations_in(work):
-    """Names of the operations that work() takes, down to what a device computes."""
+    """Return the list of names of the ATen operations that work() calls, after decomposition by
+    autograd."""
     import torch
     found = []
 
@@ -195,7 +203,8 @@ SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "moe", "memory", "cl
 
 
 def small_model(name):
-    """(model on the meta device, shapes of its training batch: of tokens, or of numbers)"""
+    """Return (model on the meta device, shapes of its training batch) of the system `name` in
+    SYSTEMS. A shape that ends with `float` is that of a float tensor; others are int64."""
     import torch
 
     from model import autoencoder, chat, classifier, distill, dpo, gpt, grpo, lora, memory, moe, sae
@@ -215,8 +224,8 @@ def small_model(name):
             return model, [(B, 2, T + 1)] * 2 + [(B, 2, float)]
         if name == "grpo":
             class Learner(grpo.PolicyGPT):
-                """What it learns from answers: writing them and asking what they are worth, which
-                needs their texts, is the host's work."""
+                """The part of a GRPO step on the GPU: the loss of given answers. Sampling and
+                rewarding them involves texts, which the CPU computes."""
                 def forward(self, tokens, weights, count):
                     return self.policy_loss(tokens, weights, count[0]), {}
             return Learner(shape), [(B, T, 5), (B, T, float), (1, float)]
@@ -245,7 +254,8 @@ def small_model(name):
 
 
 def on_device(name):
-    """(model, its batch) of one of SYSTEMS on the GPU. In a FakeTensorMode."""
+    """Return (model, training batch) of the system `name` in SYSTEMS on the GPU. To be called in a
+    FakeTensorMode."""
     import torch
     model, shapes = small_model(name)
     batch = [torch.zeros(s[:-1], device="cuda:0") if s[-1] is float else
@@ -256,8 +266,9 @@ def on_device(name):
 
 
 def crossings_in(work):
-    """{operation: how often} of what is sent between host and device while work() computes. What
-    reads a number (.item(), bool, a shape that depends on content) raises, for there is none."""
+    """Return {operation: count} of the transfers between CPU and GPU in work(). Reading a number of
+    a tensor (.item(), bool, a shape that depends on content) raises an error, because the tensors
+    have no content."""
     import collections
 
     import torch
@@ -277,7 +288,8 @@ def crossings_in(work):
 
 
 def train_crossings():
-    """Of a training step of each of SYSTEMS: forward, backward, sums, clipping, update."""
+    """Question: return {name: {operation: count}}, the transfers between CPU and GPU in a training
+    step of each of SYSTEMS: forward, backward, sums, clipping, update."""
     return {name: step_crossings(name) for name in SYSTEMS}
 
 
@@ -303,7 +315,7 @@ def step_crossings(name):
 
 
 class HostNumbers:
-    """In the place of a CPU tensor whose numbers are read: a FakeTensorMode has none."""
+    """Replacement of a CPU tensor whose numbers are read, which are missing in a FakeTensorMode."""
 
     def __init__(self, numbers):
         self.numbers = list(numbers)
@@ -316,13 +328,15 @@ class HostNumbers:
 
 
 def decode_crossings():
-    """Of a token of 1 or 16 texts, of equal lengths or unequal ones."""
+    """Question: return {case: {operation: count}}, the transfers between CPU and GPU in decoding a
+    token for 1 or 16 texts, of equal or unequal lengths."""
     return {f"{rows} {lengths}": token_crossings(rows, lengths) for rows, lengths in (
         (1, "equal"), (16, "equal"), (16, "unequal"))}
 
 
 def token_crossings(rows, lengths):
-    """Of the model, and of what is drawn."""
+    """Return {operation: count} of the transfers between CPU and GPU in decoding and sampling a
+    token. rows: number of texts; lengths: "equal" or "unequal"."""
     import torch
 
     from model.core.generate import sample_tokens
@@ -342,7 +356,8 @@ def token_crossings(rows, lengths):
 
 
 def a_crossing():
-    """Shows that crossings are seen: an index made on the host."""
+    """Question: return {operation: count} for a GPU tensor that is indexed with a CPU tensor. It
+    shows that crossings_in() finds transfers."""
     import torch
     with fake_cuda.fake_tensors():
         x = torch.zeros(8, device="cuda:0")
@@ -350,7 +365,8 @@ def a_crossing():
 
 
 def one_token():
-    """The graphs of a compiled token: numbers of each, and why it is no CUDA graph, if so."""
+    """Question: return, per graph of a compiled token (CompiledDecoder), dict(launches=, why=): the
+    kernel launches, and the reasons why it is not a CUDA graph."""
     import torch
 
     from model.core.kv_cache import create_cache
@@ -367,9 +383,10 @@ def one_token():
 
 
 def whole():
-    """{one of SYSTEMS: {mode: its graphs}}, in which nothing is left out (fullgraph): it raises. In
-    training those that step() does not compile so; of "sae" not in evaluation, where it is a hook
-    in the backbone, which is computed as it is."""
+    """Question: return {name: {"train" or "eval": number of graphs}} of SYSTEMS, compiled with
+    fullgraph, which raises an error for a graph break. Left out are the training of systems that
+    step() compiles in this way, and the evaluation of "sae", a hook in the backbone, which is not
+    compiled."""
     stepped = {file for file, _, _ in SHAPES.values()}
     return {name: whole_graphs(name, ["train"] * (name not in stepped) + ["eval"] * (name != "sae"))
             for name in SYSTEMS}
@@ -395,7 +412,8 @@ def whole_graphs(name, modes):
 
 
 def fake_ranks(rank, n):
-    """The Ranks of one of n, whose peers answer at once, with nothing."""
+    """Return the Ranks of rank `rank` of n, in a fake process group: collectives return at once,
+    without data."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -406,7 +424,8 @@ def fake_ranks(rank, n):
 
 
 def collectives(n):
-    """{name: how often} of the collectives of a step of FSDP and Muon, 4 blocks, on fake ranks."""
+    """Question: return {part of a step: {collective: count}} for FSDP and Muon with 4 blocks, on n
+    fake ranks."""
     import torch
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -438,9 +457,9 @@ def collectives(n):
 
 
 def ddp_graphs(ranks, cut):
-    """Of a compiled model of 4 blocks under DDP, forward: the matrix products of each of its
-    graphs. cut: whether the compiler ends a graph where DDP's buckets of gradients do, so that they
-    are sent while the rest of the backward pass computes."""
+    """Return the number of matrix products in each forward graph of a compiled model of 4 blocks
+    under DDP. cut: whether the compiler splits graphs at DDP's gradient buckets, so that these are
+    reduced during the backward pass (optimize_ddp)."""
     import torch
 
     from model import gpt
@@ -461,7 +480,8 @@ def ddp_graphs(ranks, cut):
 
 
 def gathered(world_size, n):
-    """Of n matrices, how many all ranks send each other in an update of Muon's, on fake ranks."""
+    """Question: return ([number of matrices that each all-gather sends], number of updates) for an
+    update of n matrices with Muon, on world_size fake ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,6 @@
-"""A system of its own for tests/test_repeat.py: its loss is chance, of which the seed decides most,
-less what is planted. Or, for tests/test_scaling.py, a law of scaling says it."""
+"""A model type for tests/test_repeat.py and tests/test_scaling.py, whose loss is not trained:
+random, mainly a function of the seed, minus the key `planted`; or with the key `law` given by the
+scaling law LAW."""
 
 import os
 import random

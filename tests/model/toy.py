@@ -1,7 +1,6 @@
-"""A system of its own for tests/test_own_system.py: three tensors a sample, masked items, two
-metrics, a confusion matrix, a buffer that steps change, its own keys. Samples are sequences of 4
-items.
-"""
+"""A complete model type of a user, for tests/test_own_system.py: three tensors per sample, masked
+items, two metrics, a confusion matrix, a buffer that steps change, additional keys. Samples are
+sequences of 4 items."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +27,8 @@ class Keys:
 
 
 def open_data(config, ranks):
-    """Rows from memory-mapped files: x (N, 4, 6) float32, labels (N, 4) uint8, mask (N, 4) bool."""
+    """Return the Data of config.data_dir, with rows of memory-mapped files: x (N, 4, 6) float32,
+    labels (N, 4) uint8, mask (N, 4) bool."""
     def load(split):
         arrays = [np.load(os.path.join(config.data_dir, f"{split}_{name}.npy"), mmap_mode="r")
                   for name in ("x", "y", "mask")]
@@ -60,7 +60,8 @@ class Toy(nn.Module):
         return torch.empty(shape).normal_(0.0, 0.3, generator=generator)
 
     def forward(self, x, labels, mask):
-        """x (B, 4, 6), labels (B, 4), mask (B, 4) -> (loss, sums)."""
+        """Return (mean loss, sums) for x (B, 4, 6), labels (B, 4) and mask (B, 4), true for items
+        that count."""
         hidden = torch.tanh(self.still(torch.tanh(self.h[0](x))))  # (B, 4, width)
         logits = self.head(hidden).float()  # (B, 4, 3)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -84,7 +85,8 @@ class Toy(nn.Module):
 
 
 def sample(model, data, config):
-    """Draws from a generator of its own, which training must not notice."""
+    """Return a list of one text, with the loss of a random sample. The random generator is a
+    separate one: training must not be affected."""
     x = torch.randn(1, ITEMS, FEATURES, generator=torch.Generator().manual_seed(config.seed))
     zeros = torch.zeros(1, ITEMS, dtype=torch.int64)
     loss, _ = model(x, zeros, torch.ones(1, ITEMS, dtype=torch.bool))

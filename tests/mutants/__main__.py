@@ -1,14 +1,16 @@
-"""Do the tests notice? python -m tests.mutants --seed 1 --count 400 [--files 'train/*.py' ...]
+"""Mutation testing: would the tests find a fault? python -m tests.mutants --seed 1 --count 400
+[--files 'train/*.py' ...]
 
-Small faults (mutate.py says which), drawn over the lines of the program, are put one at a time into
-a copy of the repository; the tests that run that line are run there, the closest and quickest
-first, until one fails. A survivor is a test to be written, or goes to equivalent.txt with the
-reason why it changes nothing. `--planted` tries the faults of planted.py instead, `--again FILE`
-the survivors of an earlier `--out FILE`.
+Small faults (see mutate.py) at random lines of the program are applied one at a time to a copy of
+the repository. The tests that run that line are run there, the closest and fastest first, until one
+fails. A mutant that survives needs a new test, or a line in equivalent.txt with the reason why it
+changes nothing. `--planted` tries the faults of planted.py instead, `--again FILE` the survivors of
+an earlier `--out FILE`.
 
-Which tests run a line is found by running each of them once (20 minutes) and kept in --map; later
-only tests that have changed are run (all again: delete the file). A mutant then costs seconds, a
-survivor up to --budget seconds of tests; `--keep-map` takes the map as it is.
+Which tests run a line is determined by running each of them once (20 minutes), and stored in the
+file --map; later only tests that have changed are run again (all: delete the file). A mutant then
+takes seconds, a survivor up to --budget seconds of tests. With `--keep-map` no test is run for the
+map.
 """
 
 import argparse
@@ -33,7 +35,7 @@ FIRST, QUICK = 10, 1.0  # tests that are tried first, and seconds that each of t
 
 
 class Mutant:
-    """A mutation of a file of the program."""
+    """A mutation of the file `path` of the program, with its source (bytes)."""
 
     def __init__(self, path, source, mutation):
         self.path, self.mutation, self.source = path, mutation, source
@@ -48,7 +50,7 @@ class Mutant:
 
     @property
     def around(self):
-        """The line with those before and after it."""
+        """The text of the mutated line and of the lines before and after it."""
         n = self.mutation.line
         return "\n".join(self.source.decode().splitlines()[n - 2:n + 1])
 
@@ -57,7 +59,8 @@ class Mutant:
 # which mutants
 
 def shares(lines, count):
-    """`count` given out over {file: number of lines}, in proportion, nothing lost to rounding."""
+    """Return {file: share of `count`}, integers with the sum `count`, in proportion to `lines`
+    {file: number of lines}."""
     total = sum(lines.values())
     exact = {f: count * n / total for f, n in lines.items()}
     out = {f: int(x) for f, x in exact.items()}
@@ -67,8 +70,8 @@ def shares(lines, count):
 
 
 def draw(files, count, seed):
-    """`count` mutants of {path: source}: lines at random without repetition, one mutation of each.
-    A file's draw depends on nothing but its own text, its share and the seed."""
+    """Return a list of `count` Mutants of `files` {path: source}, at most one per line, at random
+    lines. Those of a file depend only on its text, on how many it gets, and on the seed."""
     lines = {path: len(mutate.code_lines(source)) for path, source in files.items()}
     out = []
     for path, share in shares({p: n for p, n in lines.items() if n}, count).items():
@@ -86,7 +89,8 @@ def draw(files, count, seed):
 
 
 def planted(files, words):
-    """The mutants of planted.py, all or those with one of the words in them."""
+    """Return the list of mutants of planted.py in `files` {path: source}; with `words`, those whose
+    path or text contains one of them."""
     out = []
     for path, old, new in FAULTS:
         homes = [path] if old.encode() in files.get(path, b"") else [
@@ -104,7 +108,8 @@ def planted(files, words):
 
 
 def again(files, path):
-    """The mutants that survived in the results `path`, found by their text."""
+    """Return the list of mutants of `files` {path: source} that survived in the results file
+    `path`, identified by the text of their lines."""
     wanted = {key for key, (by, *_) in read_results(path).items() if by is None}
     out = {}
     for path in {key[0] for key in wanted} & set(files):
@@ -118,13 +123,15 @@ def again(files, path):
 
 
 def read_results(path):
-    """{key of a mutant: (noticed by, tests not run, seconds)} of an earlier `--out FILE`."""
+    """Return {Mutant.key: (id of the test that failed, or None; number of tests not run; seconds)}
+    from a file of results, written with --out; {} if there is none."""
     lines = Path(path).read_text().splitlines() if path and Path(path).exists() else ()
     return {tuple(r["key"]): (r["by"], r["left"], r["seconds"]) for r in map(json.loads, lines)}
 
 
 def equivalent():
-    """{(path, old, new): reason} of equivalent.txt."""
+    """Return {Mutant.key: reason} of the mutants in equivalent.txt, which change nothing and are
+    not tried."""
     out = {}
     for line in (Path(__file__).parent / "equivalent.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
@@ -137,9 +144,10 @@ def equivalent():
 # which tests
 
 def stages(known, tests, budget, text):
-    """(the tests to run, in two lists; how many are left out). First the quick ones that run the
-    fewest lines besides, and those that speak of what the lines `text` speak of; then, up to
-    `budget` seconds, the others, the quickest of each file first."""
+    """Return ([tests to run first, others], number of tests left out). First are fast tests that
+    run few other lines, and fast tests that have words in common with `text`, the lines around the
+    mutant; the others are limited to `budget` seconds, the fastest of each file first. known: a
+    Map; tests: ids."""
     close = sorted(tests, key=lambda t: (known.seconds(t) > QUICK, known.footprint(t), t))
     first = [t for t in close[:FIRST] if known.seconds(t) <= QUICK]
     alike = sorted((t for t in tests if known.seconds(t) <= 3 * QUICK and t not in first),
@@ -163,8 +171,10 @@ def stages(known, tests, budget, text):
 
 
 def attempt(mutant, slot, lists, known, sound, patience):
-    """In a process of its own: (test that noticed or None, tests that fail without the mutant,
-    {test that passed: seconds})."""
+    """Run the tests `lists` on a mutant, in a forked process with the folder `slot`. Return (id of
+    a test that fails only with the mutant, or None; tests that fail also without it; {test that
+    passed: seconds}). known: a Map; sound: tests known to pass without mutants; patience: see
+    run_tests()."""
     runner.adopt_orphans()
     file, broken, took = slot / "repo" / mutant.path, [], {}
 
@@ -194,7 +204,8 @@ def attempt(mutant, slot, lists, known, sound, patience):
 # the campaign
 
 class Pool:
-    """Work in forks, as many at a time as there are slots: folders with a copy of REPO each."""
+    """Runs jobs in forked processes, `workers` at a time, each in a slot: a folder with a copy of
+    the repository."""
 
     def __init__(self, folder, workers):
         self.slots, self.running = [], {}
@@ -205,7 +216,8 @@ class Pool:
             self.slots.append(slot)
 
     def run(self, jobs, work, done):
-        """work(job, slot) for all jobs, each in a fork; done(job, result) here, as they end."""
+        """Run work(job, slot) for all jobs, each in a fork; when one ends, call done(job, result or
+        None if it crashed, seconds) in this process."""
         jobs = iter(jobs)
         while True:
             while self.slots and (job := next(jobs, None)) is not None:
@@ -228,7 +240,8 @@ class Pool:
 
 
 def update_map(known, pool):
-    """Run the tests that the map does not know as they are."""
+    """Run the tests that are new or changed since the Map `known` was written, and add their lines
+    to it."""
     def record(job, slot):
         runner.adopt_orphans()
         return runner.record(slot / "repo", slot, *job)
@@ -244,7 +257,9 @@ def update_map(known, pool):
 
 
 def campaign(mutants, known, pool, a):
-    """Try the mutants; [(mutant, noticed by or None, tests not run, seconds)]."""
+    """Try the mutants. Return (list of (mutant, failed test or None, number of tests not run,
+    seconds), list of (mutant, reason) of equivalent ones). known: a Map; a: the command's
+    options."""
     reasons, tried = equivalent(), {} if a.again else read_results(a.out)
     results = [(m, *tried[m.key]) for m in mutants if m.key in tried and m.key not in reasons]
     todo = [m for m in mutants if m.key not in reasons and m.key not in tried]
@@ -273,7 +288,8 @@ def campaign(mutants, known, pool, a):
 
 
 def report(results, same):
-    """Print the table by file and the survivors; how many there are."""
+    """Print a table by file, and the survivors; return their number. results, same: the two lists
+    of campaign()."""
     rows = collections.defaultdict(lambda: [0, 0, 0])
     for mutant, by, *_ in results:
         for name in (mutant.path, "all"):

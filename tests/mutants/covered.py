@@ -1,5 +1,5 @@
-"""Which tests run which line: a map, made once by running every test with marked lines, and kept in
-a file outside the repository. Tests whose own text has changed are run again."""
+"""The map of which tests run which lines, determined by running every test once with marked lines,
+and stored in a file outside of the repository. Tests whose text has changed are run again."""
 
 import ast
 import difflib
@@ -18,15 +18,16 @@ FOLDERS = "train", "model", "data"
 
 
 def program_files(repo):
-    """Paths, relative to `repo`, of the program's files, wherever they stand."""
+    """Return the list of paths, relative to `repo`, of all Python files of the program (without
+    tests)."""
     files = [p for folder in FOLDERS for p in (repo / folder).rglob("*.py")
              if p.is_relative_to(repo / "data" / "bin") is False]
     return [str(p.relative_to(repo)) for p in [*sorted(files), repo / "run_train.py"]]
 
 
 class Recorder:
-    """A pytest plugin: for each test its id, seconds and lines, a line of JSON each. Lines of a
-    fixture that several tests share are those of all of them."""
+    """Pytest plugin that writes, per test, a JSON line [id, seconds, {path: lines that it runs}] to
+    `output`. The lines of a fixture that tests share are added to each of these tests."""
 
     def __init__(self, marks, firsts, output):
         self.marks, self.output = marks, output
@@ -34,7 +35,8 @@ class Recorder:
         self.shared, self.seconds = {}, 0.0
 
     def take(self):
-        """The lines marked since the last call, as one large number."""
+        """Return the lines marked since the last call, the bytes of the marks as one int, and clear
+        the marks."""
         out = int.from_bytes(self.marks[:], "little")
         self.marks[:] = bytes(len(self.marks))
         return out
@@ -79,7 +81,8 @@ class Recorder:
 
 
 def table_of_lines(repo, folder):
-    """(the table that hook/sitecustomize.py reads, {path: index of its line 0})."""
+    """Write the table that hook/sitecustomize.py reads, and a file of zeros for the marks. Return
+    (path of the table, {path: index in the marks of its line 0})."""
     firsts, n = {}, 0
     for path in program_files(repo):
         firsts[path] = n
@@ -92,7 +95,7 @@ def table_of_lines(repo, folder):
 
 
 def test_functions(path):
-    """{name: digest} of the tests of a file."""
+    """Return {name: digest of the source} of the test functions in the file `path`."""
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16]
             for name, text in texts_of_tests(path)}
 
@@ -108,15 +111,18 @@ def words_of(text):
 
 
 def function_of(test):
-    """("test_file.py", "test_function") of a test's id."""
+    """Return ("test_file.py", "test_function") of the id of a test."""
     file, _, name = test.partition("::")
     return Path(file).name, name.split("[")[0]
 
 
 class Map:
-    """tests: {id: [seconds, number of the snapshot, {path: [line]}]}; snapshots: [{path: digest}]
-    and sources {digest: text} are the program that the numbers of the lines are of; functions:
-    {test file: test_functions()}; fixtures: {test file: seconds of what its tests share}."""
+    """Which lines each test runs, stored in the JSON file `path`.
+
+    tests: {id: [seconds, index in snapshots, {path: [line]}]}; snapshots: [{path: digest}] and
+    sources {digest: text}: the versions of the program to which line numbers refer; functions:
+    {test file: test_functions()}; fixtures: {test file: seconds of shared fixtures}.
+    """
     KEPT = "tests", "snapshots", "sources", "functions", "fixtures"
 
     def __init__(self, path, repo):
@@ -127,7 +133,8 @@ class Map:
         self.fixtures = known.get("fixtures", {})
 
     def stale(self):
-        """[(test file, its tests to be run)]: those that are new or have another text."""
+        """Return [(test file, [names of its tests that are new or have changed])], and forget tests
+        that no longer exist."""
         now = {p.name: test_functions(p) for p in self.test_files()}
         for test in list(self.tests):
             file, name = function_of(test)
@@ -144,7 +151,8 @@ class Map:
         return sorted((self.repo / "tests").glob("test_*.py"), key=lambda p: -p.stat().st_size)
 
     def add(self, file, names, output):
-        """Take in what Recorder wrote of tests of a file."""
+        """Add the lines of the tests `names` of a test file from `output`, the text that Recorder
+        wrote, and save the map."""
         *tests, fixtures = map(json.loads, output.splitlines())
         snapshot = {}
         for path in program_files(self.repo):
@@ -168,7 +176,8 @@ class Map:
         Path(f.name).replace(self.path)
 
     def learn(self, took):
-        """Take in the seconds of tests that ran without marks, on a machine that may be quieter."""
+        """Reduce the stored seconds of tests to those in `took` {id: seconds}, measured without
+        marks, where these are less."""
         for test, seconds in took.items():
             if test in self.tests:
                 self.tests[test][0] = min(self.tests[test][0], seconds)
@@ -177,28 +186,30 @@ class Map:
         return self.tests[test][0] if test in self.tests else 1.0
 
     def footprint(self, test):
-        """How many lines it runs: the fewer, the more it says of each."""
+        """Return the number of lines that a test runs: with fewer, it is more specific to each."""
         return sum(map(len, self.tests[test][2].values()))
 
     def likeness(self, test, text):
-        """How many words a test has in common with `text`: each counts by how rare it is."""
+        """Return how many words a test has in common with `text`, each weighted by 1 / the number
+        of tests with it."""
         words, tests_with = self.words
         return sum(1 / tests_with[w] for w in words_of(text) & words.get(function_of(test), set()))
 
     @cached_property
     def words(self):
-        """({(test file, function): its words}, {word: how many functions have it})."""
+        """({(test file, function): set of words in its source}, {word: number of test functions
+        with it})."""
         words = {(p.name, name): words_of(text) for p in self.test_files()
                  for name, text in texts_of_tests(p)}
         return words, Counter(w for its in words.values() for w in its)
 
     def limit(self, test):
-        """Seconds that a test may take."""
+        """Return the seconds after which a test counts as hanging: 5 times the usual ones."""
         return 5 * (self.seconds(test) + self.fixtures.get(function_of(test)[0], 0.0))
 
     @cached_property
     def hits(self):
-        """{(path, line of today): {test id}}."""
+        """{(path, line number in the present file): {ids of the tests that run it}}."""
         out, moves = {}, {}
         for test, (_, snapshot, lines) in self.tests.items():
             for path, numbers in lines.items():
@@ -211,8 +222,9 @@ class Map:
         return out
 
     def moved_lines(self, path, then):
-        """{line then: [(path, line) today]} of a file. A changed line is all that stands in its
-        place now, and what is gone is where a function of its name has such a line."""
+        """Return {line then: [(path, line today)]} of the file `path`, whose digest was `then`. A
+        changed line is mapped to the lines in its place; a changed or removed one also to equal
+        lines of functions of the same name, in any file."""
         old, new = self.sources[then].splitlines(), []
         if (self.repo / path).exists():
             new = (self.repo / path).read_text().splitlines()
@@ -226,7 +238,7 @@ class Map:
 
     @cached_property
     def homes(self):
-        """{(function's name, line's text): [(path, line)]} of today."""
+        """{(name of a function, text of a line in it): [(path, line)]} of the present program."""
         out = {}
         for path in program_files(self.repo):
             text = (self.repo / path).read_text()
@@ -242,8 +254,9 @@ class Map:
         return {p: ast.parse((self.repo / p).read_text()) for p in program_files(self.repo)}
 
     def tests_of(self, path, line):
-        """Ids of the tests that run a line. What stands outside functions runs at import: for
-        that, the tests that run a line with its name in it, or have it in them."""
+        """Return the ids of the tests that run a line. For a line outside of functions, which runs
+        at import, the tests that run a statement with the name that it defines, or contain this
+        name."""
         inner, function, names = None, None, set()
         for node in ast.walk(self.trees[path]):
             if isinstance(node, ast.stmt) and first_line(node) <= line <= node.end_lineno:
@@ -273,7 +286,8 @@ class Map:
 
     @cached_property
     def mentions(self):
-        """{name: ids of the tests that run a statement which has it, or have it themselves}."""
+        """{name: ids of the tests that run a statement of the program with this name, or contain
+        it}."""
         out = {}
         for path, tree in self.trees.items():
             for node in ast.walk(tree):
@@ -296,7 +310,7 @@ class Map:
 
     @cached_property
     def constants(self):
-        """{name: names outside functions that are made of it}."""
+        """{name: names, defined outside of functions, whose definitions use it}."""
         out = {}
         for tree in self.trees.values():
             for s in tree.body:
@@ -311,7 +325,7 @@ class Map:
 
 
 def functions_of_lines(text):
-    """{line: name of the innermost function around it}."""
+    """Return {line: name of the innermost function that contains it} of the source `text`."""
     return {n: node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
             for n in range(first_line(node), node.end_lineno + 1)}
 
@@ -325,7 +339,8 @@ def has_doc(function):
 
 
 def names_in(node):
-    """Names, attributes, keywords and names in text, of a statement's own expressions."""
+    """Yield the variables, attributes, keywords and strings that are names, in a statement without
+    the statements nested in it."""
     todo = [node]
     while todo:
         for n in ast.iter_child_nodes(todo.pop()):

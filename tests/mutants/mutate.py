@@ -1,9 +1,9 @@
-"""Small faults in Python source: what a slip of the hand could have written.
+"""Generate mutations: small faults in Python source code, like those of a programmer.
 
-Operators and comparisons swapped, operands, conditions, arguments, slice bounds and decorators left
-out, numbers and truth values changed, conditions negated, names in text misspelt, statements and
-`with` deleted, None returned. Left alone is what no test should compare: docstrings, messages
-(whatever is raised, printed, logged or an f-string), help texts, annotations and imports.
+Operators and comparisons swapped; operands, conditions, arguments, slice bounds and decorators
+removed; numbers and truth values changed; conditions negated; names in strings misspelt; statements
+and `with` removed; None returned. Not changed is what no test should compare: docstrings, messages
+(raised, printed, logged, or an f-string), help texts, annotations and imports.
 """
 
 import ast
@@ -24,7 +24,8 @@ ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant, ast.Lis
 
 @dataclass(frozen=True)
 class Mutation:
-    """Bytes start to end of the source become `text`; `line` is where that is."""
+    """A change of source code (bytes): bytes start to end, in the line `line`, are replaced by
+    `text`."""
     line: int
     start: int
     end: int
@@ -34,7 +35,8 @@ class Mutation:
         return source[:self.start] + self.text.encode() + source[self.end:]
 
     def shown(self, source):
-        """(the lines that change as they are, and as they become), each on one line."""
+        """Return (the changed lines before, the same after the mutation), each joined to one line
+        of text."""
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
         last = len(source) if last < 0 else last
@@ -43,7 +45,8 @@ class Mutation:
 
 
 def is_text(node):
-    """A sentence, or one being put together: not a name."""
+    """Return whether an ast node is a message, not a name: a string with a space, an f-string, or a
+    sum of those."""
     if isinstance(node, ast.BinOp):
         return is_text(node.left) or is_text(node.right)
     return isinstance(node, ast.JoinedStr) or (
@@ -72,7 +75,7 @@ def without(items, i):
 
 
 class Finder(ast.NodeVisitor):
-    """Collects the mutations of one source (bytes) in `found`."""
+    """Visitor that collects the mutations of `source` (bytes) in the list `found`."""
 
     def __init__(self, source):
         self.source, self.found, self.bound = source, [], [set()]
@@ -91,7 +94,7 @@ class Finder(ast.NodeVisitor):
                                    self.end(node) if end is None else end, text))
 
     def swap(self, node, new):
-        """An expression in place of another."""
+        """Add the mutation that replaces the expression `node` by `new`, both ast nodes."""
         text = ast.unparse(new)
         self.put(node, text if isinstance(new, ATOMS) else f"({text})")
 
@@ -294,14 +297,15 @@ class Finder(ast.NodeVisitor):
 
 
 def mutations(source):
-    """All mutations of a source (bytes), in its order; `works` tells those that are none."""
+    """Return the list of all mutations of `source` (bytes), in the order of the source; works()
+    tells which of them are valid."""
     finder = Finder(source)
     finder.visit(ast.parse(source))
     return sorted(set(finder.found), key=lambda m: (m.start, m.end, m.text))
 
 
 def works(mutation, source):
-    """Whether it compiles and means something else."""
+    """Return whether the mutated source (bytes) compiles and has a different syntax tree."""
     mutated = mutation.apply(source)
     try:
         tree = ast.parse(mutated)
@@ -312,7 +316,8 @@ def works(mutation, source):
 
 
 def code_lines(source):
-    """Numbers of the lines with code: not blank, a comment or a docstring."""
+    """Return the set of numbers of the lines of `source` with code: not blank, a comment or a
+    docstring."""
     tree, out = ast.parse(source), set()
     docs = {id(n.body[0]) for n in ast.walk(tree)
             if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and n.body

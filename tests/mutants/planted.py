@@ -1,5 +1,6 @@
-"""Faults put in by hand, each of which a test once had to be written for: (file, what stands there,
-the fault). A text that moved to another file is found there."""
+"""Manual faults for `python -m tests.mutants --planted`, each of which once needed a new test:
+FAULTS is a list of (file, text in the file, text that replaces it). If the text was moved to
+another file, it is found there."""
 
 FAULTS = [
     # the loop

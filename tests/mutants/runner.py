@@ -1,5 +1,5 @@
-"""Runs tests of a copy of the repository in a fork of a process that has imported the heavy
-packages, so that a mutant costs seconds, and cleans up whatever it leaves running."""
+"""Run tests of a copy of the repository in forks of a process that has imported the heavy packages,
+so that a mutant costs seconds, and kill all processes that they leave running."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def warm_up(repo):
-    """Import, of the heavy packages, those that the tests or the program import."""
+    """Import those of the heavy packages that a file in the folder `repo` imports."""
     texts = [p.read_text() for p in repo.rglob("*.py")]
     for name in HEAVY:
         if name.startswith("_") or any(f"import {name.split('.')[0]}" in t for t in texts):
@@ -35,7 +35,8 @@ def warm_up(repo):
 
 
 def copy_repository(repo, folder):
-    """A copy of `repo` in folder/repo, with its neighbour shared/ beside it; the copy's path."""
+    """Copy the folder `repo` to folder/repo, without caches and outputs, and link the data folder
+    shared/ next to `repo`, if any, into `folder`. Return the path of the copy."""
     out = folder / "repo"
     shutil.copytree(repo, out, ignore=lambda where, names: [
         n for n in names if n in (".git", "__pycache__", ".pytest_cache", ".ruff_cache", ".venv")
@@ -46,8 +47,8 @@ def copy_repository(repo, folder):
 
 
 class Teller:
-    """A pytest plugin: keeps the tests in `wanted`, in its order (None: all), and tells a pipe
-    which one starts, which fails and how long the others took."""
+    """Pytest plugin that runs only the tests in `wanted`, in that order (None: all), and writes a
+    JSON line to a pipe when a test starts, fails, or has passed (with the seconds)."""
 
     def __init__(self, pipe, wanted):
         self.pipe = pipe
@@ -76,7 +77,9 @@ class Teller:
 
 
 def run_pytest(repo, files, plugins, folder, first_failure=True):
-    """In a forked child: pytest over test files of `repo`, which nothing was imported from yet."""
+    """Run pytest, in a forked child, on `files` of `repo`, of which no module may have been
+    imported; write the output to folder/output.txt. Return the exit code. first_failure: stop after
+    it."""
     with open(folder / "output.txt", "w") as f:
         os.dup2(f.fileno(), 1)
         os.dup2(f.fileno(), 2)
@@ -100,7 +103,8 @@ def environment(**more):
 
 
 def forked(work):
-    """Run work() in a fork that ends with its result as exit code; the pid."""
+    """Run work() in a forked process, whose exit code is the result. Return the pid in the
+    parent."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -124,7 +128,7 @@ def adopt_orphans():
 
 
 def end_children():
-    """Kill all that descends from this process; orphans come to it by adopt_orphans."""
+    """Kill all descendants of this process; orphans are among them after adopt_orphans()."""
     while True:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -145,9 +149,10 @@ def descendants(pid):
 
 
 def run_tests(repo, folder, tests, limit, patience, took):
-    """Run tests (ids) of `repo` until one fails; its id, or None. limit(id): seconds it may take;
-    "no end: id" took longer, "end: id" took pytest with it. The seconds of those that passed go
-    into the dict `took`. For a process that adopts orphans."""
+    """Run `tests` (ids) of the repository `repo` until one fails. Return the id of that test, or
+    None; "no end: ID" if it was too slow, "end: ID" if pytest crashed. limit(id): seconds that a
+    test may take, plus `patience`. The seconds of tests that passed are added to the dict `took`.
+    To be called in a process that has called adopt_orphans()."""
     reader, writer = os.pipe()
     files = list(dict.fromkeys(t.split("::")[0] for t in tests))
     pid = forked(lambda: environment() or run_pytest(repo, files, [Teller(writer, tests)], folder))
@@ -185,7 +190,8 @@ def run_tests(repo, folder, tests, limit, patience, took):
 
 
 def record(repo, folder, file, names):
-    """Run tests of one file with marked lines; what Recorder wrote, or None if it did not end."""
+    """Run the tests `names` of a test file with Recorder. Return its output, or None after
+    RECORD_LIMIT seconds. repo: a copy of the repository; folder: for temporary files."""
     table, firsts = table_of_lines(repo, folder)
     # Bytecode with marks stays apart: without what they mark, mutants could not import it.
     sys.pycache_prefix = str(folder / "marked")

@@ -1,8 +1,9 @@
-"""Marks the lines of the program that run, in every process: Python imports this file by its name
-at the start of each when its folder is on PYTHONPATH.
+"""Mark the lines of the program that run, in every process: with this folder on PYTHONPATH, Python
+imports this file at start because of its name.
 
-Before each statement of a file in the table, a byte of one memory-mapped file is set to 1. Files on
-disk stay as they are, and so do the numbers of their lines; a kill -9 loses nothing.
+When a file in the table is imported, an assignment is inserted before each statement, which sets a
+byte of a memory-mapped file to 1. Files on disk and line numbers do not change; marks are kept
+after SIGKILL.
 """
 
 import ast
@@ -39,7 +40,8 @@ class Marks(ast.NodeTransformer):
 
 
 def install(table):
-    """Mark lines from here on; the memory with the marks."""
+    """Mark the lines of files that are imported from now on. table: the path of the JSON file of
+    table_of_lines(). Return the memory map of the marks."""
     with open(table) as f:
         known = json.load(f)
     fd = os.open(known["marks"], os.O_RDWR)
