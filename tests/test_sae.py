@@ -890,6 +890,11 @@ def test_several_layers_share_the_forward_pass(monkeypatch, data_dir, backbone, 
             alone = model.of_layer(n)(idx, targets)[1]
         for name in alone.keys() - {"count", "lm_loss"}:
             torch.testing.assert_close(sums[f"{name}_{n}"], alone[name], rtol=0, atol=0)
+    assert model.flops_per_unit() == 2 * model.of_layer(0).flops_per_unit() > 0
+    compiled = []
+    monkeypatch.setattr(SparseAutoencoder, "compile", lambda self: compiled.append(self))
+    model.compile()
+    assert compiled == [model.sae_0, model.sae_1]
 
 
 def test_commands_use_the_layer(tmp_path, two_layers, capsys):
