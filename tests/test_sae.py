@@ -68,7 +68,7 @@ def loader_of_rank(data_dir, backbone, world_size, rank, options):
     config, ranks = configure(data_dir, "unused", **options), Ranks(rank, world_size)
     tokens = DataLoader(data_dir, config.micro_batch(world_size), config.block_size, "train",
                         config.seed, rank, world_size, 256)
-    gpt = load_backbone(str(backbone), 0, torch.device("cpu"), "float32")
+    gpt = load_backbone(str(backbone), (0,), torch.device("cpu"), "float32")
     return ActivationLoader(tokens, gpt, config, ranks)
 
 
@@ -308,6 +308,7 @@ def test_top_contexts(trained, data_dir):
 @pytest.mark.parametrize("changes, words", [
     (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
     (dict(layer=2), "expected a GPT with more than 2 blocks"),
+    (dict(layer=[0, 2]), "expected a GPT with more than 2 blocks"),
     (dict(auxk=49), "auxk: 49 exceeds d_sae"),
     (dict(sae="jump"), "must be one of topk, batchtopk, jumprelu, relu")], ids=str)
 def test_bad_input(tmp_path, data_dir, backbone, changes, words):
@@ -438,7 +439,7 @@ def test_activations_hundreds_of_times_as_long_are_left_out():
     backbone = Backbone.__new__(Backbone)
     backbone.gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, n_hidden=8, block_size=4,
                                  vocab_size=9))
-    backbone.activations = lambda idx: rows
+    backbone.edited, backbone.activations = [None], lambda idx: rows
     stream = type("Stream", (), dict(read=lambda self, at, n: np.zeros((len(at), n))))
     mean, scale = backbone.statistics(type("Tokens", (), dict(n_tokens=9, block_size=4,
                                                               stream=stream()))())
@@ -703,12 +704,12 @@ def test_sae_lens_has_no_transcoder_with_topk(tmp_path):
 @pytest.mark.parametrize("target", ["mlp", "1"])
 def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, backbone):
     """Input and target are those of the blocks; the splice replaces the target."""
-    b = load_backbone(str(backbone), 0, torch.device("cpu"), "float32", target)
+    b = load_backbone(str(backbone), (0,), torch.device("cpu"), "float32", target)
     idx, targets = opened(data_dir, backbone).tokens.get_batch("cpu", 0)
     with torch.no_grad():
         x = b.activations(idx)
-        stream = Backbone(str(backbone), 0, torch.device("cpu"), "float32").activations(idx)
-        upper = Backbone(str(backbone), 1, torch.device("cpu"), "float32").activations(idx)
+        stream = Backbone(str(backbone), (0,), torch.device("cpu"), "float32").activations(idx)
+        upper = Backbone(str(backbone), (1,), torch.device("cpu"), "float32").activations(idx)
         source, out = x.split(16, dim=-1)
         if target == "mlp":
             torch.testing.assert_close(out, b.gpt.h[0].mlp(source))
@@ -724,7 +725,7 @@ def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, bac
 def test_experts_have_no_transcoder_of_the_mlp(tmp_path, data_dir):
     go(data_dir, tmp_path, model="moe", mlp="swiglu", max_iters=0)
     with pytest.raises(ValueError, match="target: mlp: the blocks of .* have experts"):
-        Backbone(str(tmp_path / "ckpt.pt"), 0, torch.device("cpu"), "float32", "mlp")
+        Backbone(str(tmp_path / "ckpt.pt"), (0,), torch.device("cpu"), "float32", "mlp")
 
 
 def test_batchtopk_uses_no_operation_that_raises_on_a_gpu_with_deterministic(monkeypatch):
@@ -738,7 +739,7 @@ def test_batchtopk_uses_no_operation_that_raises_on_a_gpu_with_deterministic(mon
 
 
 RUNS = [dict(sae="batchtopk", prefixes=[6, 20]), dict(sae="jumprelu", target="mlp"),
-        dict(sae="batchtopk", target="1")]
+        dict(sae="batchtopk", target="1"), dict(sae="batchtopk", layer=[0, 1])]
 
 
 @pytest.mark.parametrize("keys", RUNS, ids=str)
@@ -748,7 +749,8 @@ def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
 
 @pytest.mark.parametrize("keys, way", [
     pytest.param(RUNS[0], "ddp", marks=pytest.mark.slow), (RUNS[0], "fsdp"),
-    (RUNS[1], "ddp"), pytest.param(RUNS[1], "fsdp", marks=pytest.mark.slow)], ids=str)
+    (RUNS[1], "ddp"), pytest.param(RUNS[1], "fsdp", marks=pytest.mark.slow),
+    (RUNS[3], "ddp"), (RUNS[3], "fsdp")], ids=str)
 def test_new_activations_are_the_same_on_two_ranks(tmp_path, data_dir, backbone, keys, way):
     options = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in keys.items()}
     go(data_dir, tmp_path / "one", backbone=str(backbone), **SAE | keys)
@@ -756,7 +758,9 @@ def test_new_activations_are_the_same_on_two_ranks(tmp_path, data_dir, backbone,
                                    **options), ranks=2)
     assert code == 0, text
     one, two = (tensors(tmp_path / folder / "ckpt.pt")[0] for folder in ("one", "two"))
-    assert one.keys() == two.keys() and "model.sae.threshold" in one
+    n_layers = len(keys.get("layer", [0]))
+    assert one.keys() == two.keys() and sum("sae" in n and ".threshold" in n and "model" in n
+                                            for n in one) == n_layers
     for name in one:
         assert torch.allclose(one[name].float(), two[name].float(), atol=1e-5), name
 
@@ -830,6 +834,111 @@ def test_activations_without_evaluations_need_no_validation_data(tmp_path, activ
 
 
 # -----------------------------------------------------------------------------
+# several layers
+
+LAYERS = [dict(sae="topk"), dict(sae="batchtopk", prefixes=[6, 20], target="mlp"),
+          dict(sae="jumprelu", target="1"), dict(sae="relu", optimizer="muon")]
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory, data_dir, backbone):
+    """The checkpoint of a run with both layers of the backbone."""
+    out = tmp_path_factory.mktemp("layers")
+    go(data_dir, out, backbone=str(backbone), **SAE | dict(layer=[0, 1]))
+    return str(out / "ckpt.pt")
+
+
+@pytest.mark.parametrize("keys", LAYERS, ids=str)
+def test_each_layer_is_trained_as_alone(tmp_path, data_dir, backbone, keys):
+    """Weights, state of the optimizer and metrics are those of runs with one layer, to the bit."""
+    options = SAE | dict(backbone=str(backbone), grad_clip=0) | keys
+    both = go(data_dir, tmp_path / "both", **options | dict(layer=[0, 1]))["history"]
+    alone = {n: go(data_dir, tmp_path / str(n), **options | dict(layer=n))["history"]
+             for n in (0, 1)}
+    together, own = tensors(tmp_path / "both/ckpt.pt")[0], {}
+    for n in alone:
+        for name, tensor in tensors(tmp_path / str(n) / "ckpt.pt")[0].items():
+            own[name.replace("sae.", f"sae_{n}.")] = tensor
+    assert together.keys() == own.keys()
+    assert not [name for name in own if not torch.equal(own[name], together[name])]
+    for line, *lines in zip(both, *alone.values(), strict=True):
+        assert line["val_loss"] == pytest.approx(sum(a["val_loss"] for a in lines))
+        for name in set(lines[0]) - {"iter", "tokens", "val_loss", "train_loss"}:
+            values = [a[name] for a in lines]
+            assert line[name] == pytest.approx(sum(values) / 2), name
+            assert [line.get(f"{name}_{n}") for n in alone] == (
+                [None, None] if name == "val_lm_loss" else values), name
+    norms = [[line["grad_norm"] for line in metrics(tmp_path / name) if "grad_norm" in line]
+             for name in ("both", "0", "1")]
+    for norm, *parts in zip(*norms, strict=True):  # grad_clip limits that of all together
+        assert norm == pytest.approx(sum(part ** 2 for part in parts) ** 0.5, rel=1e-4)
+
+
+def test_several_layers_share_the_forward_pass(monkeypatch, data_dir, backbone, two_layers):
+    """A training batch takes one, an evaluation one for all activations and the plain loss each."""
+    loader = opened(data_dir, backbone, layer=[0, 1])
+    model, _ = load_model(two_layers)
+    idx, targets = open_data(model.keys, Ranks()).val.fixed_batch(0, 1)
+    calls, trunk = [], GPT.trunk
+    monkeypatch.setattr(GPT, "trunk", lambda self, *a, **k: calls.append(1) or trunk(self, *a, **k))
+    assert loader.get_batch("cpu", 0)[0].shape == (2, 7, 32) and len(calls) == 1
+    with torch.no_grad():
+        sums = model(idx, targets)[1]
+    assert len(calls) == 1 + 2 + 2 * 2  # and with two replacements in each layer
+    for n in (0, 1):
+        with torch.no_grad():
+            alone = model.of_layer(n)(idx, targets)[1]
+        for name in alone.keys() - {"count", "lm_loss"}:
+            torch.testing.assert_close(sums[f"{name}_{n}"], alone[name], rtol=0, atol=0)
+    assert model.flops_per_unit() == 2 * model.of_layer(0).flops_per_unit() > 0
+    compiled = []
+    monkeypatch.setattr(SparseAutoencoder, "compile", lambda self: compiled.append(self))
+    model.compile()
+    assert compiled == [model.sae_0, model.sae_1]
+
+
+def test_commands_use_the_layer(tmp_path, two_layers, capsys):
+    """The export, read by sae-lens, the numbers and the page are those of one layer."""
+    lens = pytest.importorskip("sae_lens")
+    model, _ = load_model(two_layers)
+    seen = []
+    for n, given in ((0, []), (1, ["--layer", "1"])):
+        sae, folder = getattr(model, f"sae_{n}"), tmp_path / str(n)
+        assert main(["--ckpt", two_layers, *given, "--to", str(folder)]) == 0
+        x = torch.randn(9, 16, generator=torch.Generator().manual_seed(n)) / sae.scale + sae.mean
+        with torch.no_grad():
+            torch.testing.assert_close(lens.SAE.load_from_disk(folder)(x), sae(x)[2])
+        cfg = json.loads((folder / "cfg.json").read_text())
+        assert cfg["metadata"]["hook_name"] == f"blocks.{n}.hook_resid_post"
+        page = folder / "page.html"
+        assert main(["--ckpt", two_layers, *given, "--html", str(page), "--batches", "2"]) == 0
+        assert f"Features of {two_layers}, layer {n}" in page.read_text()
+        capsys.readouterr()
+        assert main(["--ckpt", two_layers, *given, "--baseline", "--batches", "2"]) == 0
+        seen.append((page.read_text().splitlines()[3:], capsys.readouterr().out))
+    assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1]
+    assert main(["--ckpt", two_layers, "--layer", "2"]) == 2
+    assert "--layer: 2: the checkpoint has no autoencoder of this layer; expected one of 0, 1" in (
+        capsys.readouterr().err)
+
+
+def test_a_checkpoint_with_a_number_as_layer_goes_on(tmp_path, data_dir, backbone, trained):
+    """Earlier versions had one layer only, and no list in the configuration."""
+    state = torch.load(trained[0] / "ckpt.pt")
+    assert state["config"]["layer"] == [0]
+    state["config"]["layer"] = state["model_args"]["layer"] = 0
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    assert load_model(str(tmp_path / "ckpt.pt"))[0].keys.layer == [0]
+    options = SAE | dict(backbone=str(backbone), max_iters=21)
+    old = go(data_dir, tmp_path / "new", **options, init_from=str(tmp_path / "ckpt.pt"))
+    assert old["iter_num"] == 21
+    assert go(data_dir, tmp_path, **options)["iter_num"] == 21
+    with pytest.raises(ValueError, match="layer: checkpoint has 0, now .1."):
+        save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+        go(data_dir, tmp_path, **options | dict(layer=1))
+
+
+# -----------------------------------------------------------------------------
 # the baseline, the page
 
 def test_random_directions(trained, data_dir, capsys):
@@ -876,6 +985,11 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     (dict(prefixes=[48]), "expected ascending numbers below d_sae"),
     (dict(target="attn"), "target: attn: expected input, mlp or a block from layer on"),
     (dict(target="0", layer=1), "target: 0: expected input, mlp or a block from layer on"),
+    (dict(target="0", layer=[0, 1]), "target: 0: expected input, mlp or a block from layer on"),
+    (dict(layer=[0, 0]), "layer: [0, 0]: expected one or several blocks, ascending"),
+    (dict(layer=[1, 0]), "layer: [1, 0]: expected one or several blocks, ascending"),
+    (dict(layer=[]), "layer: []: expected one or several blocks, ascending"),
+    (dict(layer=[0, 1], backbone=None), "layer: [0, 1]: several need a backbone"),
     (dict(target="2"), "expected a GPT with more than 2 blocks"),
     (dict(sae="batchtopk", k=49), "k: 49 exceeds d_sae"),
     (dict(backbone=None, target="mlp"), "target: mlp: it needs a backbone"),

@@ -411,7 +411,9 @@ def find_differences(old, new, known=FIELDS):
     """Return [(key, old value, new value)] of the keys that affect the results of a run and differ
     between two configurations, dicts. Ignored are keys that only one of them has, and batch_size
     and gradient_accumulation_steps if the product is equal. known: {key: field}."""
-    names = [n for n, f in known.items() if n in old and n in new and old[n] != new[n]
+    # A value equals a list with only this value: some keys were not lists in earlier versions.
+    names = [n for n, f in known.items() if n in old and n in new
+             and new[n] not in (old[n], [old[n]])
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")
     if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):

@@ -131,7 +131,7 @@ def check_same(pairs, path, allowed):
     `allowed`, the value of --allow_change. path: of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
-                     if None not in (old, new) and old != new
+                     if None not in (old, new) and new not in (old, [old])
                      and not (isinstance(old, list) and len(old) != len(new))
                      and not (name == "tokenizer" and is_same_tokenizer(old, new))}, path, allowed)
 

@@ -3,12 +3,14 @@
 It reconstructs the residual stream after one block as a sum of few directions out of many
 (features), which are easier to interpret than single dimensions. The loader runs the frozen
 backbone, so that training sees rows of activations. An evaluation also measures the backbone's loss
-with the reconstruction in place of the activations.
+with the reconstruction in place of the activations. With several layers (layer: [0, 1, 2]) one
+forward pass of the backbone serves an autoencoder for each.
 
     python -m model.sae --ckpt out/sae/ckpt.pt                     # texts in which features fire
     python -m model.sae --ckpt out/sae/ckpt.pt --html page.html    # the same as a page
     python -m model.sae --ckpt out/sae/ckpt.pt --baseline          # random directions beside it
     python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder     # a folder for sae-lens
+    python -m model.sae --ckpt out/sae/ckpt.pt --layer 2           # of several layers, this one
 
 Activation functions, the key sae:
     relu       any number of them, with an L1 penalty (transformer-circuits.pub/2024/april-update)
@@ -21,7 +23,7 @@ in training, so that they are the general ones. A transcoder (target, arXiv:2406
 other activations than those that it reads.
 
 Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, of a transcoder, 2C (input
-and target), F features (d_sae), P prefixes, the last of which is all features.
+and target), L layers, F features (d_sae), P prefixes, the last of which is all features.
 """
 
 import contextlib
@@ -70,7 +72,8 @@ PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content
 class Keys:
     backbone: str | None = key("out/quick/ckpt.pt", "GPT whose activations are learned; null: "
                                "data_dir has activations", free=True, path=True, reads=True)
-    layer: int = key(1, "block whose output is learned, from 0", ge=0, needs="backbone")
+    layer: list[int] = key([1], "block whose output is learned, from 0 (default: 1); several, "
+                           "0,1,2: an autoencoder for each", ge=0, needs="backbone")
     target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
                       "from its input; N: the output of block N from that of block `layer`")
     sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: those "
@@ -94,7 +97,11 @@ class Keys:
         ends = [*self.prefixes, self.d_sae]
         if ends != sorted(set(ends)):
             found.append(f"prefixes: {self.prefixes}: expected ascending numbers below d_sae")
-        is_block = self.target.isdecimal() and int(self.target) >= self.layer
+        if not self.layer or self.layer != sorted(set(self.layer)):
+            found.append(f"layer: {self.layer}: expected one or several blocks, ascending")
+        if self.backbone is None and len(self.layer) > 1:
+            found.append(f"layer: {self.layer}: several need a backbone; expected one without it")
+        is_block = self.target.isdecimal() and int(self.target) >= max(self.layer, default=0)
         if self.target not in ("input", "mlp") and not is_block:
             found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
         if self.backbone is None and self.target != "input":
@@ -283,62 +290,8 @@ class SparseAutoencoder(nn.Module):
         rest = (error - z @ W).float().square().sum(1) / error.square().sum(1).clamp(min=1e-8)
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
 
-
-class SAEModel(nn.Module):
-    """The model of a run: a SparseAutoencoder in training; evaluations also measure the backbone's
-    loss with the reconstruction in place of the activations. config: a TrainConfig; spec:
-    Data.spec."""
-
-    def __init__(self, config, spec):
-        super().__init__()
-        self.sae = SparseAutoencoder(config, spec)
-        self.keys = config
-        self.spec = spec
-        fill(self, config.seed)
-
-    def initial(self, name, shape, seed):
-        return self.sae.initial(name.removeprefix("sae."), shape, seed)
-
-    def compile(self, *args, **kwargs):
-        """Compile the autoencoder only: an evaluation adds a hook to the backbone."""
-        if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
-            self.sae.compile(*args, **kwargs)
-
-    def flops_per_unit(self):
-        if self.keys.sae == "batchtopk":  # all products but the first are with k rows
-            return 2 * self.sae.W_enc.numel() + 8 * self.keys.k * self.spec["d_in"]
-        return 6 * (self.sae.W_enc.numel() + self.sae.W_dec.numel())
-
-    def backbone(self):
-        """Return the Backbone at config.backbone. Raises CheckpointError if the weights are not
-        those of the training run, or if training had activations and no backbone."""
-        c = self.keys
-        if self.spec["backbone"] is None:
-            raise CheckpointError("backbone: null: it was trained on activations; see --to")
-        backbone = load_backbone(c.backbone, c.layer, self.sae.mean.device, c.dtype, c.target)
-        if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
-            raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
-                                  f"training run (sha256 {self.spec['backbone'][:12]}...)")
-        return backbone
-
-    def forward(self, x, targets=None):
-        """Return (mean loss, sums {name: tensor}). Training: x (B, T, D) activations. Evaluation:
-        x, targets (B, T) tokens, with sums of the backbone's loss: unchanged, spliced with the
-        reconstruction, and with zeros instead."""
-        if targets is None:
-            return self.sae(x.flatten(0, 1), x.size(1))[:2]
-        backbone = self.backbone()
-        targets = targets.clone()
-        targets[:, :N_SKIPPED] = IGNORE
-        loss, sums, out = self.sae(backbone.activations(x).flatten(0, 1))
-        losses = dict(lm_loss=backbone.loss(x, targets, lambda values: values),
-                      spliced_loss=backbone.loss(x, targets, lambda values: out.view(values.shape)),
-                      zeroed_loss=backbone.loss(x, targets, torch.zeros_like))
-        count = torch.tensor(len(out), device=out.device)
-        return loss, sums | {name: v * count for name, v in losses.items()} | dict(count=count)
-
     def numbers(self, sums):
-        """Return the metrics of a log line.
+        """Return the metrics of a log line. sums {name: tensor}: over all batches.
 
         explained_variance: over all activations and dimensions together, because a mean of ratios
         would be biased. l0: features per token. dead: in training the features that have not fired
@@ -352,21 +305,123 @@ class SAEModel(nn.Module):
         unexplained = sums["mse"] * self.spec["d_in"]
         means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
         means["l0"] = float(sums["fired"].sum() / sums["count"])
-        is_dead = self.sae.silent >= self.keys.dead_after if self.training else sums["fired"] == 0
+        is_dead = self.silent >= self.keys.dead_after if self.training else sums["fired"] == 0
         if "lm_loss" in sums:
             zeroed = float(sums["zeroed_loss"] / sums["count"])
             gap = zeroed - means["lm_loss"]
             means["loss_recovered"] = (zeroed - means["spliced_loss"]) / gap if gap else None
         return means | dict(dead=float(is_dead.sum()))
 
+
+class SAEModel(nn.Module):
+    """The model of a run: for each layer a SparseAutoencoder in training, `sae`, or of several
+    layers `sae_N` of layer N. The loss is the sum, so that the gradients of an autoencoder are
+    those of a run with this layer alone; only grad_clip limits the norm of all together.
+
+    Evaluations also measure the backbone's loss with the reconstruction in place of the
+    activations. config: a TrainConfig; spec: Data.spec, of several layers with lists of their means
+    and scales.
+    """
+
+    def __init__(self, config, spec):
+        super().__init__()
+        self.keys = config
+        self.spec = spec
+        # Of the names of autoencoders, sums and metrics.
+        self.suffixes = [f"_{n}" for n in config.layer] if len(config.layer) > 1 else [""]
+        for i, suffix in enumerate(self.suffixes):
+            own = {name: spec[name][i] for name in ("mean", "scale") if suffix}
+            self.add_module("sae" + suffix, SparseAutoencoder(config, spec | own))
+        fill(self, config.seed)
+
+    def initial(self, name, shape, seed):
+        module, own_name = name.split(".")
+        return getattr(self, module).initial(own_name, shape, seed)
+
+    def compile(self, *args, **kwargs):
+        """Compile the autoencoders only: an evaluation adds hooks to the backbone."""
+        for sae in self.children():
+            if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
+                sae.compile(*args, **kwargs)
+
+    def flops_per_unit(self):
+        c = self.keys
+        # Of batchtopk, all products but the first are with k rows.
+        rows = 2 * c.d_sae + 8 * c.k if c.sae == "batchtopk" else 12 * c.d_sae
+        return len(c.layer) * rows * self.spec["d_in"]
+
+    def of_layer(self, n):
+        """Return an SAEModel that shares the autoencoder of layer n and has no other. Raises
+        ConfigError if there is no such layer."""
+        if n not in self.keys.layer:
+            raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
+                               f"expected one of {', '.join(map(str, self.keys.layer))}"])
+        sae = [*self.children()][self.keys.layer.index(n)]
+        model = SAEModel(self.keys.replace(layer=[n]), sae.spec)
+        model.sae = sae
+        return model.eval()
+
+    def backbone(self):
+        """Return the Backbone at config.backbone. Raises CheckpointError if the weights are not
+        those of the training run, or if training had activations and no backbone."""
+        c = self.keys
+        if self.spec["backbone"] is None:
+            raise CheckpointError("backbone: null: it was trained on activations; see --to")
+        device = next(self.buffers()).device
+        backbone = load_backbone(c.backbone, tuple(c.layer), device, c.dtype, c.target)
+        if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
+            raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
+                                  f"training run (sha256 {self.spec['backbone'][:12]}...)")
+        return backbone
+
+    def forward(self, x, targets=None):
+        """Return (sum of the layers' mean losses, sums {name: tensor}). Training: x (B, T, L D)
+        activations. Evaluation: x, targets (B, T) tokens, with sums of the backbone's loss:
+        unchanged, spliced with the reconstruction, and with zeros instead."""
+        total, sums, rows = 0.0, {}, x
+        if targets is not None:
+            backbone = self.backbone()
+            targets = targets.clone()
+            targets[:, :N_SKIPPED] = IGNORE
+            rows = backbone.activations(x)  # (B, T - N_SKIPPED, L D)
+            count = torch.tensor(rows[..., 0].numel(), device=rows.device)
+            lm_loss = backbone.loss(x, targets, lambda values: values)
+            sums = dict(count=count, lm_loss=lm_loss * count)
+        parts = rows.chunk(len(self.suffixes), dim=-1)
+        for i, (suffix, sae, part) in enumerate(zip(self.suffixes, self.children(), parts)):
+            loss, own, out = sae(part.flatten(0, 1), part.size(1))
+            total = total + loss
+            if targets is not None:
+                out = out.view(*part.shape[:2], -1)
+                own["spliced_loss"] = count * backbone.loss(x, targets, lambda _, out=out: out, i)
+                own["zeroed_loss"] = count * backbone.loss(x, targets, torch.zeros_like, i)
+            sums |= {name + suffix: value for name, value in own.items()}
+        return total, sums
+
+    def numbers(self, sums):
+        """Return the metrics of a log line: those of the autoencoder, or of several layers the
+        means (`None` if a layer has none) and, with the suffix _N, those of layer N."""
+        parts = [sae.numbers(own) for sae, own in self.split(sums)]
+        columns = {name: [part[name] for part in parts] for name in parts[0]}
+        means = {name: None if None in values else sum(values) / len(values)
+                 for name, values in columns.items()}
+        # The backbone's loss is that of all layers.
+        return means | {name + suffix: value for name in columns if name != "lm_loss"
+                        for suffix, value in zip(self.suffixes, columns[name])}
+
     def after_step(self, it, sums):
-        silent = self.sae.silent
-        fired = sums["fired"].to(silent.device) > 0
-        silent.copy_(torch.where(fired, 0, silent + 1))
-        self.sae.may_have_dead = bool((silent >= self.keys.dead_after).any())
-        if self.keys.sae == "batchtopk":
-            mean = (sums["threshold"] / sums["count"]).to(self.sae.threshold)
-            self.sae.threshold.lerp_(mean, THRESHOLD_RATE)
+        for sae, own in self.split(sums):
+            fired = own["fired"].to(sae.silent.device) > 0
+            sae.silent.copy_(torch.where(fired, 0, sae.silent + 1))
+            sae.may_have_dead = bool((sae.silent >= self.keys.dead_after).any())
+            if self.keys.sae == "batchtopk":
+                mean = (own["threshold"] / own["count"]).to(sae.threshold)
+                sae.threshold.lerp_(mean, THRESHOLD_RATE)
+
+    def split(self, sums):
+        """Return [(autoencoder, its sums)]. sums {name: tensor}: of forward(), over all batches."""
+        return [(sae, {name.removesuffix(suffix): value for name, value in sums.items()})
+                for sae, suffix in zip(self.children(), self.suffixes)]
 
 
 def build_model(config, data):
@@ -378,9 +433,9 @@ def build_model(config, data):
 
 def export_sae_lens(model, folder):
     """Write cfg.json and sae_weights.safetensors, which sae_lens.SAE.load_from_disk(folder) reads.
-    model: an SAEModel. The weights include the centring and scaling of the activations. A trained
-    batchtopk autoencoder is exported as jumprelu, with or without prefixes. Raises ConfigError for
-    a transcoder with topk."""
+    model: an SAEModel of one layer. The weights include the centring and scaling of the
+    activations. A trained batchtopk autoencoder is exported as jumprelu, with or without prefixes.
+    Raises ConfigError for a transcoder with topk."""
     sae, c, spec = model.sae, model.keys, model.spec
     is_transcoder = c.target != "input"
     architecture = SAE_LENS.get(c.sae, ("jumprelu", "jumprelu_transcoder"))[is_transcoder]
@@ -393,7 +448,7 @@ def export_sae_lens(model, folder):
         tensors["threshold"] = sae.threshold.expand(c.d_sae)
     hook = "ln2.hook_normalized" if c.target == "mlp" else "hook_resid_post"
     metadata = dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
-                    hook_name=f"blocks.{c.layer}.{hook}", prepend_bos=False,
+                    hook_name=f"blocks.{c.layer[0]}.{hook}", prepend_bos=False,
                     context_size=spec["block_size"])
     cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
                device="cpu", apply_b_dec_to_input=not is_transcoder, metadata=metadata,
@@ -412,7 +467,7 @@ def export_sae_lens(model, folder):
 # the baseline
 
 def random_directions(model, k):
-    """Return an SAEModel with random directions, the baseline of the SAEModel `model`
+    """Return an SAEModel with random directions, the baseline of `model`, an SAEModel of one layer
     (arXiv:2602.14111). The k directions that are closest to an activation reconstruct it, with the
     weights of least squares."""
     c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
@@ -429,8 +484,8 @@ def random_directions(model, k):
 
 
 def compare_with_random(model, tokens, n_batches):
-    """Return a table, rows of texts, of the numbers of an SAEModel and of the baseline of
-    random_directions() with as many features per token, on n_batches batches of the loader
+    """Return a table, rows of texts, of the numbers of an SAEModel of one layer and of the baseline
+    of random_directions() with as many features per token, on n_batches batches of the loader
     `tokens`. Raises ConfigError for a transcoder."""
     if model.keys.target != "input":
         raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
@@ -447,8 +502,8 @@ def compare_with_random(model, tokens, n_batches):
 
 @torch.no_grad()
 def find_top_contexts(model, tokens, n_batches, n_contexts):
-    """Find the largest activations of each feature of an SAEModel in n_batches fixed batches of the
-    loader `tokens`, at most one per window.
+    """Find the largest activations of each feature of an SAEModel of one layer in n_batches fixed
+    batches of the loader `tokens`, at most one per window.
 
     Returns the share of tokens at which each feature fires (F,); values (F, n_contexts) in
     descending order, with windows and positions (F, n_contexts); the tokens (windows, T).
@@ -484,6 +539,7 @@ class FeatureOptions:
     """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
     ckpt: str = key("out/sae/ckpt.pt", "checkpoint", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
+    layer: int | None = key(None, "of several layers, the one to use (default: the first)")
     to: str | None = key(None, "export to this folder, which sae-lens loads", metavar="FOLDER")
     html: str | None = key(None, "write the features to this page", path=True)
     baseline: bool = key(False, "compare the reconstruction with that of random directions")
@@ -498,6 +554,7 @@ def show_features(options):
     options.html. With options.baseline, print the numbers and those of random directions instead;
     with options.to, export the autoencoder to this folder instead. options: FeatureOptions."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
+    model = model.of_layer(model.keys.layer[0] if options.layer is None else options.layer)
     if options.to:
         export_sae_lens(model, options.to)
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
@@ -518,7 +575,7 @@ def show_features(options):
             lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
     text = "\n".join(lines)
     if options.html:
-        page = PAGE.format(html.escape(options.ckpt), text)
+        page = PAGE.format(html.escape(f"{options.ckpt}, layer {model.keys.layer[0]}"), text)
         Path(options.html).write_text(page, encoding="utf-8")
         text = f"Wrote {options.html}"
     echo(text)

@@ -4,9 +4,10 @@ A batch is a function of the step and independent of the number of ranks, as wit
 that a run resumes exactly.
 
 Shapes: B windows, T tokens, C channels of the residual stream, D channels of an activation: C, or
-2C of a transcoder (input and target).
+2C of a transcoder (input and target), L layers.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -39,33 +40,40 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 # the backbone
 
 class Backbone:
-    """A frozen GPT: activations() reads the residual stream after block `layer`, and loss()
-    replaces it. For a transcoder, loss() replaces the target, and activations() reads input and
-    target: of the block's MLP, if `target` is mlp; of `target` N, the outputs of the blocks `layer`
-    and N. It is no module: in no checkpoint, and not sharded.
+    """A frozen GPT: activations() reads the residual stream after each of the blocks `layers`, and
+    loss() replaces it after one of them. For a transcoder, loss() replaces the target, and
+    activations() reads input and target of each block: of the block's MLP, if `target` is mlp; of
+    `target` N, the outputs of the block and of block N. It is no module: in no checkpoint, and not
+    sharded.
 
-    path: the checkpoint; dtype: the key of the configuration. Raises CheckpointError if the
-    checkpoint is missing or no GPT with such a block.
+    path: the checkpoint; layers: a tuple of numbers; dtype: the key of the configuration. Raises
+    CheckpointError if the checkpoint is missing or no GPT with such blocks.
     """
 
-    def __init__(self, path, layer, device, dtype, target="input"):
+    def __init__(self, path, layers, device, dtype, target="input"):
         self.path = path
         self.target = target
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
-        last = int(target) if target.isdecimal() else layer
+        last = int(target) if target.isdecimal() else max(layers)
         if not isinstance(self.gpt, GPT) or last >= len(self.gpt.h):
             raise CheckpointError(f"backbone: {path}: expected a GPT with more than {last} blocks "
                                   "(the keys layer, target)")
-        self.dim = self.gpt.config.n_embd * (1 if target == "input" else 2)  # D
-        # The modules that are read, and of which the output is replaced.
-        self.source, self.edited = self.gpt.h[layer], self.gpt.h[last]
+        # Per layer, the module of which the output is replaced.
+        self.edited = [self.gpt.h[last if target.isdecimal() else n] for n in layers]
         if target == "mlp":
-            self.source = self.edited = self.source.mlp
-            if not isinstance(self.source, MLP):
+            self.edited = [block.mlp for block in self.edited]
+            if not all(isinstance(module, MLP) for module in self.edited):
                 raise CheckpointError(f"target: mlp: the blocks of {path} have experts instead of "
                                       "an MLP; expected input or the number of a block")
+        # In the order of activations(): what is read, a module and 0, the input, or 1, the output.
+        self.reads = []
+        for n, module in zip(layers, self.edited):
+            if target != "input":
+                self.reads.append((module, 0) if target == "mlp" else (self.gpt.h[n], 1))
+            self.reads.append((module, 1))
+        self.dim = self.gpt.config.n_embd * len(self.reads)
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
         self.lower._modules = self.gpt._modules | dict(h=self.gpt.h[:last + 1], ln_f=nn.Identity())
@@ -80,35 +88,40 @@ class Backbone:
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the activations (B, T - N_SKIPPED, D), float32, for tokens idx (B, T), without the
-        first N_SKIPPED tokens. D is C, or for a transcoder 2C (input and target)."""
-        rows = []
+        """Return the activations (B, T - N_SKIPPED, L D), float32, for tokens idx (B, T), without
+        the first N_SKIPPED tokens: of each of the L layers D channels, C, or for a transcoder 2C
+        (input and target)."""
+        seen = {}  # {module: (input, output)}
         def record(module, args, out):
-            rows.extend((args[0], out))
+            seen[module] = args[0], out
         with (torch.autocast(idx.device.type, self.dtype, enabled=self.dtype != torch.float32),
-              self.source.register_forward_hook(record), self.edited.register_forward_hook(record)):
+              contextlib.ExitStack() as stack):
+            for module in dict(self.reads):  # each module once
+                stack.enter_context(module.register_forward_hook(record))
             self.lower.trunk(idx)
-        # If both are the same module, its input and output are recorded twice.
-        x = [] if self.target == "input" else [rows[0 if self.target == "mlp" else 1]]
-        return torch.cat((*x, rows[-1]), dim=-1)[:, N_SKIPPED:].float()
+        x = [seen[module][which] for module, which in self.reads]
+        return torch.cat(x, dim=-1)[:, N_SKIPPED:].float()
 
     @torch.no_grad()
-    def loss(self, idx, targets, edit):
+    def loss(self, idx, targets, edit, i=0):
         """Return the mean language-model loss of idx, targets (B, T), with the activations x
-        (B, T - N_SKIPPED, C), of a transcoder those of the target, replaced by edit(x)."""
+        (B, T - N_SKIPPED, C) of layers[i], of a transcoder those of the target, replaced by
+        edit(x)."""
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
-        with self.edited.register_forward_hook(hook):
+        with self.edited[i].register_forward_hook(hook):
             # Not forward(): with targets, types such as distill compute other losses.
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
         """Return (mean, scale), the result of measure_scale(), of the activations of n_windows
-        windows that are evenly spaced in the loader `tokens`."""
+        windows that are evenly spaced in the loader `tokens`; of several layers, two lists."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
-        return measure_scale(x.flatten(0, 1), self.gpt.config.n_embd)
+        parts = x.flatten(0, 1).chunk(len(self.edited), dim=1)
+        found = [measure_scale(part, self.gpt.config.n_embd) for part in parts]
+        return found[0] if len(found) == 1 else [*map(list, zip(*found))]
 
 
 def measure_scale(x, d_in):
@@ -166,7 +179,7 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations (B, T - N_SKIPPED, D).
+    """Loader of activations (B, T - N_SKIPPED, L D).
 
     Each position of the global batch has a ring buffer. Every step adds the activations of a
     window of tokens to it and samples the same number of rows from it, so that a batch mixes the
@@ -224,7 +237,7 @@ def open_data(config, ranks):
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
-    backbone = load_backbone(c.backbone, c.layer, ranks.device, c.dtype, c.target)
+    backbone = load_backbone(c.backbone, tuple(c.layer), ranks.device, c.dtype, c.target)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(c.replace(vocab_size=shape.vocab_size,
                                      block_size=min(c.block_size, shape.block_size)), ranks)
