@@ -4,6 +4,7 @@ A record has a text, a label, and the evidence: the part of the text that suppor
 words or as offsets in characters. Label or evidence may be missing.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from data.meta import read_meta_for
 from data.records import check_columns, parse_records
-from data.rows import id_dtype, open_rows, pad_rows
+from data.rows import GROUPS, id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
 from train.base.errors import DataError, echo
 from train.base.fields import key
@@ -20,7 +21,8 @@ from train.base.fields import key
 SPLITS = ("train", "val", "test")
 FEW_ROWS = 30
 # tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
-# first and last token of the evidence, -1 without evidence or if it was cut off.
+# first and last token of the evidence, -1 without evidence or if it was cut off. Also groups (N,),
+# hashes of the groups, from which folds are made.
 ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
@@ -180,10 +182,37 @@ def read_labels_meta(folder):
 
 
 def open_labels(folder, split, spec):
-    """Return the memory-mapped [tokens (N, T), lengths (N,), labels (N,), spans (N, 2)] of a split.
-    spec: a model's {"vocab_size": int, "classes": list, ...}, the limits of ids and labels. Raises
-    DataError for values outside of these, and for missing files."""
+    """Return the [tokens (N, T), lengths (N,), labels (N,), spans (N, 2)] of a split, memory-mapped
+    or, with folds, in memory. spec: a model's {"vocab_size": int, "classes": list, ...}, the limits
+    of ids and labels, and with folds "fold": see open_fold. Raises DataError for values outside of
+    these, and for missing files."""
+    return open_fold(folder, split, spec) if spec.get("fold") else open_split(folder, split, spec)
+
+
+def open_split(folder, split, spec, **more):
+    """Return the memory-mapped arrays of a split as it was prepared, as open_labels. more: limits
+    of further arrays, as of open_rows."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),
-                     labels=((), 0, max(1, len(spec["classes"]))), spans=((2,), -1, width))
+                     labels=((), 0, max(1, len(spec["classes"]))), spans=((2,), -1, width), **more)
+
+
+def open_fold(folder, split, spec):
+    """Return the arrays of a split for cross-validation, as open_labels. spec["fold"] [k, n]: all
+    rows of the folder are in n folds, by the hash of the group. Fold k is "test", the next one
+    "val", and the others are "train". Raises DataError for an empty fold."""
+    k, n = spec["fold"]
+    if not os.path.exists(os.path.join(folder, "train_groups.npy")):
+        raise DataError(f"{folder}: folds: no groups of rows in it: an earlier version wrote it; "
+                        "prepare the data again")
+    parts = [open_split(folder, name, spec, groups=((), 0, GROUPS)) for name in SPLITS]
+    width = max(tokens.shape[1] for tokens, *_ in parts)
+    for part in parts:
+        part[0] = np.pad(part[0], ((0, 0), (0, width - part[0].shape[1])))
+    *arrays, groups = map(np.concatenate, zip(*parts))
+    if not np.bincount(groups % n, minlength=n).all():
+        raise DataError(f"{folder}: folds: one of {n} has no rows; the rows are of "
+                        f"{len(np.unique(groups))} groups: give fewer folds")
+    role = np.minimum((groups - k) % n, 2)  # (N,)
+    return [array[role == ("test", "val", "train").index(split)] for array in arrays]

@@ -5,6 +5,8 @@ import csv
 import itertools
 import json
 import random
+import shutil
+import statistics
 import sys
 from dataclasses import asdict
 
@@ -20,6 +22,7 @@ from data.labels import ARRAYS, Fields, LabelledText, open_labels, read_labelled
 from data.prepare.labels import example_records, find_classes, missing_words
 from data.prepare.labels import main as labels_main
 from data.tokenizer import load_tokenizer
+from model import classifier
 from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
 from model.classifier.metrics import (
     auroc,
@@ -37,6 +40,7 @@ from model.sample import load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.checkpoint import save_checkpoint
 from train.config import load_config
+from train.distributed import Ranks
 from train.train import train
 
 WORDS = {"animal": ["cat", "dog", "owl"], "plant": ["oak", "ivy", "elm"], "tool": ["saw", "axe"]}
@@ -477,6 +481,39 @@ def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):
     assert lost and f"{lost:,} rows lost their evidence" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="session")
+def grouped(tmp_path_factory):
+    """A prepared folder of 400 rows, in 100 groups of 4 neighbours; rows.jsonl beside it."""
+    folder = tmp_path_factory.mktemp("grouped")
+    rows = [row | dict(doc=i // 4) for i, row in enumerate(make_rows(400))]
+    return prepare(write_jsonl(folder / "rows.jsonl", rows), folder / "bin", "--group", "doc")
+
+
+def test_each_row_is_tested_once_and_groups_stay_together(grouped):
+    """Over as many seeds as there are folds, and validated once; training rows are counted."""
+    rows = {row["text"]: (i // 4, row["label"]) for i, row in enumerate(make_rows(400))}
+    decode = load_tokenizer("byte").decode
+    seen = collections.Counter()
+    for seed in range(8, 13):
+        config = load_config(None, SMALL | TINY | dict(data_dir=str(grouped), folds=5, seed=seed))
+        data = classifier.open_data(config, Ranks())
+        parts = {}
+        for split in ("train", "val", "test"):
+            arrays = getattr(data, split).arrays
+            texts = [decode(ids[:n]) for ids, n in zip(*arrays[:2])]
+            assert [sorted(WORDS)[k] for k in arrays[2]] == [rows[text][1] for text in texts]
+            for ids, (first, last), text in zip(arrays[0], arrays[3], texts):
+                assert decode(ids[first:last + 1]) in text
+            parts[split] = {rows[text][0] for text in texts}
+            seen.update((split, text) for text in texts)
+            assert len(texts) == 4 * len(parts[split]) and 40 < len(texts) < 300
+        assert sum(map(len, parts.values())) == 100 == len(set().union(*parts.values()))
+        counts = collections.Counter(map(int, data.train.arrays[2]))
+        assert data.spec["class_counts"] == [counts[k] for k in range(3)]
+    assert seen == {(split, text): times for split, times in (("train", 3), ("val", 1), ("test", 1))
+                    for text in rows}
+
+
 @pytest.mark.parametrize("text, evidence, place", [
     ("main is in Maine", "in", 8), ("main", "in", 2), ("in, and in", "in", 0),
     ("a (b) c", "(b)", 2), ("aaa aa", "aa", 4), ("the été", "été", 4)])
@@ -687,6 +724,54 @@ def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, t
             assert evaluate_main(["--ckpt", "ckpt.pt", *args]) == 2
             message = capsys.readouterr().err
             assert folder in message and "no such file or folder" in message
+
+
+def test_cross_validation_tests_each_row_once(grouped, tmp_path):
+    """The command prints means over the folds of the numbers that the evaluation of each fold's
+    checkpoint has, whose rows are those that the run did not see."""
+    code, said = command("train.tools.repeat", "--folds=3", "--seeds=3", "--out", tmp_path / "cv",
+                         *(f"--{k}={v}" for k, v in (SMALL | TINY | dict(
+                             data_dir=grouped, eval_interval=10, ngrams=4096)).items()))
+    assert code == 0, said
+    rows, accuracy, exact = [], [], []
+    for folder in sorted((tmp_path / "cv").glob("base,_seed_*")):
+        assert evaluate_main(["--ckpt", str(folder / "ckpt_best.pt")]) == 0
+        said_of = [json.loads(line) for line in
+                   (folder / "report" / "predictions.jsonl").read_text().splitlines()]
+        rows += [row["text"] for row in said_of]
+        accuracy.append(statistics.fmean(row["label"] == row["true_label"] for row in said_of))
+        exact.append(statistics.fmean(row["evidence"] == row["true_evidence"] for row in said_of))
+    assert sorted(rows) == sorted(row["text"] for row in make_rows(400))
+    for name, values in (("test_accuracy", accuracy), ("test_exact_match", exact)):
+        line = next(line for line in said.splitlines() if f" {name} " in line)
+        change, _, n, of, n_seeds, mean, spread = line.split()
+        assert (change, n, of, n_seeds) == ("base", "3", "of", "3")
+        assert [float(mean), float(spread)] == pytest.approx(
+            [statistics.fmean(values), statistics.stdev(values)], rel=1e-3)
+
+
+def test_folds_that_cannot_be_made_are_refused(grouped, labels, tmp_path):
+    """Also a resume with another fold, and weights that were trained on what is tested now."""
+    for folds in (1, 2):
+        with pytest.raises(ValueError, match=f"folds: {folds}: expected 0, or 3 or more"):
+            load_config(None, dict(model="classifier", folds=folds))
+    code, said = program(grouped, tmp_path / "out", folds=101)
+    assert code == 2 and "folds: one of 101 has no rows; the rows are of 100 groups" in said, said
+    old = shutil.copytree(grouped, tmp_path / "old")
+    (old / "train_groups.npy").unlink()
+    code, said = program(old, tmp_path / "out", folds=3)
+    assert code == 2 and "no groups of rows in it" in said and "prepare the data again" in said
+    assert program(old, tmp_path / "plain", max_iters=1)[0] == 0
+    assert program(grouped, tmp_path / "out", folds=3, max_iters=1)[0] == 0
+    for changes, names in ((dict(folds=4), ["folds: checkpoint has 3", "fold: checkpoint has"]),
+                           (dict(folds=3, seed=3), ["seed: ", "fold: checkpoint has [2, 3]"])):
+        code, said = program(grouped, tmp_path / "out", max_iters=2, **changes)
+        assert code == 2 and all(name in said for name in names), said
+    start = dict(init_from=str(tmp_path / "out" / "ckpt.pt"), max_iters=0)
+    assert program(grouped, tmp_path / "same", folds=3, seed=2, **start)[0] == 0
+    for i, changes in enumerate((dict(folds=3, seed=3), dict(folds=4), {})):
+        code, said = program(grouped, tmp_path / f"{i}", **start, **changes)
+        assert code == 2 and "fold" in said and "checkpoint has" in said, said
 
 
 def test_the_weight_of_the_evidence_changes_the_loss_only(labels, tmp_path):

@@ -37,7 +37,8 @@ NGRAM_SCALE = 16.0  # how much faster their weights change than those of the net
 # of few rows it learns each by heart, and its scores are noise.
 ROWS_FOR_HALF = 1000
 USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
-MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
+# The head identifies classes by index; another fold was trained on rows that are tested here.
+MUST_MATCH_TO_INIT = ("classes", "folds", "fold")
 
 
 @dataclass
@@ -49,6 +50,12 @@ class Keys:
                                      "earlier tokens); the mean state gives the label")
     ngrams: int = key(0, "weights per class of a linear model of n-grams, which is added; 0: none",
                       ge=0)
+    folds: int = key(0, "cross-validation: parts of all rows; part `seed modulo folds` is for "
+                        "testing, the next one for validation; 0: the prepared splits", ge=0)
+
+    def problems(self):
+        return [f"folds: {self.folds}: expected 0, or 3 or more: one part is for testing, one for "
+                "validation"] if 0 < self.folds < 3 else []
 
 
 # -----------------------------------------------------------------------------
@@ -61,7 +68,7 @@ def open_data(config, ranks):
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
-    spec = {name: meta.extra[name] for name in ("classes", "class_counts", "max_tokens")}
+    spec = {name: meta.extra[name] for name in ("classes", "max_tokens")}
     spec |= dict(task=c.task or meta.extra["task"], tokenizer=tokenizer.spec(),
                  vocab_size=c.vocab_size or tokenizer.n_vocab)
     if meta.extra["task"] not in ("joint", spec["task"]):
@@ -70,7 +77,10 @@ def open_data(config, ranks):
     if c.pos == "learned" and c.block_size < spec["max_tokens"]:
         raise DataError(f"{c.data_dir}: texts of {spec['max_tokens']} tokens exceed the learned "
                         f"positions (block_size): prepare it with --max_tokens {c.block_size}")
+    if c.folds:
+        spec["fold"] = [c.seed % c.folds, c.folds]
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
+    spec["class_counts"] = [int((train[2] == k).sum()) for k in range(len(spec["classes"]))]
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
 

@@ -28,7 +28,8 @@ class ReportOptions(labels.Fields):
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
     data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's own)",
                           nargs="+", metavar="PATH", text=True, aliases="dataset.path")
-    split: str = key("test", "split of a folder", choices=labels.SPLITS)
+    split: str = key("test", "split of a folder, by the folds of the run if it has any",
+                     choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
                           "report, beside the checkpoint)", metavar="FOLDER", path=True)
     baseline: bool = key(False, "also evaluate TF-IDF with logistic regression (scikit-learn)")
