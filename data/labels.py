@@ -1,9 +1,10 @@
 """Labelled texts: the records that data.prepare.labels reads and the arrays that it writes.
 
 A record has a text, a label, and the evidence: the part of the text that supports the label, as
-words or as offsets in characters. Label or evidence may be missing.
+words or as offsets in characters, or a list of several parts. Label or evidence may be missing.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,31 +13,32 @@ import numpy as np
 
 from data.meta import read_meta_for
 from data.records import check_columns, parse_records
-from data.rows import id_dtype, open_rows, pad_rows
+from data.rows import GROUPS, id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
 from train.base.errors import DataError, echo
 from train.base.fields import key
 
 SPLITS = ("train", "val", "test")
 FEW_ROWS = 30
-# tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2)
-# first and last token of the evidence, -1 without evidence or if it was cut off.
+# tokens (N, T) ids, padded with 0; lengths (N,) in tokens; labels (N,) class indices; spans (N, 2S)
+# first and last token of up to S spans of evidence, in the order of the text, padded with -1: all
+# are -1 without evidence or if a part was cut off. Also groups (N,), hashes of the groups, from
+# which folds are made.
 ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
-    """A text with an optional label and optional evidence: the part of the text that supports the
+    """A text with an optional label and optional evidence: the parts of the text that support the
     label."""
     text: str
     label: str | None
-    start: int | None   # the evidence is text[start:end]
-    end: int | None
+    spans: list         # [(start, end)] of the evidence, text[start:end] each
     group: str          # texts of the same group are in the same split
     id: object = None   # field `id` of the record
 
     @property
     def evidence(self):
-        return None if self.start is None else self.text[self.start:self.end]
+        return [self.text[start:end] for start, end in self.spans]
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Fields:
     itself has the default names."""
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
-    evidence: str = key("evidence", "field with the words that support the label", metavar="NAME")
-    start: str = key("start", "instead: field with the position of these words", metavar="NAME")
+    evidence: str = key("evidence", "field with the words that support the label, or a list",
+                        metavar="NAME")
+    start: str = key("start", "instead: field with the position of these words, or a list",
+                     metavar="NAME")
     end: str = key("end", "and field with the position after the last of them", metavar="NAME")
     group = None  # field with the group of a text; `None`: each text is a group
 
@@ -66,10 +70,10 @@ def parse_labelled_text(record, fields):
     if fields.group and record.get(fields.group) in (None, ""):
         raise ValueError(f"no field {fields.group!r} (--group)")
     text = clean(text)
-    start, end = locate_evidence(text, record, fields)
+    spans = locate_evidence(text, record, fields)
     label = None if label is None else normalize_label(clean(str(label))) or None
     group = str(record[fields.group]) if fields.group else text
-    return LabelledText(text, label, start, end, group, record.get("id"))
+    return LabelledText(text, label, spans, group, record.get("id"))
 
 
 def normalize_label(text):
@@ -82,30 +86,37 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return (start, end) of the evidence of `record`, a dict, as character offsets in `text`, or
-    (`None`, `None`) without evidence. fields: Fields. Offsets in the record take precedence over
-    words; words are searched in the text, preferably as whole words, and the first match is used.
-    Raises ValueError for invalid offsets, and for words that do not occur."""
-    words, offsets = record.get(fields.evidence), [record.get(fields.start), record.get(fields.end)]
-    known = [n not in (None, "") for n in offsets]
-    if all(known) or any(known) and words in (None, ""):
-        try:
-            start, end = map(int, offsets)
-            if [start, end] != [*map(float, offsets)]:
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"start and end {offsets}: expected integers") from None
+    """Return [(start, end)] of the evidence of `record`, a dict, as character offsets in `text`; []
+    without evidence. fields: Fields; each field has a value or a list. Offsets in the record take
+    precedence over words; words are searched in the text, preferably as whole words, and the first
+    match is used. Raises ValueError for invalid offsets, and for words that do not occur."""
+    words, starts, ends = (
+        value if isinstance(value, list) else [] if value in (None, "") else [value]
+        for value in map(record.get, (fields.evidence, fields.start, fields.end)))
+    if not (starts and ends) and (words or not starts + ends):
+        return [find_words(text, part) for part in words]
+    try:
+        spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
+        if spans != [(float(start), float(end)) for start, end in zip(starts, ends)]:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"start {starts} and end {ends}: expected integers, as many starts as "
+                         "ends") from None
+    for start, end in spans:
         if not 0 <= start < end <= len(text):
             raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
                              "characters; end is one past the last")
-        return start, end
-    if words in (None, ""):
-        return None, None
-    words = re.escape(clean(str(words)))
+    return spans
+
+
+def find_words(text, part):
+    """Return (start, end) of the first occurrence of `part` in `text`, preferably as whole words.
+    Raises ValueError if there is none."""
+    words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
-    if not match:
-        raise ValueError(f"the evidence {record[fields.evidence]!r:.60} does not occur in the text")
+    if not match or not words:
+        raise ValueError(f"the evidence {part!r:.60} does not occur in the text")
     return match.span()
 
 
@@ -141,32 +152,45 @@ def warn_if_few(counts):
 
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
-    (N, 2)} of `rows`, N LabelledTexts. Texts are cut to max_tokens. labels: indices in the list
-    `classes`, 0 for other labels. spans: indices of the first and last token of the evidence, -1 if
-    it is missing or cut."""
+    (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens. labels:
+    indices in the list `classes`, 0 for other labels. spans: indices of the first and last token of
+    each span of the evidence, where spans with a token in common are one; -1 if it is missing or
+    cut."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     tokens = []
-    spans = np.full((len(rows), 2), -1, np.int64)
-    for i, row in enumerate(rows):
+    spans = []  # first, last, first, last, ... of each row
+    for row in rows:
         ids = tokenizer.encode_array(row.text)
         tokens.append(ids[:max_tokens])
-        if row.start is not None:
-            first, last = to_token_span(row, ids, token_bytes, tokenizer.normalize)
-            spans[i] = (first, last) if last < max_tokens else (-1, -1)
+        merged = merge_spans(to_token_span(row.text, span, ids, token_bytes, tokenizer.normalize)
+                             for span in row.spans)
+        spans.append(merged if merged and merged[-1] < max_tokens else [])
     lengths = np.array([*map(len, tokens)], np.int64)
     return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
-                lengths=lengths, spans=spans,
+                lengths=lengths,
+                spans=pad_rows(spans, max(2, *map(len, spans), 0), -1, np.int64),
                 labels=np.array([index.get(row.label, 0) for row in rows], np.int64))
 
 
-def to_token_span(row, ids, token_bytes, normalize=str):
-    """Return the indices (first, last) of the tokens of the evidence of `row`, a LabelledText that
-    has evidence. ids: (n,) of the text. token_bytes: (V,) number of bytes per id. normalize: the
+def merge_spans(spans):
+    """Return [first, last, first, last, ...] of `spans` (first, last), an iterable, in increasing
+    order; spans that have a position in common are one."""
+    merged = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1]:
+            merged[-1] = max(last, merged[-1])
+        else:
+            merged += first, last
+    return merged
+
+
+def to_token_span(text, span, ids, token_bytes, normalize=str):
+    """Return the indices (first, last) of the tokens of text[start:end], where span is (start,
+    end). ids: (n,) of the text. token_bytes: (V,) number of bytes per id. normalize: the
     tokenizer's function text -> text."""
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
-    size, start, end = (len(normalize(row.text[:n]).encode())
-                        for n in (None, row.start, row.end))
+    size, start, end = (len(normalize(text[:n]).encode()) for n in (None, *span))
     ends += size - ends[-1]  # some tokenizers add a space before the text
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 
@@ -180,10 +204,40 @@ def read_labels_meta(folder):
 
 
 def open_labels(folder, split, spec):
-    """Return the memory-mapped [tokens (N, T), lengths (N,), labels (N,), spans (N, 2)] of a split.
-    spec: a model's {"vocab_size": int, "classes": list, ...}, the limits of ids and labels. Raises
-    DataError for values outside of these, and for missing files."""
+    """Return [tokens (N, T), lengths (N,), labels (N,), spans (N, 2S)] of a split, memory-mapped
+    or, with folds, in memory. spec: a model's {"vocab_size": int, "classes": list, ...}, the limits
+    of ids and labels, and with folds "fold": see open_fold. Raises DataError for values outside of
+    these, and for missing files."""
+    return open_fold(folder, split, spec) if spec.get("fold") else open_split(folder, split, spec)
+
+
+def open_split(folder, split, spec, **more):
+    """Return the memory-mapped arrays of a split as it was prepared, as open_labels. more: limits
+    of further arrays, as of open_rows."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
+    n_spans = open_rows(folder, split, spans=((None,), -1, width))[0].shape[1] // 2
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),
-                     labels=((), 0, max(1, len(spec["classes"]))), spans=((2,), -1, width))
+                     labels=((), 0, max(1, len(spec["classes"]))),
+                     spans=((max(1, n_spans) * 2,), -1, width), **more)
+
+
+def open_fold(folder, split, spec):
+    """Return the arrays of a split for cross-validation, as open_labels. spec["fold"] [k, n]: all
+    rows of the folder are in n folds, by the hash of the group. Fold k is "test", the next one
+    "val", and the others are "train". Raises DataError for an empty fold."""
+    k, n = spec["fold"]
+    if not os.path.exists(os.path.join(folder, "train_groups.npy")):
+        raise DataError(f"{folder}: folds: no groups of rows in it: an earlier version wrote it; "
+                        "prepare the data again")
+    parts = [open_split(folder, name, spec, groups=((), 0, GROUPS)) for name in SPLITS]
+    for i, value in ((0, 0), (3, -1)):  # tokens, spans
+        width = max(part[i].shape[1] for part in parts)
+        for part in parts:
+            part[i] = pad_rows(part[i], width, value, part[i].dtype)
+    *arrays, groups = map(np.concatenate, zip(*parts))
+    if not np.bincount(groups % n, minlength=n).all():
+        raise DataError(f"{folder}: folds: one of {n} has no rows; the rows are of "
+                        f"{len(np.unique(groups))} groups: give fewer folds")
+    role = np.minimum((groups - k) % n, 2)  # (N,)
+    return [array[role == ("test", "val", "train").index(split)] for array in arrays]

@@ -12,6 +12,7 @@ from data.token_files import CHECKED_WHOLE, mix64, open_npy
 from train.base.errors import DataError
 
 MAX_OPEN_ROWS = 100  # rows that pack_chats considers
+GROUPS = 2**56       # limit of hash_group
 
 
 def id_dtype(n_vocab):
@@ -103,12 +104,17 @@ def documents_in_val(first, count, fraction):
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
+def hash_group(group):
+    """Return a hash of the text `group`, an int below GROUPS."""
+    digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
+
+
 def split_by_group(group, fraction):
     """Return the split of a sample, "train", "val" or "test", by a hash of the text `group`:
     samples of the same group are in the same split. Val and test each contain about `fraction` of
     the groups."""
-    digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
-    position = int.from_bytes(digest, "big") / 2**56
+    position = hash_group(group) / GROUPS
     return "test" if position < fraction else "val" if position < 2 * fraction else "train"
 
 

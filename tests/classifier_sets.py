@@ -1,10 +1,11 @@
-"""Three sets of labelled texts from the docstrings of installed packages, to measure a classifier:
+"""Four sets of labelled texts from the docstrings of installed packages, to measure a classifier:
 
     python -m tests.classifier_sets out/sets --seed 1
 
 planted.jsonl: a phrase of one of three classes, five phrases each, stands in a docstring (label and
-evidence). packages.jsonl: which of 20 packages, imbalanced (label). small.jsonl and
-small_test.jsonl: 60 rows like those of planted.jsonl, and 2,400 others.
+evidence). several.jsonl: one to three phrases of the class. packages.jsonl: which of 20 packages,
+imbalanced (label). small.jsonl and small_test.jsonl: 60 rows like those of planted.jsonl, and 2,400
+others.
 """
 
 import argparse
@@ -51,6 +52,16 @@ def planted(text, rng):
     return dict(text=text, label=label, start=start, end=start + len(phrase))
 
 
+def planted_several(text, rng):
+    """Return the record of a text with one to three different phrases at random spaces."""
+    label = rng.choice(list(PHRASES))
+    phrases = rng.sample(PHRASES[label], rng.randint(1, 3))
+    words = text[:CHARS - sum(map(len, phrases))].split(" ")
+    for phrase in phrases:
+        words.insert(rng.randint(0, len(words)), phrase)
+    return dict(text=" ".join(words), label=label, evidence=phrases)
+
+
 def write_sets(out, seed):
     rng = random.Random(seed)
     rows = {text: (package, file) for package, file, text in docstrings()}
@@ -63,7 +74,8 @@ def write_sets(out, seed):
             "small": [planted(t, rng) for t in texts[2400:2460]],
             "small_test": [planted(t, rng) for t in texts[2460:]],
             "packages": [dict(text=text, label=name, file=file) for i, name in enumerate(names)
-                         for text, file in rng.sample(groups[name], round(250 / (1 + i / 4)))]}
+                         for text, file in rng.sample(groups[name], round(250 / (1 + i / 4)))],
+            "several": [planted_several(t, rng) for t in texts[:2400]]}
     out.mkdir(parents=True, exist_ok=True)
     for name, records in sets.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records),

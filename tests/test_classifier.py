@@ -5,6 +5,8 @@ import csv
 import itertools
 import json
 import random
+import shutil
+import statistics
 import sys
 from dataclasses import asdict
 
@@ -14,12 +16,29 @@ import torch
 import torch.nn.functional as F
 from conftest import SHARED, run, tiny_args
 from processes import python
-from runs import SMALL, Program, assert_keys_change_only, assert_same
+from runs import (
+    SMALL,
+    Program,
+    assert_a_kill_changes_nothing,
+    assert_keys_change_only,
+    assert_same,
+    assert_two_ranks_equal_one,
+)
 
-from data.labels import ARRAYS, Fields, LabelledText, open_labels, read_labelled_texts, to_arrays
+from data.labels import (
+    ARRAYS,
+    Fields,
+    LabelledText,
+    merge_spans,
+    open_labels,
+    read_labelled_texts,
+    to_arrays,
+)
 from data.prepare.labels import example_records, find_classes, missing_words
 from data.prepare.labels import main as labels_main
+from data.rows import save_arrays
 from data.tokenizer import load_tokenizer
+from model import classifier
 from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
 from model.classifier.metrics import (
     auroc,
@@ -37,6 +56,7 @@ from model.sample import load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.checkpoint import save_checkpoint
 from train.config import load_config
+from train.distributed import Ranks
 from train.train import train
 
 WORDS = {"animal": ["cat", "dog", "owl"], "plant": ["oak", "ivy", "elm"], "tool": ["saw", "axe"]}
@@ -56,6 +76,18 @@ def make_rows(n, seed=0):
     return rows
 
 
+def make_several(n):
+    """Rows with one to three words in capitals, of one class: the evidence, in no order."""
+    rng, rows = random.Random(3), []
+    for i in range(n):
+        label = rng.choice(["animal", "plant"])
+        evidence = [word.upper() for word in rng.sample(WORDS[label], rng.randint(1, 3))]
+        words = [rng.choice(["é", "go", "lo"]) for _ in range(4)] + evidence
+        rng.shuffle(words)
+        rows.append(dict(text=f"{' '.join(words)} {i}", label=label, evidence=evidence, doc=i // 4))
+    return rows
+
+
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
@@ -66,6 +98,14 @@ def labels(tmp_path_factory):
     """A prepared folder of 400 rows of all three tasks; rows.jsonl beside it."""
     folder = tmp_path_factory.mktemp("labels")
     return prepare(write_jsonl(folder / "rows.jsonl", make_rows(400)), folder / "bin")
+
+
+@pytest.fixture(scope="session")
+def several(tmp_path_factory):
+    """A prepared folder of 200 rows of make_several, in groups of 4."""
+    folder = tmp_path_factory.mktemp("several")
+    return prepare(write_jsonl(folder / "rows.jsonl", make_several(200)), folder / "bin",
+                   "--group", "doc")
 
 
 def prepare(path, out, *options):
@@ -153,6 +193,44 @@ def test_exact_match_of_spans_by_hand():
                                                                       token_f1=None)
 
 
+def test_several_spans_are_compared_as_sets():
+    """By hand: in another order, one too many, one too few, none there; a token of two spans."""
+    none = [-1, -1]
+    truths = torch.tensor([[0, 1, 4, 5], [2, 2, *none], [0, 1, 4, 5], [*none, *none], [0, 3, 6, 7]])
+    guesses = torch.tensor([[4, 5, 0, 1, *none], [2, 2, 7, 7, *none], [4, 5, *none, *none],
+                            [2, 2, *none, *none], [1, 3, 5, 6, 8, 8]])
+    sums = span_sums(truths, guesses)
+    assert sums["spans"] == 4 and span_metrics(sums) == dict(
+        exact_match=1 / 4, token_f1=pytest.approx((1 + 2 / 3 + 4 / 6 + 2 * 4 / 12) / 4))
+    one = span_sums(truths[1:2, :2], guesses[1:2])  # data with one span, a model of several
+    assert one["exact"] == 0 and one["overlap"] == pytest.approx(2 / 3)
+
+
+def spans_of(pairs):
+    """[(first, last)] of the numbers in a row of spans."""
+    return [(a, b) for a, b in zip(pairs[::2], pairs[1::2]) if a >= 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_of_several_spans_are_those_of_sets_of_tokens(seed):
+    rng = random.Random(seed)
+
+    def draw(n):
+        cuts = sorted(rng.sample(range(12), 2 * rng.randint(0, n)))
+        pairs = [cuts[i:i + 2] for i in range(0, len(cuts), 2)]
+        return [*itertools.chain(*rng.sample(pairs, len(pairs))), *[-1] * 2 * n][:2 * n]
+    truths, guesses = [draw(3) for _ in range(40)], [draw(4) for _ in range(40)]
+    expected = collections.Counter(spans=0)
+    for truth, guess in zip(map(spans_of, truths), map(spans_of, guesses)):
+        a, b = ({t for first, last in pairs for t in range(first, last + 1)}
+                for pairs in (truth, guess))
+        if truth:
+            expected.update(spans=1, exact=set(truth) == set(guess),
+                            overlap=2 * len(a & b) / (len(a) + len(b)))
+    got = span_sums(torch.tensor(truths), torch.tensor(guesses))
+    assert {name: n.item() for name, n in got.items()} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("labels, scores", [
     ([0, 1], [[1.0, 0.0]]), ([], np.zeros((0, 2))), ([0], [1.0]), ([2], [[1.0, 0.0]]),
     ([-1], [[1.0, 0.0]]), ([0], [[np.nan, 0.0]])])
@@ -197,9 +275,9 @@ def test_the_temperature_has_the_largest_likelihood():
 # -----------------------------------------------------------------------------
 # the loss
 
-def small_model(task="joint", **options):
+def small_model(task="joint", n_spans=1, **options):
     spec = dict(task=task, classes=["a", "b", "c"], class_counts=[5, 3, 2], max_tokens=12,
-                vocab_size=20)
+                vocab_size=20, n_spans=n_spans)
     shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=16, n_hidden=32)
     return Classifier(shape, spec, span_weight=0.7, **options)
 
@@ -312,6 +390,75 @@ def test_losses_and_counts_are_those_of_a_loop_over_rows(task):
         assert loss.isfinite() and model.numbers(sums)["exact_match"] is None
 
 
+def several_spans():
+    """A model of up to three spans with random weights, and a batch with two, one, three, none."""
+    model, (tokens, lengths, labels, _) = small_model("span", n_spans=3).eval(), small_batch(4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.6, generator=torch.Generator().manual_seed(p.numel()))
+    lengths[:] = torch.tensor([12, 5, 9, 1])
+    spans = torch.tensor([[0, 2, 7, 7, -1, -1], [3, 4, -1, -1, -1, -1], [0, 0, 2, 4, 6, 8],
+                          [-1] * 6])
+    return model, tokens, lengths, labels, spans
+
+
+def test_the_loss_of_several_spans_is_the_cross_entropy_of_equal_shares():
+    """Loss and gradients: the target of the last token is 1 / n at each of n, and each first token
+    is found from the last one of that span."""
+    model, tokens, lengths, labels, spans = several_spans()
+    loss, sums = model(tokens, lengths, labels, spans)
+    rows = []
+    for ids, n, pairs in zip(tokens, lengths.tolist(), map(spans_of, spans.tolist())):
+        x = model.gpt.trunk(ids[None, :n])
+        ends = model.end(x[:, -1], x, torch.ones(1, n, dtype=torch.bool))[0]
+        target = torch.zeros(n)
+        starts = []
+        for first, last in pairs:
+            target[last] = 1 / len(pairs)
+            score = model.start(x[:, last], x, torch.arange(n)[None] <= last)[0, :last + 1]
+            starts.append(F.cross_entropy(score, torch.tensor(first)))
+        if pairs:
+            rows.append((F.cross_entropy(ends, target) + sum(starts) / len(pairs)) / 2)
+    expected = sum(rows) / 3
+    assert sums["count"] == sums["spans"] == 3
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(loss, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.3, 0.9])
+def test_spans_are_predicted_one_after_the_other(share, monkeypatch):
+    """Against a loop: the best last token that is left, then the best first token that is reached
+    from it without a token of another span, while it is probable enough; text can be left over."""
+    monkeypatch.setattr(classifier, "SPAN_SHARE", share)
+    model = several_spans()[0]
+    lengths = small_batch(60)[1]
+    generator = torch.Generator().manual_seed(0)  # of different ones: equal tokens can be a tie
+    tokens = torch.stack([torch.randperm(20, generator=generator)[:12] for _ in lengths])
+    lengths[3] = 1
+    found = []
+    with torch.no_grad():
+        predicted = model(tokens, lengths)[1].tolist()
+        for ids, n, got in zip(tokens, lengths.tolist(), predicted):
+            x = model.gpt.trunk(ids[None, :n]).double().numpy()[0]
+            ends, taken, pairs = np.exp(pointed(model.end, x[-1], x)), set(), []
+            for _ in range(3):
+                left = [t for t in range(n) if t not in taken]
+                end = max(left, key=lambda t: ends[t], default=None)
+                if end is None or ends[end] < share * ends.max():
+                    break
+                first = max(t for t in range(-1, end) if t in taken or t == -1) + 1
+                starts = pointed(model.start, x[end], x[:end + 1])
+                start = max(range(first, end + 1), key=lambda t: starts[t])
+                pairs.append((start, end))
+                taken |= set(range(start, end + 1))
+            assert got == [*itertools.chain(*pairs), *[-1] * (6 - 2 * len(pairs))]
+            found.append(len(pairs))
+    assert found[3] == 1 and len(set(found)) > 1
+    equal = torch.zeros(1, 4)  # the first of equal scores, and no token twice
+    x = torch.zeros(1, 4, 16)
+    assert model.predict_spans(x, equal).tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
 def hashed(tokens, n_buckets):
     """The buckets of the n-grams of up to six tokens, with Python's integers."""
     found = set()
@@ -379,12 +526,15 @@ def test_faithfulness_deletes_the_evidence_and_keeps_it_alone():
         model.ngrams.weight.normal_(generator=torch.Generator().manual_seed(0))
     arrays = tokens.numpy().astype(np.uint16), lengths.numpy()
     scores, _ = predict(model, arrays, 4)
-    spans = np.array([[0, n // 2] for n in lengths])
-    spans[1] = 0, lengths[1] - 1
+    spans = np.array([[0, n // 2, -1, -1] for n in lengths])
+    spans[1, :2] = 0, lengths[1] - 1
+    spans[2] = lengths[2] - 1, lengths[2] - 1, 0, 1
     without, alone = [], []
-    for i, (a, b) in enumerate(spans):
+    for i, pairs in enumerate(map(spans_of, spans.tolist())):
         row, k = tokens[i, :lengths[i]].tolist(), scores[i].argmax()
-        for part, drops in ((row[:a] + row[b + 1:], without), (row[a:b + 1], alone)):
+        inside = [any(a <= t <= b for a, b in pairs) for t in range(len(row))]
+        for part, drops in (([t for t, mask in zip(row, inside) if not mask], without),
+                            ([t for t, mask in zip(row, inside) if mask], alone)):
             if i != 1:
                 p = model(torch.tensor([part]), torch.tensor([len(part)]))[0].double().softmax(1)
                 drops.append(scores[i, k] - p[0, k].item())
@@ -461,7 +611,29 @@ def test_spans_are_the_tokens_of_the_evidence(name, tmp_path, monkeypatch):
     rows = read_labelled_texts([write_jsonl(tmp_path / "rows.jsonl", make_rows(30))])
     a = to_arrays(rows, tokenizer, sorted(WORDS), 512)
     for row, tokens, (first, last) in zip(rows, a["tokens"], a["spans"]):
-        assert tokenizer.decode(tokens[first:last + 1]).strip() == row.evidence
+        assert tokenizer.decode(tokens[first:last + 1]).strip() == row.evidence[0]
+
+
+def test_lists_of_words_and_of_offsets_make_the_same_spans(tmp_path):
+    """In the order of the text, a token of two parts once; a list of one is one."""
+    assert merge_spans([(5, 9), (3, 4), (1, 3), (6, 7)]) == [1, 4, 5, 9]
+    text = "go OWL é lo CAT go DOG"
+    words = dict(text=text, label="a", evidence=["DOG", "OWL é", "é lo"])
+    places = [(text.index(part), text.index(part) + len(part)) for part in words["evidence"]]
+    offsets = dict(text=text, label="a", start=[a for a, _ in places], end=[b for _, b in places])
+    path = write_jsonl(tmp_path / "a.jsonl", [words, offsets, dict(text=text, evidence=[])])
+    rows = read_labelled_texts([path])
+    assert rows[0] == rows[1] and rows[0].evidence == words["evidence"]
+    tokenizer = load_tokenizer("byte")
+    arrays = to_arrays(rows, tokenizer, ["a"], 99)
+    assert [tokenizer.decode(arrays["tokens"][0][a:b + 1]) for a, b in spans_of(
+        arrays["spans"][0])] == ["OWL é lo", "DOG"]
+    assert arrays["spans"][1].tolist() == arrays["spans"][0].tolist()
+    assert arrays["spans"][2].tolist() == [-1] * 4
+    cut = to_arrays(rows, tokenizer, ["a"], 20)["spans"]
+    assert cut.tolist() == [[-1, -1]] * 3  # one part was cut off
+    one = write_jsonl(tmp_path / "b.jsonl", [words | dict(evidence=["OWL"])])
+    assert to_arrays(read_labelled_texts([one]), tokenizer, ["a"], 99)["spans"].tolist() == [[3, 5]]
 
 
 def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):
@@ -477,19 +649,52 @@ def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):
     assert lost and f"{lost:,} rows lost their evidence" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="session")
+def grouped(tmp_path_factory):
+    """A prepared folder of 400 rows, in 100 groups of 4 neighbours; rows.jsonl beside it."""
+    folder = tmp_path_factory.mktemp("grouped")
+    rows = [row | dict(doc=i // 4) for i, row in enumerate(make_rows(400))]
+    return prepare(write_jsonl(folder / "rows.jsonl", rows), folder / "bin", "--group", "doc")
+
+
+def test_each_row_is_tested_once_and_groups_stay_together(grouped):
+    """Over as many seeds as there are folds, and validated once; training rows are counted."""
+    rows = {row["text"]: (i // 4, row["label"]) for i, row in enumerate(make_rows(400))}
+    decode = load_tokenizer("byte").decode
+    seen = collections.Counter()
+    for seed in range(8, 13):
+        config = load_config(None, SMALL | TINY | dict(data_dir=str(grouped), folds=5, seed=seed))
+        data = classifier.open_data(config, Ranks())
+        parts = {}
+        for split in ("train", "val", "test"):
+            arrays = getattr(data, split).arrays
+            texts = [decode(ids[:n]) for ids, n in zip(*arrays[:2])]
+            assert [sorted(WORDS)[k] for k in arrays[2]] == [rows[text][1] for text in texts]
+            for ids, (first, last), text in zip(arrays[0], arrays[3], texts):
+                assert decode(ids[first:last + 1]) in text
+            parts[split] = {rows[text][0] for text in texts}
+            seen.update((split, text) for text in texts)
+            assert len(texts) == 4 * len(parts[split]) and 40 < len(texts) < 300
+        assert sum(map(len, parts.values())) == 100 == len(set().union(*parts.values()))
+        counts = collections.Counter(map(int, data.train.arrays[2]))
+        assert data.spec["class_counts"] == [counts[k] for k in range(3)]
+    assert seen == {(split, text): times for split, times in (("train", 3), ("val", 1), ("test", 1))
+                    for text in rows}
+
+
 @pytest.mark.parametrize("text, evidence, place", [
     ("main is in Maine", "in", 8), ("main", "in", 2), ("in, and in", "in", 0),
     ("a (b) c", "(b)", 2), ("aaa aa", "aa", 4), ("the été", "été", 4)])
 def test_evidence_is_looked_for_as_whole_words_first(text, evidence, place, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [dict(text=text, evidence=evidence)])
     row, = read_labelled_texts([path])
-    assert (row.start, row.evidence) == (place, evidence)
+    assert (row.spans[0][0], row.evidence) == (place, [evidence])
 
 
 def test_classes_of_equal_numbers_have_an_order():
     """Not that of a set, which differs between processes."""
     names = [f"{2:0{n}}" for n in range(8, 0, -1)] + ["10"]
-    rows = [LabelledText("x", name, None, None, "x") for name in reversed(names)]
+    rows = [LabelledText("x", name, [], "x") for name in reversed(names)]
     assert find_classes(rows) == names
 
 
@@ -535,7 +740,11 @@ def test_the_example_is_of_many_files_of_both_packages():
     (dict(text="x", label="a", start=0, end=9), "evidence 0 to 9 is not inside the text"),
     (dict(text="x", label="a", start="?", end=9), "expected integers"),
     (dict(text="some words", label="a", start=1.9, end=4), "expected integers"),
-    (dict(text="x", label="a", start=0), "start and end [0, None]: expected integers")])
+    (dict(text="some words", label="a", start=[0, 5], end=[4]), "as many starts as ends"),
+    (dict(text="some words", label="a", start=[0, 5], end=[4, 11]), "evidence 5 to 11 is not"),
+    (dict(text="some words", label="a", evidence=["some", ""]), "'' does not occur"),
+    (dict(text="some words", label="a", evidence=["some", "more"]), "'more' does not occur"),
+    (dict(text="x", label="a", start=0), "start [0] and end []: expected integers")])
 def test_bad_rows_are_named(record, message, tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
     assert labels_main([path, "--out", str(tmp_path / "bin")]) == 2
@@ -689,6 +898,81 @@ def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, t
             assert folder in message and "no such file or folder" in message
 
 
+def test_folds_join_splits_of_other_widths(several, tmp_path):
+    """Fewer spans, or shorter texts, in one split are filled up, with -1 and with 0."""
+    folder = shutil.copytree(several, tmp_path / "copy")
+    arrays = {name: np.load(folder / f"test_{name}.npy") for name in (*ARRAYS, "groups")}
+    short = arrays["lengths"] <= np.median(arrays["lengths"])
+    arrays = {name: array[short] for name, array in arrays.items()}
+    arrays["tokens"] = arrays["tokens"][:, :arrays["lengths"].max()]
+    arrays["spans"] = np.where(arrays["spans"][:, 2:3] < 0, arrays["spans"], -1)[:, :2]
+    save_arrays(folder, "test", **arrays)
+    spec = dict(vocab_size=257, classes=["animal", "plant"])
+
+    def rows_of(splits):
+        return sorted((ids[:n].tolist(), ids[n:].any(), label, spans_of(pairs.tolist()))
+                      for arrays in splits for ids, n, label, pairs in zip(*arrays))
+    prepared = [open_labels(folder, split, spec) for split in ("train", "val", "test")]
+    joined = [open_labels(folder, "test", spec | dict(fold=[k, 3])) for k in range(3)]
+    assert rows_of(joined) == rows_of(prepared) and not any(row[1] for row in rows_of(joined))
+    assert {arrays[3].shape[1] for arrays in joined} == {6}
+
+
+def test_cross_validation_tests_each_row_once(grouped, tmp_path):
+    """The command prints means over the folds of the numbers that the evaluation of each fold's
+    checkpoint has, whose rows are those that the run did not see."""
+    code, said = command("train.tools.repeat", "--folds=3", "--seeds=3", "--out", tmp_path / "cv",
+                         *(f"--{k}={v}" for k, v in (SMALL | TINY | dict(
+                             data_dir=grouped, eval_interval=10, ngrams=4096)).items()))
+    assert code == 0, said
+    rows, accuracy, exact = [], [], []
+    for folder in sorted((tmp_path / "cv").glob("base,_seed_*")):
+        assert evaluate_main(["--ckpt", str(folder / "ckpt_best.pt")]) == 0
+        said_of = [json.loads(line) for line in
+                   (folder / "report" / "predictions.jsonl").read_text().splitlines()]
+        rows += [row["text"] for row in said_of]
+        accuracy.append(statistics.fmean(row["label"] == row["true_label"] for row in said_of))
+        exact.append(statistics.fmean(row["evidence"] == row["true_evidence"] for row in said_of))
+    assert sorted(rows) == sorted(row["text"] for row in make_rows(400))
+    for name, values in (("test_accuracy", accuracy), ("test_exact_match", exact)):
+        line = next(line for line in said.splitlines() if f" {name} " in line)
+        change, _, n, of, n_seeds, mean, spread = line.split()
+        assert (change, n, of, n_seeds) == ("base", "3", "of", "3")
+        assert [float(mean), float(spread)] == pytest.approx(
+            [statistics.fmean(values), statistics.stdev(values)], rel=1e-3)
+
+
+def test_folds_that_cannot_be_made_are_refused(grouped, labels, tmp_path):
+    """Also a resume with another fold, and weights that were trained on what is tested now."""
+    for folds in (1, 2):
+        with pytest.raises(ValueError, match=f"folds: {folds}: expected 0, or 3 or more"):
+            load_config(None, dict(model="classifier", folds=folds))
+    code, said = program(grouped, tmp_path / "out", folds=101)
+    assert code == 2 and "folds: one of 101 has no rows; the rows are of 100 groups" in said, said
+    old = shutil.copytree(grouped, tmp_path / "old")
+    spans = np.load(old / "test_spans.npy")
+    for columns in (1, 3):
+        np.save(old / "test_spans.npy", np.full((len(spans), columns), -1))
+        code, said = program(old, tmp_path / "out")
+        assert code == 2 and f"test_spans.npy: int64 of shape ({len(spans)}, {columns})" in said
+        assert " x 2 integers" in said
+    np.save(old / "test_spans.npy", spans)
+    (old / "train_groups.npy").unlink()
+    code, said = program(old, tmp_path / "out", folds=3)
+    assert code == 2 and "no groups of rows in it" in said and "prepare the data again" in said
+    assert program(old, tmp_path / "plain", max_iters=1)[0] == 0
+    assert program(grouped, tmp_path / "out", folds=3, max_iters=1)[0] == 0
+    for changes, names in ((dict(folds=4), ["folds: checkpoint has 3", "fold: checkpoint has"]),
+                           (dict(folds=3, seed=3), ["seed: ", "fold: checkpoint has [2, 3]"])):
+        code, said = program(grouped, tmp_path / "out", max_iters=2, **changes)
+        assert code == 2 and all(name in said for name in names), said
+    start = dict(init_from=str(tmp_path / "out" / "ckpt.pt"), max_iters=0)
+    assert program(grouped, tmp_path / "same", folds=3, seed=2, **start)[0] == 0
+    for i, changes in enumerate((dict(folds=3, seed=3), dict(folds=4), {})):
+        code, said = program(grouped, tmp_path / f"{i}", **start, **changes)
+        assert code == 2 and "fold" in said and "checkpoint has" in said, said
+
+
 def test_the_weight_of_the_evidence_changes_the_loss_only(labels, tmp_path):
     assert_keys_change_only(["val_loss"], labels, tmp_path, TINY, span_weight=3.0)
 
@@ -716,6 +1000,31 @@ def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
     assert_same(trained, tmp_path / "out")
 
 
+def test_several_spans_in_folds_are_killed_and_resumed_bit_for_bit(several, tmp_path):
+    """Afterwards the checkpoint is evaluated: its predictions have lists of evidence, and the
+    metrics are those with which the run ended."""
+    assert_a_kill_changes_nothing(several, tmp_path, **KEPT | dict(folds=3, max_iters=40))
+    out = tmp_path / "a"
+    assert evaluate_main(["--ckpt", str(out / "ckpt_best.pt")]) == 0
+    numbers = json.loads((out / "report" / "metrics.json").read_text())
+    test = next(r for r in lines(out) if "test_loss" in r)
+    for name in ("f1_macro", "exact_match", "token_f1"):
+        assert numbers[name] == pytest.approx(test[f"test_{name}"], abs=1e-6)
+    texts = {row["text"]: row for row in make_several(200)}
+    said = [json.loads(line) for line in
+            (out / "report" / "predictions.jsonl").read_text().splitlines()]
+    for row in said:
+        assert sorted(row["true_evidence"]) == sorted(texts[row["text"]]["evidence"])
+        assert isinstance(row["evidence"], list)
+        assert all(part in row["text"] for part in row["evidence"])
+    assert {len(row["evidence"]) for row in said} > {1, 2}
+    path = write_jsonl(tmp_path / "other.jsonl", make_several(9))
+    assert evaluate_main(["--ckpt", str(out / "ckpt.pt"), "--data", path]) == 0
+    said = (out / "report" / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["true_evidence"] for line in said] == [
+        row["evidence"] for row in make_several(9)]
+
+
 # "max": the weights of the first evaluation, of the largest loss, are those that are tested.
 RANKS = dict(batch_size=8, gradient_accumulation_steps=2, max_iters=8,
              eval_interval=4, eval_on_start=False, early_stopping_mode="max")
@@ -738,6 +1047,12 @@ def test_two_ranks_train_what_one_trains(distributed, alone, labels, tmp_path):
         for name in a.keys() & {"loss", "val_loss", "val_accuracy", "grad_norm", "test_loss",
                                 "val_exact_match", "test_f1_macro"}:
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), (name, a["iter"])
+
+
+def test_two_ranks_train_several_spans_in_folds_as_one(several, tmp_path):
+    settings = SMALL | TINY | RANKS | dict(data_dir=str(several), folds=3)
+    assert_two_ranks_equal_one(tmp_path, settings, "fsdp", val_loss=1e-5, val_span_loss=1e-5,
+                               val_token_f1=1e-6)
 
 
 def test_early_stopping_follows_f1(labels, tmp_path):

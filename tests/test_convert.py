@@ -495,7 +495,7 @@ def test_evidence_stays_where_it_is_in_a_text_that_is_changed_first(hf):
     theirs.normalizer = normalizers.NFC()
     ours = JsonTokenizer(theirs.to_str(), theirs.token_to_id("<end>"))
     text = "cafe\u0301 " * 9 + "the fox"
-    row = LabelledText(text, "a", text.index("fox"), len(text), "")
+    row = LabelledText(text, "a", [(text.index("fox"), len(text))], "")
     first, last = to_arrays([row], ours, ["a"], 999)["spans"][0]
     ids = ours.encode(text)
     assert ours.decode(ids) == unicodedata.normalize("NFC", text) != text
@@ -519,8 +519,8 @@ def test_pieces_of_a_text_keep_their_blanks(hf):
     ids = ours.encode(text)
     assert ours.decode(ids) == "".join(ours.decode([i]) for i in ids) == f" {text}"
     assert ours.n_vocab == rows == theirs.get_vocab_size() - 1
-    row = LabelledText(text, "a", text.index("fox"), text.index("fox") + 3, "")
-    first, last = to_token_span(row, ids, ours.token_bytes())
+    span = text.index("fox"), text.index("fox") + 3
+    first, last = to_token_span(text, span, ids, ours.token_bytes())
     assert ours.decode(ids[first:last + 1]).strip() == "fox"
 
 

@@ -4,9 +4,10 @@
     python -m data.prepare.labels --example --out data/bin/labels
 
 A record has a text, a label, and evidence: a part of the text, as words or as offsets in
-characters. Label or evidence may be missing. Writes train, val and test arrays with one row per
-text (SPLIT_tokens.npy etc., see data/labels.py) and meta.json. The split is a hash of the text, or
-of the field --group, so that records that belong together are in the same split.
+characters, or a list of several parts. Label or evidence may be missing. Writes train, val and test
+arrays with one row per text (SPLIT_tokens.npy etc., see data/labels.py) and meta.json. The split is
+a hash of the text, or of the field --group, so that records that belong together are in the same
+split.
 """
 
 import contextlib
@@ -22,12 +23,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays, warn_if_few
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report
 from data.prepare.sources import source_name
 from data.records import SOURCES, STDLIB_SKIP, walk
-from data.rows import save_arrays, split_by_group
+from data.rows import hash_group, save_arrays, split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import command
 from train.base.errors import DataError, UserError, echo
@@ -69,7 +72,7 @@ def prepare_labels(args):
     with new_folder(out, "classifier", args.files, args.force) as folder:
         rows = read_labelled_texts(sources, args, args.skip_bad)
         classes = find_classes(rows)
-        has_spans = any(row.start is not None for row in rows)
+        has_spans = any(row.spans for row in rows)
         if not has_spans and not classes:
             raise DataError("no row has a label or evidence; name their fields with --label, "
                             "--evidence, or --start and --end")
@@ -78,16 +81,17 @@ def prepare_labels(args):
         arrays = {split: to_arrays(part, tokenizer, classes, args.max_tokens)
                   for split, part in splits.items()}
         for split in splits:
-            save_arrays(folder, split, **arrays[split])
+            groups = np.array([hash_group(row.group) for row in splits[split]])
+            save_arrays(folder, split, **arrays[split], groups=groups)
         width = max(part["tokens"].shape[1] for part in arrays.values())
-        n_spans = sum((part["spans"][:, 0] >= 0).sum() for part in arrays.values())
+        n_with_spans = sum((part["spans"][:, 0] >= 0).sum() for part in arrays.values())
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
             extra=dict(task=task, classes=classes, max_tokens=width, class_counts=counts)))
     echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
          f"{dict(zip(classes, counts))}")
-    if n_lost := sum(row.start is not None for row in rows) - n_spans:
+    if n_lost := sum(bool(row.spans) for row in rows) - n_with_spans:
         echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
     n_rows = {split: len(part) for split, part in splits.items()}
     warn_if_few(n_rows)

@@ -6,9 +6,10 @@
 This file has the model and the data, report.py the command that evaluates a checkpoint.
 data.prepare.labels prepares data.
 
-Shapes: B batch, T tokens, C channels, K classes.
+Shapes: B batch, T tokens, C channels, K classes, S spans of evidence in a text, at most.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -36,8 +37,11 @@ NGRAM_SCALE = 16.0  # how much faster their weights change than those of the net
 # With n-grams, the network's scores are multiplied by n / (n + ROWS_FOR_HALF) for n training rows:
 # of few rows it learns each by heart, and its scores are noise.
 ROWS_FOR_HALF = 1000
+# Spans of evidence are predicted whose last token is at least so probable, relative to the best.
+SPAN_SHARE = 0.2
 USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
-MUST_MATCH_TO_INIT = ("classes",)  # the head identifies classes by index
+# The head identifies classes by index; another fold was trained on rows that are tested here.
+MUST_MATCH_TO_INIT = ("classes", "folds", "fold")
 
 
 @dataclass
@@ -49,6 +53,12 @@ class Keys:
                                      "earlier tokens); the mean state gives the label")
     ngrams: int = key(0, "weights per class of a linear model of n-grams, which is added; 0: none",
                       ge=0)
+    folds: int = key(0, "cross-validation: parts of all rows; part `seed modulo folds` is for "
+                        "testing, the next one for validation; 0: the prepared splits", ge=0)
+
+    def problems(self):
+        return [f"folds: {self.folds}: expected 0, or 3 or more: one part is for testing, one for "
+                "validation"] if 0 < self.folds < 3 else []
 
 
 # -----------------------------------------------------------------------------
@@ -61,7 +71,7 @@ def open_data(config, ranks):
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
-    spec = {name: meta.extra[name] for name in ("classes", "class_counts", "max_tokens")}
+    spec = {name: meta.extra[name] for name in ("classes", "max_tokens")}
     spec |= dict(task=c.task or meta.extra["task"], tokenizer=tokenizer.spec(),
                  vocab_size=c.vocab_size or tokenizer.n_vocab)
     if meta.extra["task"] not in ("joint", spec["task"]):
@@ -70,7 +80,12 @@ def open_data(config, ranks):
     if c.pos == "learned" and c.block_size < spec["max_tokens"]:
         raise DataError(f"{c.data_dir}: texts of {spec['max_tokens']} tokens exceed the learned "
                         f"positions (block_size): prepare it with --max_tokens {c.block_size}")
+    if c.folds:
+        spec["fold"] = [c.seed % c.folds, c.folds]
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
+    if train[3].shape[1] > 2:
+        spec["n_spans"] = train[3].shape[1] // 2
+    spec["class_counts"] = [int((train[2] == k).sum()) for k in range(len(spec["classes"]))]
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
 
@@ -131,19 +146,21 @@ class Classifier(nn.Module):
     """A GPT with a linear head for the label of a text and two pointers for its evidence.
 
     forward(tokens, lengths, labels, spans) returns (loss, sums); forward(tokens, lengths) returns
-    (class scores (B, K) or `None`, spans (B, 2), first and last token, or `None`).
+    (class scores (B, K) or `None`, spans (B, 2S) or `None`): first and last token of each, -1 for
+    fewer spans than S.
 
     In a causal model only the last token's state depends on the whole text, so the label is
     computed from it. If bidirectional, the mean of all states is used instead. The end of the
     evidence is located first: the same state of the text selects the last token of the evidence,
-    and the state of that token selects the first one.
+    and the state of that token selects the first one. Of several spans, each one's last token has
+    the same target probability.
     """
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
         """shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
         positions, block_size becomes the length of the longest text. spec: Data.spec, a dict with
-        "task", "classes", "class_counts" and "max_tokens". ngrams: weights of NGrams per class, 0:
-        none."""
+        "task", "classes", "class_counts", "max_tokens" and, if above 1, "n_spans" (S). ngrams:
+        weights of NGrams per class, 0: none."""
         super().__init__()
         self.config = shape
         self.spec = spec
@@ -179,8 +196,9 @@ class Classifier(nn.Module):
 
     def forward(self, tokens, lengths, labels=None, spans=None):
         """Return (mean loss, sums {name: tensor}); without labels and spans, (class scores (B, K),
-        predicted spans (B, 2)), `None` if not part of the task. tokens (B, T), lengths (B,); labels
-        (B,): class indices; spans (B, 2): first and last token of the evidence, or -1."""
+        predicted spans (B, 2S)), `None` if not part of the task. tokens (B, T), lengths (B,);
+        labels (B,): class indices; spans (B, 2S): first and last token of each span of the
+        evidence, or -1."""
         mask = torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
         text = states_at(x, lengths - 1)  # (B, C)
@@ -196,32 +214,54 @@ class Classifier(nn.Module):
         return self.losses(x, scores, ends, labels, spans)
 
     def start_scores(self, x, end):
-        """Return the score (B, T) of each token as the first one of the evidence, whose last token
-        is end (B,); -inf after it. x (B, T, C): states of the tokens."""
+        """Return the score (B, T) of each token as the first one of a span, whose last token is end
+        (B,); -inf after it. x (B, T, C): states of the tokens."""
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):
-        """Return spans (B, 2): the most probable last token of the evidence and, given it, the most
-        probable first token, as (first, last). x (B, T, C): states; ends (B, T): scores of last
+        """Return spans (B, 2S), without overlaps, the best first: the most probable last token of
+        the evidence and, given it, the most probable first token; then the same among the tokens
+        that are left, -1 below SPAN_SHARE. x (B, T, C): states; ends (B, T): scores of last
         tokens."""
-        end = ends.argmax(1)
-        return torch.stack((self.start_scores(x, end).argmax(1), end), dim=1)
+        position = torch.arange(x.size(1), device=x.device)
+        limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)
+        spans = []
+        for _ in range(self.spec.get("n_spans", 1)):
+            end = ends.argmax(1)
+            is_span = states_at(ends, end) >= limit
+            taken = ends.isinf()  # or after the text
+            before = taken.cumsum(1)  # a token between a taken one and `end` has another number
+            reachable = ~taken & (before == states_at(before, end)[:, None])
+            start = self.start_scores(x, end).masked_fill(~reachable, -math.inf).argmax(1)
+            spans += [start.where(is_span, -1), end.where(is_span, -1)]
+            ends = ends.masked_fill((position >= start[:, None]) & (position <= end[:, None]),
+                                    -math.inf)
+        return torch.stack(spans, dim=1)
+
+    def span_losses(self, x, ends, spans):
+        """Return the loss (B,) of the evidence: half of the negative log-probability of a span, the
+        mean over the spans of a row, 0 without evidence. x (B, T, C), ends (B, T): as of
+        predict_spans; spans (B, 2S): the truth."""
+        total = 0
+        for span in spans.split(2, dim=1):  # (B, 2)
+            first, last = span.clamp(min=0).unbind(1)  # (B,) each
+            total = total + (span[:, 0] >= 0) * (
+                F.cross_entropy(ends, last, reduction="none")
+                + F.cross_entropy(self.start_scores(x, last), first, reduction="none"))
+        return total / (spans[:, ::2] >= 0).sum(1).clamp(min=1) / 2
 
     def losses(self, x, scores, ends, labels, spans):
         """Return the mean loss and the sums {name: tensor} of a batch; in eval mode also those of
         numbers(): "confusion" (K, K), "odds" (log_odds_counts), span_sums(). x: states (B, T, C).
-        scores (B, K): of classes. ends (B, T): of the last token. labels (B,), spans (B, 2): the
+        scores (B, K): of classes. ends (B, T): of the last token. labels (B,), spans (B, 2S): the
         truth."""
-        has_span = spans[:, 0] >= 0  # (B,)
-        first, last = spans.clamp(min=0).unbind(1)  # (B,) each
         losses = {}  # (B,) each
         if self.head is not None:
             losses["label_loss"] = F.cross_entropy(scores, labels, reduction="none")
         if self.end is not None:
-            losses["span_loss"] = has_span * (
-                F.cross_entropy(ends, last, reduction="none")
-                + F.cross_entropy(self.start_scores(x, last), first, reduction="none")) / 2
+            losses["span_loss"] = self.span_losses(x, ends, spans)
+        has_span = spans[:, 0] >= 0  # (B,)
         counted = has_span if self.head is None else torch.ones_like(has_span)
         sums = dict(count=counted.sum())
         if self.spec["task"] == "joint":

@@ -108,13 +108,21 @@ def fit_temperature(labels, scores):
 
 def span_sums(truths, guesses):
     """Return sums over samples, 0-dim tensors: "spans", the number of samples with evidence;
-    "exact", the number of equal spans; "overlap", the sum of the token F1. truths, guesses: (N, 2)
-    first and last token of true and predicted spans; -1 in truths without evidence."""
+    "exact", the number of samples whose spans are all equal; "overlap", the sum of the F1 of the
+    tokens in any span. truths, guesses: (N, 2S) first and last token of true and predicted spans,
+    each without overlaps and in any order, -1 for fewer than S; S may differ."""
+    truth, guess = (spans.view(len(spans), -1, 2) for spans in (truths, guesses))  # (N, S, 2)
     has_span = truths[:, 0] >= 0
-    size = (truths[:, 1] - truths[:, 0]) + (guesses[:, 1] - guesses[:, 0]) + 2
-    shared = (torch.minimum(truths[:, 1], guesses[:, 1])
-              - torch.maximum(truths[:, 0], guesses[:, 0]) + 1).clamp(min=0)
-    return dict(spans=has_span.sum(), exact=((guesses == truths).all(1) & has_span).sum(),
+    first, last = truth[:, :, None].unbind(-1)  # (N, S, 1) each
+    guess_first, guess_last = guess[:, None].unbind(-1)  # (N, 1, S of guesses) each
+    is_pair = (first >= 0) & (guess_first >= 0)
+    equal = ((first == guess_first) & (last == guess_last) & is_pair).sum((1, 2))
+    shared = (torch.minimum(last, guess_last) - torch.maximum(first, guess_first) + 1).clamp(min=0)
+    shared = (shared * is_pair).sum((1, 2))
+    both = torch.cat((truth, guess), 1)
+    is_span = both[..., 0] >= 0
+    size = ((both[..., 1] - both[..., 0] + 1) * is_span).sum(1).clamp(min=1)
+    return dict(spans=has_span.sum(), exact=((2 * equal == is_span.sum(1)) & has_span).sum(),
                 overlap=(2 * shared / size * has_span).sum())
 
 

@@ -28,7 +28,8 @@ class ReportOptions(labels.Fields):
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
     data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's own)",
                           nargs="+", metavar="PATH", text=True, aliases="dataset.path")
-    split: str = key("test", "split of a folder", choices=labels.SPLITS)
+    split: str = key("test", "split of a folder, by the folds of the run if it has any",
+                     choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
                           "report, beside the checkpoint)", metavar="FOLDER", path=True)
     baseline: bool = key(False, "also evaluate TF-IDF with logistic regression (scikit-learn)")
@@ -70,8 +71,8 @@ def evaluate_checkpoint(args):
             texts = [row["text"] for row in rows if row["true_label"] is not None]
             report["baselines"] = fit_baselines(*known, texts, y, len(classes))
     if spans is not None:
-        for row, ids, (first, last) in zip(rows, tokens, spans):
-            row["evidence"] = tokenizer.decode(ids[first:last + 1])
+        for row, ids, found in zip(rows, tokens, spans):
+            row["evidence"] = decode_spans(tokenizer, ids, found)
         sums = metrics.span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
             report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
@@ -104,8 +105,8 @@ def load_rows(args, model, tokenizer):
             raise DataError(f"{path}: {args.split} has no rows; choose another --split")
         return arrays, [dict(
             id=i, text=tokenizer.decode(row[:n]), true_label=names[label] if names else None,
-            true_evidence=tokenizer.decode(row[first:last + 1]) if first >= 0 else None)
-            for i, (row, n, label, (first, last)) in enumerate(zip(*arrays))]
+            true_evidence=decode_spans(tokenizer, row, spans))
+            for i, (row, n, label, spans) in enumerate(zip(*arrays))]
     rows = labels.read_labelled_texts(args.data, args)
     classes = [labels.normalize_label(name) for name in names]
     if classes and (unknown := sorted({row.label for row in rows} - {None, *classes})):
@@ -116,7 +117,22 @@ def load_rows(args, model, tokenizer):
     arrays = labels.to_arrays(rows, tokenizer, classes, limit)
     return [arrays[name] for name in labels.ARRAYS], [
         dict(id=i if row.id is None else row.id, text=row.text, true_label=row.label,
-             true_evidence=row.evidence) for i, row in enumerate(rows)]
+             true_evidence=one_or_all(row.evidence, arrays["spans"]))
+        for i, row in enumerate(rows)]
+
+
+def decode_spans(tokenizer, ids, spans):
+    """Return the evidence in a text with the tokens `ids` (T,), as of one_or_all. spans (2S,):
+    first and last token of each span, or -1, in any order."""
+    pairs = sorted(zip(spans[::2], spans[1::2]))
+    texts = [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
+    return one_or_all(texts, spans)
+
+
+def one_or_all(texts, spans):
+    """Return the list `texts` if the array `spans` (..., 2S) has room for several; otherwise the
+    only text, or `None`."""
+    return texts if spans.shape[-1] > 2 else texts[0] if texts else None
 
 
 def calibrate(args, own_data, model, tokenizer):
@@ -162,12 +178,14 @@ def faithfulness(model, arrays, scores, spans, batch_size):
     """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
     mean decrease of the predicted class's probability if the evidence is deleted (large for good
     evidence), and if only the evidence is kept (small). {} if no text is longer than the evidence.
-    arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2): of predict() for these rows."""
+    arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2S): of predict() for these rows."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
-    kept = [i for i, (first, last) in enumerate(spans) if last - first + 1 < len(texts[i])]
+    position = np.arange(arrays[0].shape[1])[:, None]
+    inside = ((position >= spans[:, None, ::2]) & (position <= spans[:, None, 1::2])).any(2)
+    kept = [i for i, ids in enumerate(texts) if not inside[i, :len(ids)].all()]
     cells = np.arange(len(kept)), scores[kept].argmax(1)
-    parts = [(np.delete(texts[i], slice(a, b + 1)), texts[i][a:b + 1])
-             for i, (a, b) in zip(kept, spans[kept])]
+    parts = [(ids[~mask], ids[mask])
+             for ids, mask in ((texts[i], inside[i, :len(texts[i])]) for i in kept)]
     out = {}
     for name, cut in zip(("comprehensiveness", "sufficiency"), zip(*parts)):
         lengths = np.array([*map(len, cut)])
@@ -179,7 +197,7 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return [probabilities (N, K), spans (N, 2) (first and last token)] of a Classifier as numpy
+    """Return [probabilities (N, K), spans (N, 2S) (first and last token)] of a Classifier as numpy
     arrays; `None` for outputs that the model does not predict. arrays: tokens (N, T), lengths (N,),
     ...; with RoPE, texts longer than in training raise the model's block_size."""
     tokens, lengths, *_ = arrays

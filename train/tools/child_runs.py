@@ -22,7 +22,7 @@ from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, input_files, load_argv, to_yaml
-from train.options.loss_svg import curve, read_metrics
+from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
@@ -35,7 +35,7 @@ class ChildRun:
     name: on the console, and the start of the folder's name. arguments: a list, those of
     run_train.py. fingerprint: of the data. UserError for a configuration without evaluations.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash;
-    `seconds`, the time of training.
+    `seconds`, the time of training; `test`, {test_NAME: number} on the test data, if any.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
@@ -62,9 +62,9 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Read `value` and `seconds` of a complete or crashed run from metrics.jsonl and
-        result.json, save the result in result.json and print it (with the text `note`). metric: the
-        name, e.g. val_loss."""
+        """Read `value`, `seconds` and `test` of a complete or crashed run from metrics.jsonl and
+        result.json, save the first two in result.json and print them (with the text `note`).
+        metric: the name, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         values = [None, *(y for _, y in curve(records, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
@@ -72,6 +72,8 @@ class ChildRun:
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
         self.seconds = seconds[-1]
+        self.test = {name: x for record in records for name, x in record.items()
+                     if name.startswith("test_") and to_number(x) is not None}
         if not complete:
             with suppress(FileNotFoundError):  # UserError: that of a killed command was faster
                 lock_folder(self.folder).close()

@@ -8,9 +8,11 @@ without the change, so that the effect of the seed cancels. The interval is Stud
 is kept if all of the interval is an improvement. What improves a small model often does nothing for
 a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each change is
 compared at both sizes, and is kept if it is an improvement at both. The results are a table on the
-console and rows that are appended to results.tsv in the parent folder.
+console and rows that are appended to results.tsv in the parent folder; a second table has the
+numbers on the test data, if there are any.
 """
 
+import itertools
 import math
 import os
 import shlex
@@ -86,6 +88,20 @@ def make_table(results, n_seeds, config):
     return table
 
 
+def make_test_table(results):
+    """Return a table of the numbers on the test data, mean and spread over the seeds, of the
+    results {(size, change): {seed: ChildRun}}; only a header if there are none."""
+    table = [("change", "on test data", "runs", "mean", "spread")]
+    for (size, change), by_seed in results.items():
+        tests = [run.test for run in by_seed.values() if run.value is not None]
+        for name in dict.fromkeys(itertools.chain(*tests)):
+            values = [test[name] for test in tests if name in test]
+            spread = stdev(values) if len(values) > 1 else math.nan
+            table.append((label(size, change), name, f"{len(values)} of {len(by_seed)}",
+                          f"{fmean(values):.5g}", f"{spread:.5g}"))
+    return table
+
+
 def label(size, change):
     """Return the name of a setting in tables and folders, one line: `change`, or CHANGE at SIZE,
     with control characters escaped. size, change: texts of KEY=VALUE settings; size may be ""."""
@@ -139,6 +155,8 @@ def repeat(options, arguments):
     with open(path, "a", encoding="utf-8") as f:
         f.writelines("\t".join(line) + "\n" for line in lines)
     echo(f"Appended to {os.path.relpath(path)}")
+    if len(tested := make_test_table(runs)) > 1:
+        echo(format_table(tested))
     return int(all(run.value is None for run in in_order))
 
 
