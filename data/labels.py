@@ -141,33 +141,39 @@ def warn_if_few(counts):
 
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
-    (N, 2)} of `rows`, N LabelledTexts. Texts are cut to max_tokens. labels: indices in the list
-    `classes`, 0 for other labels. spans: indices of the first and last token of the evidence, -1 if
-    it is missing or cut."""
+    (N, 2)} of `rows`, N LabelledTexts. Texts are cut to max_tokens, including the tokens that the
+    tokenizer puts before and after a text. labels: indices in the list `classes`, 0 for other
+    labels. spans: indices of the first and last token of the evidence, -1 if it is missing or cut.
+    """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
+    n_before = len(tokenizer.start)
+    limit = max(0, max_tokens - n_before - len(tokenizer.end))
     tokens = []
     spans = np.full((len(rows), 2), -1, np.int64)
     for i, row in enumerate(rows):
         ids = tokenizer.encode_array(row.text)
-        tokens.append(ids[:max_tokens])
+        parts = tokenizer.start, ids[:limit], tokenizer.end
+        tokens.append(np.concatenate([np.array(part, ids.dtype) for part in parts]))
         if row.start is not None:
-            first, last = to_token_span(row, ids, token_bytes, tokenizer.normalize)
-            spans[i] = (first, last) if last < max_tokens else (-1, -1)
+            first, last = to_token_span(row, ids, token_bytes, tokenizer)
+            if first <= last < limit:  # a space alone may have no token
+                spans[i] = n_before + first, n_before + last
     lengths = np.array([*map(len, tokens)], np.int64)
     return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
                 lengths=lengths, spans=spans,
                 labels=np.array([index.get(row.label, 0) for row in rows], np.int64))
 
 
-def to_token_span(row, ids, token_bytes, normalize=str):
+def to_token_span(row, ids, token_bytes, tokenizer):
     """Return the indices (first, last) of the tokens of the evidence of `row`, a LabelledText that
-    has evidence. ids: (n,) of the text. token_bytes: (V,) number of bytes per id. normalize: the
-    tokenizer's function text -> text."""
+    has evidence. ids: (n,) of the text. token_bytes: (V,) number of bytes per id."""
+    if tokenizer.kind == "json":
+        starts, ends = tokenizer.offsets(row.text).T  # (n,) each, in characters
+        return int(np.searchsorted(ends, row.start, "right")), int(
+            np.searchsorted(starts, row.end, "left")) - 1
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
-    size, start, end = (len(normalize(row.text[:n]).encode())
-                        for n in (None, row.start, row.end))
-    ends += size - ends[-1]  # some tokenizers add a space before the text
+    start, end = (len(tokenizer.normalize(row.text[:n]).encode()) for n in (row.start, row.end))
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 
 

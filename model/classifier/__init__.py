@@ -148,7 +148,7 @@ class Classifier(nn.Module):
         self.config = shape
         self.spec = spec
         self.span_weight = span_weight
-        self.bidirectional = bidirectional
+        self.bidirectional = bidirectional or not shape.causal
         length = spec["max_tokens"] if shape.pos == "rope" else shape.block_size
         self.gpt = GPT(replace(shape, tie_weights=True, block_size=length), seed)
         self.head = self.end = self.start = self.ngrams = None
