@@ -252,13 +252,17 @@ class GPT(nn.Module):
 
     idx, targets: int64 (B, T). trunk() computes the states of the last layer, logits() the logits
     of states. seed: of the initial weights. token_bytes (n_vocab,), a numpy array: bytes of text
-    per id, for bits per byte.
+    per id, for bits per byte. is_backbone: only trunk() is used; otherwise SetupError is raised for
+    an encoder (causal: false), which has no logits.
     """
     block_class = Block  # other model types have other blocks
 
-    def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None):
+    def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None, is_backbone=False):
         super().__init__()
         c = self.config = config
+        if not c.causal and not is_backbone:
+            raise SetupError("causal: false: an encoder, such as BERT, is no language model; use "
+                             "it as the backbone (init_from) of classifiers")
         # The names are nanoGPT's: token and position embedding, blocks h, final norm, output layer.
         self.wte = Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
@@ -423,11 +427,8 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
     config: a TrainConfig, with the fields of `shape`, seed and gradient_checkpointing. data.spec: a
     dict with vocab_size and, for text, the tokenizer. kind: GPT, or a class with the same
-    arguments. shape: GPTConfig or a subclass. Raises SetupError for encoders (causal: false).
+    arguments. shape: GPTConfig or a subclass.
     """
-    if not config.causal:
-        raise SetupError("causal: false: an encoder, such as BERT, is no language model; use it as "
-                         "the backbone (init_from) of classifiers")
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
     if data.spec.get("tokenizer"):

@@ -49,7 +49,7 @@ def make(folder, name):
 
 def build(folder):
     state = read_model(str(folder))
-    model = GPT(GPTConfig(**state["model_args"])).eval()
+    model = GPT(GPTConfig(**state["model_args"]), is_backbone=True).eval()
     model.load_state_dict(state["model"])
     return model
 
