@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
 from runs import metrics
 from test_convert import assert_close, ids, shake
 
@@ -206,6 +205,6 @@ def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):
     assert "no language model" in capsys.readouterr().err
     assert convert.main(["--ckpt", path, "--to", str(tmp_path / "out")]) == 2
     assert "causal: False (there: True)" in capsys.readouterr().err
-    config = load_config(overrides=TINY | dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x")))
+    changes = dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x"), init_from=path, device="cpu")
     with pytest.raises(SetupError, match="no language model"):
-        train(config.replace(init_from=path))
+        train(load_config("train/config_test.yaml", overrides=changes))
