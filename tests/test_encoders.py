@@ -13,6 +13,7 @@ from data.prepare import labels as preparation
 from data.tokenizer import open_tokenizer
 from model import convert, sample
 from model.convert.foreign import read_model
+from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
 from train.base.errors import SetupError
 from train.config import load_config
@@ -196,6 +197,10 @@ def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     assert all(torch.equal(t, resumed["model"][name]) for name, t in state["model"].items())
     assert state["model_args"]["causal"] is False
     assert state["model_args"]["norm_position"] == "stream"
+    model, _ = load_model(str(tmp_path / "a" / "ckpt.pt"))
+    idx = ids(T=9) % 290
+    states = model.gpt.trunk(idx, mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))  # no causal mask
+    assert_close(model(idx, torch.tensor([9, 9, 9]))[0], model.head(states.mean(1)))
 
 
 def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):
@@ -205,6 +210,6 @@ def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):
     assert "no language model" in capsys.readouterr().err
     assert convert.main(["--ckpt", path, "--to", str(tmp_path / "out")]) == 2
     assert "causal: False (there: True)" in capsys.readouterr().err
-    changes = dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x"), init_from=path, device="cpu")
+    changes = dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x"), init_from=path)
     with pytest.raises(SetupError, match="no language model"):
         train(load_config("train/config_test.yaml", overrides=changes))

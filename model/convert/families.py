@@ -190,7 +190,7 @@ def read_fields(given, family):
         out[ours] = check_value(known_fields[ours], value, theirs)
     if "local_attention" in c:  # ModernBERT: half of these tokens on either side
         c |= dict(rope_theta=c["global_rope_theta"], rope_local_base_freq=c["local_rope_theta"],
-                  sliding_window=c["local_attention"] // 2 * 2 + 1)
+                  sliding_window=c["local_attention"])
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
