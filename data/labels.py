@@ -152,20 +152,24 @@ def warn_if_few(counts):
 
 def to_arrays(rows, tokenizer, classes, max_tokens):
     """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
-    (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens. labels:
-    indices in the list `classes`, 0 for other labels. spans: indices of the first and last token of
-    each span of the evidence, where spans with a token in common are one; -1 if it is missing or
-    cut."""
+    (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens, including
+    the tokens that the tokenizer puts before and after a text. labels: indices in the list
+    `classes`, 0 for other labels. spans: indices of the first and last token of each span of the
+    evidence, where spans with a token in common are one; -1 if it is missing or cut."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
+    n_before = len(tokenizer.start)
+    limit = max(0, max_tokens - n_before - len(tokenizer.end))
     tokens = []
     spans = []  # first, last, first, last, ... of each row
     for row in rows:
         ids = tokenizer.encode_array(row.text)
-        tokens.append(ids[:max_tokens])
-        merged = merge_spans(to_token_span(row.text, span, ids, token_bytes, tokenizer.normalize)
-                             for span in row.spans)
-        spans.append(merged if merged and merged[-1] < max_tokens else [])
+        parts = tokenizer.start, ids[:limit], tokenizer.end
+        tokens.append(np.concatenate([np.array(part, ids.dtype) for part in parts]))
+        found = [to_token_span(row.text, span, ids, token_bytes, tokenizer) for span in row.spans]
+        # A space alone may have no token.
+        is_whole = all(first <= last < limit for first, last in found)
+        spans.append([n_before + i for i in merge_spans(found)] if is_whole else [])
     lengths = np.array([*map(len, tokens)], np.int64)
     return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
                 lengths=lengths,
@@ -185,13 +189,15 @@ def merge_spans(spans):
     return merged
 
 
-def to_token_span(text, span, ids, token_bytes, normalize=str):
+def to_token_span(text, span, ids, token_bytes, tokenizer):
     """Return the indices (first, last) of the tokens of text[start:end], where span is (start,
-    end). ids: (n,) of the text. token_bytes: (V,) number of bytes per id. normalize: the
-    tokenizer's function text -> text."""
+    end). ids: (n,) of the text. token_bytes: (V,) number of bytes per id."""
+    if tokenizer.kind == "json":
+        starts, ends = tokenizer.offsets(text).T  # (n,) each, in characters
+        return int(np.searchsorted(ends, span[0], "right")), int(
+            np.searchsorted(starts, span[1], "left")) - 1
     ends = token_bytes[ids].cumsum()  # end of each token, in bytes
-    size, start, end = (len(normalize(text[:n]).encode()) for n in (None, *span))
-    ends += size - ends[-1]  # some tokenizers add a space before the text
+    start, end = (len(tokenizer.normalize(text[:n]).encode()) for n in span)
     return int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
 
 

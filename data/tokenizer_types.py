@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import itertools
 import json
 import re
 import sys
@@ -64,14 +63,16 @@ class Tokenizer:
     """Base class of the tokenizers: encode(text) -> ids, decode(ids) -> text.
 
     Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special ({text: id} of
-    special tokens), start ([id] of the tokens that begin a prompt, e.g. Llama's <s>). Subclasses
-    implement encode_array, bytes_of and spec.
+    special tokens), start ([id] of the tokens that begin a prompt, e.g. Llama's <s>), end ([id] of
+    the tokens after a text, e.g. BERT's [SEP]). Subclasses implement encode_array, bytes_of and
+    spec.
     """
     kind: str
     n_vocab: int
     eot_token: int | None
     special = {}
     start = []
+    end = []
     nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
@@ -249,7 +250,7 @@ class JsonTokenizer(Tokenizer):
         special = {i for i in self.special.values() if i != eot_token}
         self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
-        self.start = [i for i in find_start(content) if i < self.n_vocab]
+        self.start, self.end = ([i for i in ids if i < self.n_vocab] for ids in find_frame(content))
         is_id = type(eot_token) is int and eot_token in ids
         if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
@@ -272,6 +273,11 @@ class JsonTokenizer(Tokenizer):
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encoding, = (enc or self.enc).encode_batch_fast([clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
+
+    def offsets(self, text):
+        """Return an array (n, 2): the first character of each token of `text`, and the one after
+        the last. The tokens themselves may have a different text, e.g. in lower case."""
+        return np.array(self.enc.encode(clean(text), add_special_tokens=False).offsets)
 
     def decode_known(self, ids):
         # Decode after a space: Llama 2's tokenizer drops the first space of a text, and these ids
@@ -297,13 +303,22 @@ class JsonTokenizer(Tokenizer):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
 
 
-def find_start(content):
-    """Return the list of ids that begin every text according to `content`, the dict of a
-    tokenizer.json."""
+def find_frame(content):
+    """Return ([ids], [ids]) that `content`, the dict of a tokenizer.json, puts before and after
+    every text."""
+    before, after = [], []
     processor = content.get("post_processor") or {}
-    return [i for part in processor.get("processors", [processor])
-            for p in itertools.takewhile(lambda p: "SpecialToken" in p, part.get("single", []))
-            for i in part["special_tokens"][p["SpecialToken"]["id"]]["ids"]]
+    for part in processor.get("processors", [processor]):
+        if "cls" in part:  # BertProcessing, RobertaProcessing
+            before.append(part["cls"][1])
+            after.append(part["sep"][1])
+        ids = before
+        for piece in part.get("single", []):
+            if "SpecialToken" in piece:
+                ids += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+            else:
+                ids = after
+    return before, after
 
 
 def check_growth(content):

@@ -127,7 +127,7 @@ def qk_norm(c, n_head):
 def stream_norm(c, position):
     """Return the norm over C channels before ("pre") or after ("post") attention or MLP;
     nn.Identity if norm_position of the GPTConfig c does not include `position`."""
-    if c.norm_position not in (position, "both"):
+    if c.norm_position not in (position, "both", "stream" if position == "pre" else None):
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
@@ -177,7 +177,7 @@ class Attention(nn.Module):
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
-            k, v, mask = ops.limit_to_window(self.window, k, v, mask, q.size(2))
+            k, v, mask = ops.limit_to_window(self.window, k, v, mask, q.size(2), c.causal)
         y = ops.attend(q, k, v, c.dropout if self.training else 0.0, mask)  # (B, H, T, D)
         y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))  # heads side by side, (B, T, C)
         return ops.apply_dropout(y, c.dropout, self.training)
@@ -189,6 +189,7 @@ class MLP(nn.Module):
     ReLU, relu2 (arXiv:2109.08668)."""
 
     activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
+                       geglu_exact=F.gelu,
                        gelu=functools.partial(F.gelu, approximate="tanh"), gelu_exact=F.gelu,
                        relu2=lambda x: F.relu(x).square())
 
@@ -198,7 +199,7 @@ class MLP(nn.Module):
         # The gated forms have three matrices instead of two: 2/3 of n_hidden makes the
         # same number of weights.
         self.gate = None
-        if c.mlp in ("swiglu", "geglu"):
+        if "glu" in c.mlp:
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.up = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)
         self.down = nn.Linear(c.n_hidden, c.n_embd, bias=c.bias)
@@ -227,6 +228,9 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.attn = stream_norm(config, "pre"), Attention(config, layer)
         self.ln_2, self.mlp = stream_norm(config, "pre"), mlp(config)
+        # BERT: each norm replaces the stream; the norm of the embedding is the first block's ln_1.
+        self.norms_stream = config.norm_position == "stream"
+        self.norms_input = self.norms_stream or config.embed_norm and layer == 0
         self.gradient_checkpointing = "false"
 
     def forward(self, x, *context):
@@ -237,8 +241,10 @@ class Block(nn.Module):
                           **CHECKPOINTING[self.gradient_checkpointing])
 
     def compute(self, x, *context, **of_mlp):
-        x = x + self.attn(self.ln_1(x), *context)
-        return x + self.mlp(self.ln_2(x), **of_mlp)
+        y = self.ln_1(x)
+        x = (y if self.norms_input else x) + self.attn(y, *context)
+        y = self.ln_2(x)
+        return (y if self.norms_stream else x) + self.mlp(y, **of_mlp)
 
 
 class GPT(nn.Module):
@@ -246,13 +252,17 @@ class GPT(nn.Module):
 
     idx, targets: int64 (B, T). trunk() computes the states of the last layer, logits() the logits
     of states. seed: of the initial weights. token_bytes (n_vocab,), a numpy array: bytes of text
-    per id, for bits per byte.
+    per id, for bits per byte. is_backbone: only trunk() is used; otherwise SetupError is raised for
+    an encoder (causal: false), which has no logits.
     """
     block_class = Block  # other model types have other blocks
 
-    def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None):
+    def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None, is_backbone=False):
         super().__init__()
         c = self.config = config
+        if not c.causal and not is_backbone:
+            raise SetupError("causal: false: an encoder, such as BERT, is no language model; use "
+                             "it as the backbone (init_from) of classifiers")
         # The names are nanoGPT's: token and position embedding, blocks h, final norm, output layer.
         self.wte = Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
@@ -309,8 +319,9 @@ class GPT(nn.Module):
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
         """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
-        sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
-        from 0; previous (B, T): the token before each, -1: none, default: from idx."""
+        sets positions and previous. Without one: mask, see Attention, default: causal; positions
+        (B, T), default: from 0; previous (B, T): the token before each, -1: none, default: from
+        idx."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:

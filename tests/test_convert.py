@@ -520,7 +520,7 @@ def test_pieces_of_a_text_keep_their_blanks(hf):
     assert ours.decode(ids) == "".join(ours.decode([i]) for i in ids) == f" {text}"
     assert ours.n_vocab == rows == theirs.get_vocab_size() - 1
     span = text.index("fox"), text.index("fox") + 3
-    first, last = to_token_span(text, span, ids, ours.token_bytes())
+    first, last = to_token_span(text, span, ids, ours.token_bytes(), ours)
     assert ours.decode(ids[first:last + 1]).strip() == "fox"
 
 

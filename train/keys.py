@@ -185,7 +185,7 @@ class GPTKeys:
     pos: str = key("rope", "rotary (half-split) or learned positions", choices=["rope", "learned"])
     rope_theta: float = key(10000.0, "base of the rotary frequencies", gt=0, needs="pos=rope")
     mlp: str = key("swiglu", "feed-forward layer; gelu is GPT-2's, gelu_exact nanoGPT's",
-                   choices=["swiglu", "geglu", "gelu", "gelu_exact", "relu2"])
+                   choices=["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu2"])
     tie_weights: bool = key(True, "share the token embedding with the output layer")
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the previous token (bigram features)")
@@ -195,7 +195,11 @@ class GPTKeys:
     qkv_bias: bool = key(False, "biases in queries, keys and values, also with bias: false")
     qk_norm_type: str = key("plain", "weights of qk_norm", needs="qk_norm",
                             choices=["plain", "head", "all"])
-    norm_position: str = key("pre", "position of the norms", choices=["pre", "post", "both"])
+    norm_position: str = key("pre", "position of the norms; stream: BERT's, which normalise the "
+                             "residual stream", choices=["pre", "post", "both", "stream"])
+    embed_norm: bool = key(False, "normalise the embedding, in place of the first norm of a layer")
+    causal: bool = key(True, "a token sees only earlier ones; false: an encoder (BERT), which is a "
+                             "backbone of classifiers")
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
     window: int | None = key(None, "tokens that a layer of type W sees", ge=1,

@@ -95,7 +95,9 @@ def prepare_labels(args):
         echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
     n_rows = {split: len(part) for split, part in splits.items()}
     warn_if_few(n_rows)
-    start = f" --init_from {shlex.quote(args.tokenizer)}" if args.tokenizer.endswith(".pt") else ""
+    is_model = args.tokenizer.endswith(".pt") or args.tokenizer.startswith("hf:") or os.path.exists(
+        os.path.join(args.tokenizer, "config.json"))
+    start = f" --init_from {shlex.quote(args.tokenizer)}" if is_model else ""
     report(out, {split: dict(rows=n) for split, n in n_rows.items()}, "configs/classifier", start)
 
 

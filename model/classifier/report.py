@@ -103,8 +103,10 @@ def load_rows(args, model, tokenizer):
         arrays = labels.open_labels(path, args.split, model.spec)
         if not len(arrays[0]):
             raise DataError(f"{path}: {args.split} has no rows; choose another --split")
+        n_before, n_after = len(tokenizer.start), len(tokenizer.end)
         return arrays, [dict(
-            id=i, text=tokenizer.decode(row[:n]), true_label=names[label] if names else None,
+            id=i, text=tokenizer.decode(row[n_before:n - n_after]),
+            true_label=names[label] if names else None,
             true_evidence=decode_spans(tokenizer, row, spans))
             for i, (row, n, label, spans) in enumerate(zip(*arrays))]
     rows = labels.read_labelled_texts(args.data, args)

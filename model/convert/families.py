@@ -12,6 +12,7 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 
+from model.convert.tensors import ROBERTA_POSITIONS
 from model.core.shape import check_value
 from train.base.errors import CheckpointError
 from train.base.fields import fields_by_name
@@ -29,6 +30,10 @@ GEMMA_KEYS = KEYS | dict(mlp="hidden_activation")
 GPT2_KEYS = dict(max_positions="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
                  n_hidden="n_inner", mlp="activation_function", norm_eps="layer_norm_epsilon",
                  vocab_size="vocab_size", tie_weights="tie_word_embeddings")
+BERT_KEYS = {n: k for n, k in KEYS.items() if n not in ("n_kv_head", "head_dim", "rope_theta")} | {
+    "norm_eps": "layer_norm_eps"}
+MODERNBERT_KEYS = BERT_KEYS | dict(mlp="hidden_activation", rope_theta="global_rope_theta",
+                                   norm_eps="norm_eps")
 MIXTRAL_KEYS = KEYS | dict(expert_hidden="intermediate_size", n_experts="num_local_experts",
                            experts_per_token="num_experts_per_tok")
 QWEN3_MOE_KEYS = KEYS | dict(n_experts="num_experts", experts_per_token="num_experts_per_tok",
@@ -42,14 +47,16 @@ NANOGPT_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "block_si
 USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar",
         "sliding_window", "use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
         "max_window_layers", "layer_types", "no_rope_layers", "no_rope_layer_interval",
-        "num_local_experts"}
-ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=True)
+        "num_local_experts", "local_attention", "local_rope_theta", "global_attn_every_n_layers"}
+ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=True,
+            position_embedding_type="absolute")
 HARMLESS = re.compile(
     r"_\w+|architectures|model_type|(torch_)?dtype|transformers\W?\w+|\w+_token_id|use_cache|n_ctx|"
-    r"initializer_range|\w+_(dropout|pdrop)|pretraining_tp|cache_implementation|unsloth_\w+|"
+    r"initializer_\w+|\w+_(dropout(_prob)?|pdrop)|pretraining_tp|cache_implementation|unsloth_\w+|"
     r"is_llama_config|router_\w+_coef|summary_\w+|task_specific_params|predict_special_tokens|"
     r"output_(past|attentions|hidden_states|router_logits)|id2label|label2id|"
-    r"gradient_checkpointing|max_sequence_length")
+    r"gradient_checkpointing|max_sequence_length|type_vocab_size|(classifier|decoder|sparse)_\w+|"
+    r"reference_compile|repad_logits_with_grad|deterministic_flash_attn")
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
@@ -65,7 +72,8 @@ class Family:
     keys: {our field: key of config.json}. values: {our field: [values]} of these models, if not the
     default. defaults: {key: the meaning if it is missing}. layers: the letters that layer_types may
     have. activations: {name there: our mlp}. constants: {key: value} that is always written.
-    experts: whether it is a mixture of experts.
+    experts: whether it is a mixture of experts. is_encoder: whether it is a backbone for
+    classifiers, which is read and not written.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -75,6 +83,7 @@ class Family:
     activations: dict = field(default_factory=lambda: {"silu": "swiglu"})
     constants: dict = field(default_factory=dict)
     experts: bool = False
+    is_encoder: bool = False
 
     @property
     def config_class(self):
@@ -86,6 +95,10 @@ class Family:
 QK_NORMS = dict(qk_norm=[True], qk_norm_type=["head", "plain"])
 WINDOWS = dict(sliding_window=4096, max_window_layers=28)
 ALL_WINDOWS = dict(sliding_window=4096, use_sliding_window=True, max_window_layers=0)
+BERT = Family("BertModel", BERT_KEYS, activations={"gelu": "gelu_exact", "gelu_new": "gelu"},
+              values=dict(norm=["layer"], pos=["learned"], bias=[True], causal=[False],
+                          norm_position=["stream"]), is_encoder=True,
+              defaults=dict(tie_word_embeddings=True, hidden_act="gelu", layer_norm_eps=1e-12))
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", values=dict(qkv_bias=[True]), layers="FW",
@@ -117,8 +130,18 @@ FAMILIES = {
                    activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
                                 "gelu": "gelu_exact"},
                    constants=dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+    "bert": BERT, "roberta": BERT, "xlm-roberta": BERT,
+    "modernbert": Family(
+        "ModernBertModel", MODERNBERT_KEYS, layers="FW", activations={"gelu": "geglu_exact"},
+        values=dict(norm=["layer"], causal=[False], embed_norm=[True]), is_encoder=True,
+        defaults=dict(tie_word_embeddings=True, global_rope_theta=160_000.0, norm_eps=1e-5,
+                      local_rope_theta=10000.0, local_attention=128, hidden_activation="gelu",
+                      global_attn_every_n_layers=3)),
     "nanogpt": Family("nanoGPT", NANOGPT_KEYS, defaults=dict(bias=True, dropout=0.0), values=dict(
         norm=["layer"], pos=["learned"], bias=[True, False], mlp=["gelu_exact"]))}
+
+
+WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and not family.is_encoder]
 
 
 # -----------------------------------------------------------------------------
@@ -134,6 +157,8 @@ def read_config(c, path):
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{path}: model_type {kind!r}: expected {', '.join(FAMILIES)}")
     try:
+        if "roberta" in kind:  # the first positions are not used
+            c = c | dict(max_position_embeddings=c["max_position_embeddings"] - ROBERTA_POSITIONS)
         return kind, read_fields(c, FAMILIES[kind])
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -163,6 +188,9 @@ def read_fields(given, family):
             raise CheckpointError(f"{theirs}: {value!r}, expected {[*family.activations]}")
         value = family.activations[value] if ours == "mlp" else value
         out[ours] = check_value(known_fields[ours], value, theirs)
+    if "local_attention" in c:  # ModernBERT: half of these tokens on either side
+        c |= dict(rope_theta=c["global_rope_theta"], rope_local_base_freq=c["local_rope_theta"],
+                  sliding_window=c["local_attention"])
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
     if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
@@ -181,7 +209,7 @@ def read_attention(c, family, out):
     """Add the fields of layer types, windows, rotary positions and scales to the dict `out` of
     fields, in place, from c, the dict in a config.json with defaults. Raises CheckpointError for
     unsupported options."""
-    head_dim = out["head_dim"] or out["n_embd"] // out["n_head"]
+    head_dim = out.get("head_dim") or out["n_embd"] // out["n_head"]
     if head_dim % 2:
         raise CheckpointError(f"head_dim: {head_dim}, expected an even number")
     letters = read_layers(c, out["n_layer"])
@@ -217,6 +245,8 @@ def read_layers(c, n):
     every = c.get("_sliding_window_pattern", c.get("sliding_window_pattern"))
     if types is None and every:
         types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
+    elif types is None and (every := c.get("global_attn_every_n_layers")):  # ModernBERT
+        types = ["sliding_attention" if i % every else "full_attention" for i in range(n)]
     elif types is None:
         first = c.get("max_window_layers", 0) if c.get("use_sliding_window") else n
         types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
@@ -256,7 +286,7 @@ def upgrade_fields(config_json):
 # -----------------------------------------------------------------------------
 # writing a config.json
 
-def find_family(shape, path, kinds=tuple(k for k in FAMILIES if k != "nanogpt")):
+def find_family(shape, path, kinds=WRITTEN):
     """Return the model_type, a key of FAMILIES and one of `kinds`, that computes the same as the
     GPTConfig or MoEConfig `shape`. Raises CheckpointError, with the options that the closest one
     does not have. path: of the model, for messages."""

@@ -75,7 +75,7 @@ def check_complete(path, weights, shape):
     try:
         check_shape(shape, weights)
         with torch.device("meta"):
-            wanted = model_class(shape).state_dict()
+            wanted = model_class(shape, is_backbone=True).state_dict()
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
     check_match(weights, wanted, path, dtypes=False)

@@ -34,9 +34,30 @@ GPT2 = {"lm_head": "lm_head", "h.{}.attn.qkv": "transformer.h.{}.attn.c_attn",  
         "h.{}.attn.o": "transformer.h.{}.attn.c_proj", "h.{}.mlp.up": "transformer.h.{}.mlp.c_fc",
         "h.{}.mlp.down": "transformer.h.{}.mlp.c_proj",
         **{n: f"transformer.{n}" for n in ("wte", "wpe", "ln_f", "h.{}.ln_1", "h.{}.ln_2")}}
+BERT = {"wte": "model.embeddings.word_embeddings", "wpe": "model.embeddings.position_embeddings",
+        "token_type": "model.embeddings.token_type_embeddings",
+        "h.0.ln_1": "model.embeddings.LayerNorm",
+        "h.{}.ln_2": "model.encoder.layer.{}.attention.output.LayerNorm",
+        "h.{}.out": "model.encoder.layer.{}.output.LayerNorm",
+        "h.{}.attn.o": "model.encoder.layer.{}.attention.output.dense",
+        "h.{}.mlp.up": "model.encoder.layer.{}.intermediate.dense",
+        "h.{}.mlp.down": "model.encoder.layer.{}.output.dense",
+        **{f"h.{{}}.attn.{n[0]}": f"model.encoder.layer.{{}}.attention.self.{n}"
+           for n in ("query", "key", "value")}}
+MODERNBERT = {"wte": "model.embeddings.tok_embeddings", "h.0.ln_1": "model.embeddings.norm",
+              "ln_f": "model.final_norm", "h.{}.ln_1": "model.layers.{}.attn_norm",
+              "h.{}.ln_2": "model.layers.{}.mlp_norm", "h.{}.attn.qkv": "model.layers.{}.attn.Wqkv",
+              "h.{}.attn.o": "model.layers.{}.attn.Wo", "h.{}.mlp.glu": "model.layers.{}.mlp.Wi",
+              "h.{}.mlp.down": "model.layers.{}.mlp.Wo"}
+# Encoders also have output layers, for which a classifier has others.
+ENCODER_HEADS = re.compile(r"(cls|lm_head|head|decoder|classifier|qa_outputs|(\w+\.)?pooler)\.|"
+                           r".*\.position_ids$")
+CONCATENATED = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "mlp.glu": ("mlp.gate", "mlp.up")}
 NAMES = {"llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA | QK_NORM, "mistral": LLAMA,
          "gemma3_text": GEMMA3, "olmo2": OLMO2, "smollm3": LLAMA, "mixtral": MIXTRAL,
-         "qwen3_moe": QWEN3_MOE | QK_NORM, "gpt2": GPT2, "nanogpt": GPT2}
+         "qwen3_moe": QWEN3_MOE | QK_NORM, "gpt2": GPT2, "nanogpt": GPT2,
+         "bert": BERT, "roberta": BERT, "xlm-roberta": BERT, "modernbert": MODERNBERT}
+ROBERTA_POSITIONS = 2  # rows of the position embedding before that of the first token
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 
@@ -101,8 +122,10 @@ def write_weights(weights, shape, kind):
 
 def read_weights(tensors, kind, path):
     """Return {our name: tensor} of `tensors` {name in transformers or nanoGPT: tensor}, with
-    separate q, k, v and the vocabulary padded to a multiple of 128 rows, without buffers. Unknown
-    names stay. kind: a key of NAMES. Raises CheckpointError, with `path`, for shapes that cannot be
+    separate q, k, v and the vocabulary padded to a multiple of 128 rows, without buffers and the
+    output layers of encoders. Unknown names stay.
+
+    kind: a key of NAMES. Raises CheckpointError, with `path`, for shapes that cannot be
     split."""
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
@@ -115,14 +138,22 @@ def read_weights(tensors, kind, path):
                 if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name):
                     continue
                 name = re.sub(r"^(model\.)?language_model\.", "", name)
+            if "bert" in kind:
+                if ENCODER_HEADS.match(name):
+                    continue
+                name = re.sub(r"^(bert|roberta)\.", "", name)
+                name = name.replace(".gamma", ".weight").replace(".beta", ".bias")  # of old files
             name = name if name.startswith(("lm_head.", root)) else root + name
             name = rename(name, names, known_only=False)
             if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
                 t = t.t()  # of (in, out)
-            parts = "qkv" if ".attn.qkv." in name else [""]
-            out |= {name.replace("qkv", part): piece.contiguous()
+            whole = next((part for part in CONCATENATED if f".{part}." in name), "")
+            parts = CONCATENATED.get(whole, [""])
+            out |= {name.replace(whole, part): piece.contiguous()
                     for part, piece in zip(parts, t.chunk(len(parts)))}
         out = stack_experts(out)
+        if NAMES[kind] is BERT:
+            out = fold_bert(out, "roberta" in kind)
         for name in EMBEDDINGS:
             if name in out:
                 out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
@@ -131,6 +162,22 @@ def read_weights(tensors, kind, path):
                               f"names: {error}") from None
     if kind == "gemma3_text":
         out = {n: t.float() + 1 if t.dim() == 1 else t for n, t in out.items()}
+    return out
+
+
+def fold_bert(weights, is_roberta):
+    """Return `weights` {our name: tensor} of a BERT without the parts that a GPTConfig lacks: the
+    embedding of the first segment becomes a part of that of the positions, and the norm after a
+    layer ("out") that before the next one, which with norm_position "stream" is the same. Raises
+    KeyError if one is missing."""
+    out = {n: t for n, t in weights.items() if not n.startswith("token_type") and ".out." not in n}
+    first = ROBERTA_POSITIONS if is_roberta else 0
+    out["wpe.weight"] = out["wpe.weight"][first:] + weights["token_type.weight"][0]
+    for name in weights.keys() - out.keys() - {"token_type.weight"}:
+        _, layer, _, part = name.split(".")
+        after = int(layer) + 1
+        norm = f"h.{after}.ln_1" if f"h.{after}.out.weight" in weights else "ln_f"
+        out[f"{norm}.{part}"] = weights[name]
     return out
 
 

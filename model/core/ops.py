@@ -391,18 +391,18 @@ def attend_one(q, k, v, mask):
     return torch.bmm(p, v).view(B, H, 1, D).to(q.dtype)
 
 
-def limit_to_window(window, k, v, mask, T):
+def limit_to_window(window, k, v, mask, T, causal=True):
     """Return (k, v, mask) for attend() such that each query sees only the last `window` keys up to
-    the key at the same position (sliding-window attention). T: number of queries, at the last T
-    positions. k, v (B, G, S, D), cut if possible; mask: true where a query sees a key, None:
-    causal."""
+    the key at the same position (sliding-window attention), or without `causal` those at a distance
+    of at most window // 2. T: number of queries, at the last T positions. k, v (B, G, S, D), cut if
+    possible; mask: true where a query sees a key, None: causal."""
     S = k.size(2)
     if S <= window and (mask is None or T in (1, mask.size(2))):
         return k, v, mask
     index = torch.arange(S, device=k.device)
     if T > 1:
         distance = index[S - T:, None] - index  # (T, S)
-        band = (distance >= 0) & (distance < window)
+        band = (distance >= 0) & (distance < window) if causal else distance.abs() <= window // 2
         return k, v, band[None, None] if mask is None else mask & band
     if mask is None:
         return k[:, :, -window:], v[:, :, -window:], None

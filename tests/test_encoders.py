@@ -1,0 +1,215 @@
+"""BERT, RoBERTa and ModernBERT as backbones of classifiers, with `transformers` as the oracle."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from runs import metrics
+from test_convert import assert_close, ids, shake
+
+from data.labels import LabelledText, to_arrays
+from data.prepare import labels as preparation
+from data.tokenizer import open_tokenizer
+from model import convert, sample
+from model.convert.foreign import read_model
+from model.core.load import load_model
+from model.gpt import GPT, GPTConfig
+from train.base.errors import SetupError
+from train.config import load_config
+from train.train import train
+
+hf = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+load_file, save_file = (pytest.importorskip("safetensors.torch").__dict__[name]
+                        for name in ("load_file", "save_file"))
+SIZE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=300, max_position_embeddings=66, pad_token_id=0, bos_token_id=0,
+            eos_token_id=2)
+FAMILIES = {  # class of the configuration, of the model, and changes
+    "bert": ("BertConfig", "BertModel", {}),
+    "bert-masked-lm": ("BertConfig", "BertForMaskedLM", dict(hidden_act="gelu_new")),
+    "roberta": ("RobertaConfig", "RobertaForSequenceClassification", dict(pad_token_id=1)),
+    "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaModel", dict(pad_token_id=1)),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", dict(local_attention=8)),
+    "modernbert-odd": ("ModernBertConfig", "ModernBertModel", dict(local_attention=11))}
+TEXTS = ["The parser READS a file; it returns None.", "Import os, then open the file again!"] * 20
+
+
+def make(folder, name):
+    """A folder with random weights, and the model of `transformers` in it."""
+    hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
+    config, kind, changes = FAMILIES[name]
+    torch.manual_seed(5)
+    model = shake(getattr(hf, kind)(getattr(hf, config)(**SIZE | changes)))
+    model.save_pretrained(folder)
+    return model
+
+
+def build(folder):
+    state = read_model(str(folder))
+    model = GPT(GPTConfig(**state["model_args"]), is_backbone=True).eval()
+    model.load_state_dict(state["model"])
+    return model
+
+
+@torch.no_grad()
+def compare(ours, theirs):
+    """The states of three texts of different lengths, in one batch."""
+    idx = ids(T=40) // 2 + 3
+    mask = torch.arange(40) < torch.tensor([40, 25, 3])[:, None]
+    first = 2 if "roberta" in theirs.config.model_type else 0  # its positions after `pad_token_id`
+    more = dict(position_ids=torch.arange(first, first + 40).expand(3, -1)) if first else {}
+    wanted = theirs.base_model(input_ids=idx, attention_mask=mask.long(), **more).last_hidden_state
+    assert_close(ours.trunk(idx, mask=mask[:, None, None])[mask], wanted[mask])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_states_are_those_of_transformers(name, tmp_path):
+    theirs = make(tmp_path, name)
+    compare(build(tmp_path), theirs)
+
+
+def test_files_of_older_versions_are_read(tmp_path):
+    """Google's BERT has gamma and beta, ModernBERT of 2024 has a number of layers per full one."""
+    theirs = make(tmp_path / "bert", "bert-masked-lm")
+    file = tmp_path / "bert" / "model.safetensors"
+    save_file({n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"): t for n, t in load_file(file).items()}, file)
+    compare(build(tmp_path / "bert"), theirs)
+    theirs = make(tmp_path / "modern", "modernbert")
+    path = tmp_path / "modern" / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    assert config.pop("layer_types") == [f"{'full' if i % 3 == 0 else 'sliding'}_attention"
+                                         for i in range(4)]
+    path.write_text(json.dumps(config | dict(
+        global_attn_every_n_layers=3, global_rope_theta=rope["full_attention"]["rope_theta"],
+        local_rope_theta=rope["sliding_attention"]["rope_theta"])))
+    compare(build(tmp_path / "modern"), theirs)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(position_embedding_type="relative_key"), "position_embedding_type: 'relative_key'"),
+    (dict(hidden_act="relu"), "'relu', expected"), (dict(is_decoder=True), "is_decoder: True"),
+    (dict(num_hidden_layers=5), "h.4")])
+def test_what_no_encoder_here_computes_is_refused(changes, message, tmp_path, capsys):
+    make(tmp_path, "bert")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert convert.main(["--ckpt", str(tmp_path), "--to", str(tmp_path / "o.pt")]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# tokenizers
+
+def save_tokenizer(folder, kind):
+    """WordPiece in lower case, with [CLS] and [SEP]; or byte pairs with RoBERTa's <s> and </s>."""
+    special = ["<s>", "<pad>", "</s>"]
+    if kind == "bert":
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = tokenizers.normalizers.BertNormalizer()
+        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        made.decoder = tokenizers.decoders.WordPiece()
+        trainer = tokenizers.trainers.WordPieceTrainer
+        frame = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    else:
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer
+        frame = tokenizers.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    made.train_from_iterator(TEXTS, trainer(vocab_size=290, special_tokens=special,
+                                            show_progress=False))
+    made.post_processor = frame
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_text_is_framed_and_the_evidence_found(kind, tmp_path):
+    theirs = save_tokenizer(tmp_path, kind)
+    ours = open_tokenizer(str(tmp_path))
+    text = TEXTS[0]
+    wanted = theirs.encode(text)
+    start, end = text.index("READS"), text.index("READS a") + len("READS a")
+    rows = [LabelledText(text, "a", ((a, b),), "")
+            for a, b in ((start, end), (len(text) - 1, len(text)))]
+    arrays = to_arrays(rows, ours, ["a"], 512)
+    assert arrays["tokens"][0].tolist() == wanted.ids
+    inside = [i for i, (a, b) in enumerate(wanted.offsets) if a < end and b > start]
+    assert arrays["spans"].tolist() == [[inside[0], inside[-1]], [len(wanted.ids) - 2] * 2]
+    assert ours.decode(wanted.ids[inside[0]:inside[-1] + 1]).strip().lower() == "reads a"
+    # Cut: the text becomes shorter, the last token stays, and the evidence of the second is lost.
+    cut = to_arrays(rows, ours, ["a"], len(wanted.ids) - 1)
+    assert cut["tokens"][0].tolist() == wanted.ids[:-2] + wanted.ids[-1:]
+    assert cut["spans"].tolist() == [[inside[0], inside[-1]], [-1, -1]]
+
+
+def test_a_space_alone_is_no_evidence_of_a_tokenizer_without_spaces(tmp_path):
+    save_tokenizer(tmp_path, "bert")
+    row = LabelledText(TEXTS[0], "a", ((3, 4),), "")
+    arrays = to_arrays([row], open_tokenizer(str(tmp_path)), ["a"], 512)
+    assert arrays["spans"].tolist() == [[-1, -1]]
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A BERT with a tokenizer, and a folder of labelled texts prepared with it."""
+    folder = tmp_path_factory.mktemp("encoder")
+    make(folder / "bert", "bert")
+    save_tokenizer(folder / "bert", "bert")
+    rng = np.random.default_rng(0)
+    words = "the parser reads a file import os open again returns none then".split()
+    rows = []
+    for i in range(120):
+        text = " ".join(rng.choice(words, 12)) + (" good" if i % 2 else " bad")
+        rows.append(dict(text=text, label="ab"[i % 2], evidence=text.split()[-1]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = folder / "data"
+    assert preparation.main([str(folder / "rows.jsonl"), "--out", str(out),
+                             "--tokenizer", str(folder / "bert")]) == 0
+    return folder
+
+
+def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
+    """With the shape of the weights; the same bits after a stop."""
+    def start(out, **changes):
+        config = load_config("train/configs/classifier.yaml", overrides=dict(
+            data_dir=str(encoder / "data"), init_from=str(encoder / "bert"), out_dir=str(out),
+            ngrams=0, bidirectional=False, max_epochs=None, eval_interval=15,
+            warmup_iters=3, learning_rate=3e-3, num_threads=1, dtype="float32", **changes))
+        return train(config)
+    start(tmp_path / "a", max_iters=30)
+    start(tmp_path / "b", max_iters=17)
+    start(tmp_path / "b", max_iters=30)
+    losses = [line["val_label_loss"] for line in metrics(tmp_path / "a") if "val_loss" in line]
+    assert losses[0] > 0.6 and losses[-1] < 0.35
+    state, resumed = (torch.load(tmp_path / name / "ckpt.pt", weights_only=True) for name in "ab")
+    assert all(torch.equal(t, resumed["model"][name]) for name, t in state["model"].items())
+    assert state["model_args"]["causal"] is False
+    assert state["model_args"]["norm_position"] == "stream"
+    model, _ = load_model(str(tmp_path / "a" / "ckpt.pt"))
+    idx = ids(T=9) % 290
+    states = model.gpt.trunk(idx, mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))  # no causal mask
+    assert_close(model(idx, torch.tensor([9, 9, 9]))[0], model.head(states.mean(1)))
+
+
+def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):
+    make(tmp_path / "bert", "bert")
+    path = str(tmp_path / "bert")
+    assert sample.main(["--ckpt", path, "--tokenizer", "byte"]) == 2
+    assert "no language model" in capsys.readouterr().err
+    assert convert.main(["--ckpt", path, "--to", str(tmp_path / "out")]) == 2
+    assert "causal: False (there: True)" in capsys.readouterr().err
+    changes = dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x"), init_from=path)
+    with pytest.raises(SetupError, match="no language model"):
+        train(load_config("train/config_test.yaml", overrides=changes))
