@@ -386,11 +386,10 @@ def find_drift(tensors, ranks):
     differ between ranks, or that only some ranks have. All ranks must call."""
     if ranks.world_size == 1:
         return []
-    every_rank = gather_to_rank0({name: add_bits(t) for name, t in tensors.items()
-                                  if not is_sharded(t)}, ranks)
-    return broadcast_from_rank0(lambda: sorted({
-        name for sums in every_rank for name in sums.keys() | every_rank[0].keys()
-        if sums.get(name) != every_rank[0].get(name)}), ranks)
+    every_rank = gather_objects({name: add_bits(t) for name, t in tensors.items()
+                                 if not is_sharded(t)}, ranks)
+    return sorted({name for sums in every_rank for name in sums.keys() | every_rank[0].keys()
+                   if sums.get(name) != every_rank[0].get(name)})
 
 
 def add_bits(tensor):

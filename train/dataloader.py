@@ -272,7 +272,7 @@ class DataLoader(Loader):
                  vocab_size: int | None = None):
         if min(batch_size, block_size, world_size) < 1 or not 0 <= rank < world_size:
             raise DataError(f"batch_size {batch_size}, block_size {block_size}, rank {rank} of "
-                            f"{world_size}: expected sizes of at least 1 and a rank below the last")
+                            f"{world_size}: expected sizes of at least 1 and a rank below it")
         self.stream = open_stream(str(data_dir), split, vocab_size, least=block_size + 1)
         self.n_tokens = self.stream.n_tokens
         self.dtype = self.stream.dtype.name
