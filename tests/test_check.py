@@ -150,8 +150,8 @@ FAULTS = {
         "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)\n"
         "        self.unused = nn.Parameter(torch.zeros(3))", "gradients", ()),
     "a part that is zero at first and that decoding does not have": (
-        "model/gpt.py", "        x = x + self.attn(self.ln_1(x), *context)",
-        "        x = x + self.attn(self.ln_1(x), *context)\n"
+        "model/gpt.py", "        x = (y if self.norms_input else x) + self.attn(y, *context)",
+        "        x = (y if self.norms_input else x) + self.attn(y, *context)\n"
         "        x = x + self.shift * (x if context[1] else x.roll(1, 1).tril(-1))", "decoding",
         ("--learning_rate", "1e-4")),
     "an optimizer with other weights for evaluation": (

@@ -496,9 +496,9 @@ NOT_FREE = [n for n, f in FIELDS.items()
             if not (f.metadata.get("free") or f.metadata.get("start"))]
 
 
-# Another model needs a file of that name: see test_own_system.py. A family is more than a value.
+# Another model needs a file of that name: see test_own_system.py. An encoder is no GPT.
 @pytest.mark.matrix(51)
-@pytest.mark.parametrize("key", [k for k in NOT_FREE if k not in ("model", "family")])
+@pytest.mark.parametrize("key", [k for k in NOT_FREE if k not in ("model", "causal")])
 def test_a_changed_key_is_refused_unless_allowed(out, data_dir, key):
     """each configuration key that changes what is computed, changed on resume -> refused with old
     and new value, nothing on disk changed"""

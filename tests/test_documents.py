@@ -181,9 +181,9 @@ DATA = ["dataset_name'; prepare the data once, with `python -m data.prepare.chat
         "and name the folder, data_dir"]
 REFUSED = [
     (3, MEMORY + MEMORY_DATA, [*DATA, "'dataset_split'; it is an option of data.prepare.chat, "
-                               "--split", "'text_field'; it is an option", "3 problems"]),
+                               ":SPLIT", "'text_field'; it is an option", "3 problems"]),
     (3, "training:\n  dataset_name: OWNER/TEXTS\n  dataset_subset: en\n  text_field: text\n"
-        "  training_mode: pretraining\n", [*DATA, "data.prepare hf:NAME` (texts)", "--subset SUB"]),
+        "  training_mode: pretraining\n", [*DATA, "hf:NAME` (texts)", "hf:NAME:SUBSET"]),
     (3, "training:\n  dataset_name: OWNER/CHATS\n  dataset_split: train_sft\n"
         "  text_field: messages\n  training_mode: instruction_finetuning\n", DATA),
     (3, "training:\n  dataset_name: OWNER/CODE\n  text_field: [instruction, input, output]\n"
