@@ -180,8 +180,8 @@ def test_a_block_is_accepted_and_its_translation_printed(page, tmp_path, documen
 DATA = ["dataset_name'; prepare the data once, with `python -m data.prepare.chat NAME`",
         "and name the folder, data_dir"]
 REFUSED = [
-    (3, MEMORY + MEMORY_DATA, [*DATA, "'dataset_split'; it is an option of data.prepare.chat, "
-                               ":SPLIT", "'text_field'; it is an option", "3 problems"]),
+    (3, MEMORY + MEMORY_DATA, [*DATA, "'dataset_split'; it is a part of the name",
+                               "'text_field'; it is an option", "3 problems"]),
     (3, "training:\n  dataset_name: OWNER/TEXTS\n  dataset_subset: en\n  text_field: text\n"
         "  training_mode: pretraining\n", [*DATA, "hf:NAME` (texts)", "hf:NAME:SUBSET"]),
     (3, "training:\n  dataset_name: OWNER/CHATS\n  dataset_split: train_sft\n"
