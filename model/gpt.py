@@ -319,9 +319,8 @@ class GPT(nn.Module):
 
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
         """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
-        sets positions and previous. Without one: mask, see Attention, default: causal; positions
-        (B, T), default: from 0; previous (B, T): the token before each, -1: none, default: from
-        idx."""
+        sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
+        from 0; previous (B, T): the token before each, -1: none, default: from idx."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:

@@ -18,9 +18,8 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return the sums of a batch as one vector (n,), which can be added to those of other batches
-    and sent to other ranks: "count" (of `sums`, by default `count`), "loss" (the mean `loss` times
-    the count), then the others in `sums` {name: tensor}, sorted by name."""
+    """Return a batch's sums as one vector (n,), to be added over batches and ranks: "count"
+    (default: `count`), "loss" (the mean `loss` times count), then those of `sums`, by name."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -30,9 +29,8 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Return ({name: float64 CPU tensor}, list of numbers) from `vector`: a sum of vectors of
-    pack(), followed by further numbers, which are the list. sums: {name: tensor} of a batch, for
-    names and shapes. Waits for the device."""
+    """Return ({name: float64 CPU tensor}, list of the numbers that follow) from `vector`, a sum of
+    vectors of pack() and further numbers. sums: for names and shapes. Waits for the device."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
@@ -42,8 +40,7 @@ def unpack(vector, sums):
 
 def to_numbers(model, sums):
     """Return {name: number or `None`} for a log line: "loss" (`None` if the count is 0) and the
-    model's numbers(sums). sums: {name: tensor} over all batches; a mean of means would be wrong.
-    ValueError if numbers() uses a reserved name."""
+    model's numbers(sums); ValueError for a reserved name. sums: {name: tensor} over all batches."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}

@@ -100,8 +100,7 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a step, `record` {name: number}; max_iters and eta_s in it are for the console only.
-        """
+        """Log a step, `record` {name: number}; max_iters and eta_s are for the console only."""
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
         live = self.console.live
@@ -238,9 +237,8 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 
 def format_line(start, record, fields):
-    """Return `start` and the known fields of a record {name: number} as text: "iter 120: loss
-    3.2104, time 48.7ms, ...". fields: names in order; the constant OWN: the numbers that the model
-    defines."""
+    """Return `start` and the known fields of a record {name: number}: "iter 120: loss 3.2104, time
+    48.7ms, ...". fields: names in order; the constant OWN: the numbers that the model defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -300,8 +298,7 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, at the end of step `it`. batches: a
-        Prefetcher; call warn(text) if waiting for batches takes a large share of the time."""
+        """Return the mean seconds per step since the last lap; warn if batches.seconds is large."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

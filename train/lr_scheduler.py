@@ -12,8 +12,8 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then args.lr_schedule.
-    Cosine (arXiv:1608.03983), linear and wsd (arXiv:2404.06395) reach min_lr at lr_decay_iters.
-    args: a TrainConfig, or any object that read_schedule() accepts."""
+    Cosine (arXiv:1608.03983), linear and wsd (warm-up, stable, decay: linear in the last part,
+    arXiv:2404.06395) reach min_lr at lr_decay_iters. args: as for read_schedule()."""
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -28,7 +28,6 @@ def get_lr(it: int, args) -> float:
     decay_ratio = (it - warmup) / (end - warmup)  # from 0 to 1; the shapes fall from 1 to 0
     shapes = dict(
         cosine=0.5 * (1.0 + math.cos(math.pi * decay_ratio)), linear=1.0 - decay_ratio,
-        # warm-up, stable, decay: linear over the last part of the run
         wsd=min(1.0, (end - it) / max(1.0, min(c.wsd_decay * end, end - warmup))))
     return min_lr + shapes[c.lr_schedule] * (c.learning_rate - min_lr)
 

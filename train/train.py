@@ -106,9 +106,8 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: learning rate (default: by the
-    schedule). Return the mean loss. After a signal before the last micro-batch, return `None`
-    without a step."""
+    """Do one optimizer step on the global batch, on all ranks. lr: default, by the schedule. Return
+    the mean loss; `None`, without a step, after a signal before the last micro-batch."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -157,8 +156,7 @@ def train_step(run, lr=None):
     factor = n * run.full_count * world_size / totals[0].clamp(min=1e-9)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping
-    # The only place where the host waits for the device. From here on all ranks have the same
-    # numbers, so that every rank makes the same decision.
+    # The only wait for the device. From here on all ranks have the same numbers and decide alike.
     sums, (norm,) = unpack(torch.cat([totals, norm.to(totals.dtype).view(1)]), sums)
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
     update = True  # unless a spike or a float16 overflow skips it
@@ -195,8 +193,7 @@ def seed_step(seed, it, ranks):
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
     """Multiply the gradients of `optimizer` by `factor`, in place, then clip the global norm to
-    `max_norm` (0: off). Return the norm before clipping, a 0-dim tensor. With FSDP all ranks must
-    call."""
+    `max_norm` (0: off). Return the norm before clipping, 0-dim. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
@@ -231,9 +228,7 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Log a step if log_interval is reached, and add the loss to the mean for the next evaluation
-    line. Without effect if gradients overflowed (float16). lr: learning rate; norm: of the
-    gradients; sums: {name: tensor} over all ranks."""
+    """Log a step if log_interval is reached; add the loss to the mean of the next evaluation."""
     c = run.config
     p = run.progress
     it = p.iter_num

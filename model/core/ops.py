@@ -113,9 +113,8 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the final logits (..., V) for z (..., V), the output of the last layer; here z. To be
-    edited to change all losses and sampling, e.g. `return 30 * torch.tanh(z / 30)`: elementwise,
-    and not in place."""
+    """Return the logits (..., V) for z (..., V), the output of the last layer: z. An edit changes
+    all losses and sampling: `return 30 * torch.tanh(z / 30)`, elementwise and not in place."""
     return z
 
 
@@ -133,8 +132,7 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the number of rows, of n_columns float32 numbers each, per chunk of logits: the
-    largest power of two that fits in 256 MB (CPU: 32 MB); 256 if fewer than 128 fit."""
+    """Return the rows per chunk: a power of two that fits in 256 MB (CPU: 32), 256 if below 128."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -218,8 +216,7 @@ rms_norm_no_grad = functools.partial(RMSNorm.forward, None)
 
 
 def apply_dropout(x, p, training=True):
-    """Return F.dropout(x, p, training). In bfloat16 on a CPU, the mask has 16 random bits per
-    element, which is faster; p is rounded to a multiple of 2^-16."""
+    """Return F.dropout(x, p, training); in bfloat16 on a CPU with 16 random bits per element."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -228,9 +225,8 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), concatenated in the last
-    dimension. For many tokens it is one matrix product, with concatenated weights. In a model for
-    decoding, the first layer is a ConcatLinear of all (core/packed.py)."""
+    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), side by side: of many
+    tokens by one product. In a model for decoding, the first is a ConcatLinear (core/packed.py)."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
@@ -280,9 +276,8 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Return x (B, T, H, D) with rotary positions: element i of the last dimension is rotated with
-    i + D / 2, as in Hugging Face. rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2)
-    if positions differ by row."""
+    """Rotate x (B, T, H, D): element i of the last dimension with i + D / 2, as Hugging Face does.
+    rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -316,9 +311,8 @@ def offset_keys(k, mask=None, before=None):
 
 
 def attend(q, k, v, dropout=0.0, mask=None):
-    """Return causal attention (B, H, T, D) of queries q (B, H, T, D) to keys and values k, v (B, G,
-    S, D); query i is at position S - T + i. mask: None (causal) or (B, 1, T or 1, S), for T = 1
-    also (B, 1, S): true where a query sees a key."""
+    """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
+    G, S, D). mask (B, 1, T or 1, S), for T = 1 also (B, 1, S): true where a query sees a key."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)

@@ -74,8 +74,7 @@ class LineFile:
 
 
 def compact(n):
-    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k (k, M, B,
-    T)."""
+    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"
