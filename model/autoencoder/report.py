@@ -1,0 +1,95 @@
+"""Evaluation of a checkpoint of --model autoencoder, and predictions of rows."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model.autoencoder.data import design, fit_linear_path, open_features, shift_of
+from model.autoencoder.losses import correlation_sums, correlations, mean_correlation
+from model.core.load import load_model
+from train.base.cli import command
+from train.base.errors import echo
+from train.base.fields import key
+from train.evaluate import pack, to_numbers, unpack
+
+
+@torch.no_grad()
+def evaluate_rows(model, arrays, rows=1024):
+    """Return (metrics, correlations (D,) or `None`, outputs) of a MultimodalAutoencoder on all rows
+    of `arrays`, numpy arrays in the order of its forward(), in batches of `rows`.
+
+    metrics: {name: number}. correlations: per dimension of the target, `None` without a target.
+    outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
+    model has a target, the prediction of it in the units of the original array.
+    """
+    total = 0.0
+    parts = defaultdict(list)
+    for start in range(0, len(arrays[0]), rows):
+        batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
+        loss, sums = model(*batch)
+        total = total + pack(loss, sums, len(batch[0]))
+        x = model.standardise(batch)
+        z = model.encode(x)
+        parts["latent"].append(z)
+        if model.head is not None:
+            parts["prediction"].append(model.predict(x, z) * model.std_target + model.mean_target)
+    total, _ = unpack(total, sums)
+    metrics = dict(rows=len(arrays[0]), **to_numbers(model, total))
+    outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
+    if model.head is None:
+        return metrics, None, outputs
+    prediction = outputs["prediction"].astype(np.float64) + shift_of(model.spec, "target")
+    return metrics, correlations(total), outputs | dict(prediction=prediction)
+
+
+def evaluate_ridge(model, arrays):
+    """Return the correlations (D,) between the target and the prediction of the baseline, on
+    `arrays` from open_features(). The baseline is a ridge regression with the delays of `model`, a
+    MultimodalAutoencoder, fitted to the training rows of the data_dir of the model."""
+    weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
+    x, y = design(arrays, model.spec)
+    p = torch.from_numpy(x.reshape(len(x), -1)) @ weight.T.double() + bias
+    return correlations(correlation_sums(p, torch.from_numpy(y)))
+
+
+@dataclass
+class EvaluationOptions:
+    """Evaluate a checkpoint of a multimodal autoencoder, or predict rows with it."""
+    ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", path=True)
+    data_dir: str | None = key(None, "prepared features (default: the training data)",
+                               metavar="FOLDER", path=True)
+    split: str = key("val", "split to evaluate", choices=["train", "val"])
+    baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
+    to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
+                         path=True)
+    arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
+                             metavar="FILE.npz", path=True)
+
+
+def evaluate_checkpoint(args):
+    """Evaluate a checkpoint with the EvaluationOptions `args`: print the metrics and write the
+    requested files. Raises UserError."""
+    model, _ = load_model(args.ckpt, expect="autoencoder")
+    arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
+                           model.keys.delays)
+    metrics, r, outputs = evaluate_rows(model, arrays)
+    tables = dict(targets=r)
+    if args.baseline:
+        tables["ridge_targets"] = evaluate_ridge(model, arrays)
+        metrics["ridge"] = mean_correlation(tables["ridge_targets"])
+    for name, value in metrics.items():
+        echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
+    for name, values in tables.items():
+        if values is not None:
+            metrics[name] = [v if v == v else None for v in values.tolist()]
+    if args.to:
+        Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+    if args.arrays:
+        np.savez(args.arrays, **outputs)
+
+
+main = command(EvaluationOptions, evaluate_checkpoint, prog="model.autoencoder")
