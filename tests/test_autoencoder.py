@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,7 +174,7 @@ def test_labels_of_runs(tmp_path):
 @pytest.mark.parametrize("option", ["target", "runs"])
 def test_synthetic_data_have_their_own_target_and_runs(capsys, option):
     assert features.main(["--synthetic", f"--{option}", "x.npy"]) == 2
-    assert "without --target and --runs" in capsys.readouterr().err
+    assert "without --target, --runs and --subjects" in capsys.readouterr().err
 
 
 def test_synthetic_needs_every_modality():
@@ -532,6 +534,11 @@ def holes(tmp_path_factory):
     for name, array in dict(a=a, b=b, target=target, runs=runs).items():
         np.save(out / f"{name}.npy", array)
     features.prepare_features(dict(a=a, b=b), target, str(out / "data"), 0.2, runs)
+    # Subjects 2 and 5 in turn; each has a target of its own.
+    subjects = np.where(runs % 2, 5, 2)
+    np.save(out / "subjects.npy", subjects)
+    features.prepare_features(dict(a=a, b=b), np.where(subjects[:, None] == 5, -target, target),
+                              str(out / "subjects"), 0.2, runs, subjects=subjects)
     return out
 
 
@@ -539,6 +546,12 @@ def holes(tmp_path_factory):
 def linear(holes, tmp_path_factory):
     out = tmp_path_factory.mktemp("linear")
     return out, go(holes / "data", out, **RIDGE | dict(max_iters=40, eval_interval=10))
+
+
+@pytest.fixture(scope="module")
+def of_subjects(holes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("of_subjects")
+    return out, go(holes / "subjects", out, **RIDGE | dict(max_iters=40, eval_interval=10))
 
 
 def test_statistics_and_losses_leave_missing_values_out(holes):
@@ -617,18 +630,20 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     assert again["val_ridge"] == first["val_ridge"]
 
 
-def test_kill_and_resume_with_a_linear_path(tmp_path, holes, linear):
+@pytest.mark.parametrize("data, undisturbed", [("data", "linear"), ("subjects", "of_subjects")])
+def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed):
     options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
-    code, text = run_program(holes / "data", tmp_path, env={"FAULT": "before_opt@33=kill9"},
+    code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)
     assert code == -9, text
-    assert run_program(holes / "data", tmp_path, **options)[0] == 0
-    assert_same(linear[0], tmp_path)
+    assert run_program(holes / data, tmp_path, **options)[0] == 0
+    assert_same(request.getfixturevalue(undisturbed)[0], tmp_path)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_with_a_linear_path(tmp_path, holes, way):
-    settings = SMALL | RIDGE | dict(data_dir=str(holes / "data"), max_iters=6, eval_interval=3,
+@pytest.mark.parametrize("data", ["data", "subjects"])
+def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data):
+    settings = SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
                                     lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
                                val_ridge=1e-5)
@@ -679,6 +694,147 @@ def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
         assert 0.8 < numbers["ridge"] < 1 and "ridge  " in capsys.readouterr().out
         if history:
             assert numbers["ridge"] == pytest.approx(history[-1]["val_ridge"], abs=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# subjects
+
+def test_a_head_per_subject(holes):
+    """Outputs and gradients are those of a Linear per subject; the first prediction is the ridge
+    regression that is fitted to the rows of this subject alone."""
+    config = configure(holes / "subjects", "unused", **RIDGE | dict(dropout=0, modality_dropout=0))
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    assert data.spec["subjects"] == [2, 5] and model.head.weight.shape == (4, 8)
+    torch.nn.init.normal_(model.head.weight)
+    *arrays, subjects = data.train.rows(np.arange(60))
+    batch = [torch.from_numpy(a) for a in (*arrays, subjects)]
+    loss, sums = model(*batch)
+    loss.backward()
+    x = model.standardise(batch)
+    z = torch.nn.functional.gelu(model.encode(x).detach())
+    windows = torch.cat([x[n].nan_to_num() for n in "ab"], -1).flatten(1)
+    own = [torch.nn.Linear(8, 2) for _ in range(2)]
+    total = 0
+    for s, head in enumerate(own):
+        part = slice(2 * s, 2 * s + 2)
+        head.load_state_dict(dict(weight=model.head.weight[part], bias=model.head.bias[part]))
+        rows = torch.from_numpy(subjects == s)
+        assert 10 < rows.sum() < 50
+        fixed = windows[rows] @ model.linear.weight[part].T + model.linear.bias[part]
+        out = head(z[rows]) + fixed
+        torch.testing.assert_close(model.predict(x, model.encode(x))[rows], out)
+        torch.testing.assert_close(model.predict_linear(x)[rows], fixed)
+        total = total + matching_loss(out, x["target"][rows]).sum()
+        y = x["target"][rows]
+        keep = ~y.isnan().any(1)
+        assert correlations(sums)[s].tolist() == pytest.approx(
+            [np.corrcoef(out.detach()[keep, i], y[keep, i])[0, 1] for i in (0, 1)], abs=1e-3)
+    (total / 60).backward()
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(model.head, name).grad,
+                                   torch.cat([getattr(head, name).grad for head in own]))
+    assert sums["match"].item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_ridge_per_subject(holes, of_subjects):
+    """The rows of a subject, prepared alone with the statistics of all, have the same fit."""
+    path = str(holes / "subjects")
+    weight, bias = fit_linear_path(path, spec := read_features_meta(path), 2)
+    alone = str(holes / "alone")
+    for s, subject in enumerate(spec["subjects"]):
+        shutil.copytree(path, alone, dirs_exist_ok=True)
+        for file in sorted(Path(path).glob("train_*.npy")):
+            rows = np.load(Path(path, "train_subjects.npy")) == subject
+            np.save(Path(alone, file.name), np.load(file)[rows])
+        w, b = fit_linear_path(alone, {k: v for k, v in spec.items() if k != "subjects"}, 2)
+        assert torch.equal(weight[2 * s:2 * s + 2], w) and torch.equal(bias[2 * s:2 * s + 2], b)
+    assert not torch.allclose(weight[:2], weight[2:], atol=0.1)
+    first = of_subjects[1]["history"][0]
+    assert first["val_correlation"] == pytest.approx(first["val_ridge"], abs=1e-6)
+    assert first["val_ridge"] > 0.9  # one ridge regression for both: 0
+
+
+def test_the_command_with_subjects(tmp_path, holes, of_subjects, capsys):
+    """Numbers of each subject; rows of one subject alone have the same predictions."""
+    path, npz = tmp_path / "n.json", tmp_path / "all.npz"
+    ckpt = ["--ckpt", str(of_subjects[0] / "ckpt.pt")]
+    assert main([*ckpt, "--baseline", "--to", str(path), "--arrays", str(npz)]) == 0
+    numbers, last = json.loads(path.read_text()), of_subjects[1]["history"][-1]
+    assert numbers["correlation"] == pytest.approx(last["val_correlation"], abs=1e-6)
+    assert numbers["ridge"] == pytest.approx(last["val_ridge"], abs=1e-6)
+    assert len(numbers["targets"]) == 4
+    assert numbers["subject 5"] == pytest.approx(np.mean(numbers["targets"][2:]))
+    assert "subject 5      0." in capsys.readouterr().out
+    rows = np.load(holes / "subjects/val_subjects.npy") == 5
+    alone, out = tmp_path / "alone", tmp_path / "alone.npz"
+    val = runs_in_val(runs := np.load(holes / "runs.npy"), 0)
+    for s in (2, 5):  # the middle run of each
+        val |= runs == np.unique(runs[np.load(holes / "subjects.npy") == s])[3]
+    val &= np.load(holes / "subjects.npy") == 5
+    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, None, str(alone),
+                              0, runs[val], subjects=np.full(val.sum(), 5))
+    more = ["--data_dir", str(alone), "--split", "train", "--arrays", str(out)]
+    assert main([*ckpt, *more]) == 0
+    with np.load(npz) as a, np.load(out) as b:
+        np.testing.assert_allclose(a["prediction"][rows], b["prediction"], atol=1e-5)
+    for subjects, words in ((np.full(val.sum(), 7), "train has rows of [7] subjects; the model was "
+                             "trained on [2, 5]"), (None, "train has rows of no subjects")):
+        features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, None,
+                                  str(alone), 0, runs[val], True, subjects=subjects)
+        assert main([*ckpt, *more]) == 2 and words in capsys.readouterr().err
+
+
+def test_every_subject_is_in_both_splits(tmp_path):
+    """As a person types it; without --runs, runs end where the subject changes."""
+    subjects = np.repeat([9, 4, 6], [130, 250, 30])
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(410, 3)))
+    np.save(tmp_path / "s.npy", subjects.astype("u1"))
+    code, text = command(tmp_path / "a.npy", "--subjects", tmp_path / "s.npy", "--out",
+                         tmp_path / "out", "--val_fraction", "0.2")
+    assert code == 0, text
+    assert read_features_meta(tmp_path / "out")["subjects"] == [4, 6, 9]
+    counts = {s: dict(zip(*np.unique(np.load(tmp_path / f"out/{s}_subjects.npy"),
+                                     return_counts=True))) for s in ("train", "val")}
+    assert counts["train"].keys() == counts["val"].keys() == {4, 6, 9}
+    assert counts["val"][4] in (40, 60) and counts["val"][6] in (10, 20)
+    for split in ("train", "val"):
+        pairs = np.stack([np.load(tmp_path / f"out/{split}_{n}.npy") for n in ("runs", "subjects")])
+        assert len(np.unique(pairs, axis=1)[0]) == len(np.unique(pairs[0]))
+
+
+@pytest.mark.parametrize("case, words", [
+    ("length", "'subjects': 39"), ("shared", "run 3 has rows of several subjects; give --runs"),
+    ("float", "subjects: float64 from 0.5 to 0.5; expected integers"),
+    ("negative", "subjects: int64 from -1 to 1; expected integers"),
+    ("one run", "all rows of subject 1 are one run: nothing can be held out"),
+    ("synthetic", "--synthetic without --target, --runs and --subjects")])
+def test_bad_subjects(tmp_path, case, words):
+    runs = np.arange(40) // 5
+    subjects = (runs > 3).astype(int)
+    subjects = dict(length=subjects[1:], shared=np.arange(40) // 18, float=np.full(40, 0.5),
+                    negative=subjects * 2 - 1).get(case, (runs > 6).astype(int))
+    for name, array in dict(a=np.eye(40), runs=runs, s=subjects).items():
+        np.save(tmp_path / f"{name}.npy", array)
+    files = ["--synthetic"] if case == "synthetic" else [
+        tmp_path / "a.npy", "--runs", tmp_path / "runs.npy"]
+    code, text = command(*files, "--subjects", tmp_path / "s.npy", "--out", tmp_path / "out")
+    assert code == 2 and words in text and not (tmp_path / "out").exists()
+
+
+def test_weights_of_other_subjects_are_refused(tmp_path, holes, of_subjects):
+    shutil.copytree(holes / "subjects", tmp_path / "data")
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    for split in ("train", "val"):
+        numbers = np.load(tmp_path / f"data/{split}_subjects.npy")
+        np.save(tmp_path / f"data/{split}_subjects.npy", np.where(numbers == 5, 6, 2))
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=[2, 6])))
+    code, text = run_program(tmp_path / "data", tmp_path / "out", **RIDGE | dict(
+        init_from=str(of_subjects[0] / "ckpt.pt")))
+    assert code == 2 and "subjects" in text and "Traceback" not in text
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=[6, 2])))
+    with pytest.raises(ValueError, match=r"subjects is \[6, 2\], expected ascending"):
+        read_features_meta(tmp_path / "data")
 
 
 @pytest.mark.parametrize("case, words", [

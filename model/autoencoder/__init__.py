@@ -6,7 +6,8 @@ fMRI. The bottleneck limits the rank of the head, which regularises targets of m
 
 A response may be delayed: with the key delays, a sample is a row and the rows before it (a window).
 With linear_path, a ridge regression is a fixed part of the prediction and the network learns the
-rest. NaN is a missing value: it enters as the mean and counts as predicted exactly.
+rest. Data of several subjects have a head, and a ridge regression, per subject. NaN is a missing
+value: it enters as the mean and counts as predicted exactly.
 
     python -m data.prepare.features --synthetic
     python run_train.py --config train/configs/autoencoder.yaml
@@ -17,7 +18,7 @@ This file has the model, data.py the arrays, losses.py the losses and correlatio
 command that evaluates a checkpoint.
 
 Shapes: N rows, K rows of a window (delays + 1; without delays there is no such dimension), D
-dimensions of an array, P of all modalities, T of the target, H d_hidden, Z d_latent.
+dimensions of an array, P of all modalities, T of the target, S subjects, H d_hidden, Z d_latent.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from model.autoencoder.data import (
     add_delays,  # noqa: F401
     array_dims,
     fit_linear_path,
+    of_subject,
     open_features,
     read_features_meta,
     scale_of,
@@ -51,6 +53,7 @@ from train.dataloader import Data, RowLoader
 from train.distributed import broadcast_from_rank0
 from train.system import ModelHooks
 
+MUST_MATCH_TO_INIT = ("subjects",)  # the heads identify subjects by index
 USE = "python -m model.autoencoder --ckpt {out}/{best} --arrays {out}/val.npz"
 
 
@@ -76,8 +79,9 @@ class Keys:
 class MultimodalAutoencoder(nn.Module):
     """A model of modalities and a target: forward(*arrays) -> (mean loss, sums {name: tensor}).
     arrays: the modalities and the target, if any, (N, D) each; modalities (N, delays + 1, D) with
-    delays. spec: the dict of read_features_meta(). linear_path: the (weight, bias) of
-    fit_linear_path(). encode() computes the bottleneck, predict() the target."""
+    delays; with subjects, also the index of each row's subject (N,). spec: the dict of
+    read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
+    the bottleneck, predict() the target."""
 
     def __init__(self, config, spec, linear_path=None):
         super().__init__()
@@ -86,16 +90,18 @@ class MultimodalAutoencoder(nn.Module):
         h = c.d_hidden
         dims = spec["modalities"]
         self.names = list(array_dims(spec))
+        self.n_subjects = len(spec.get("subjects", [0]))
+        outputs = self.n_subjects * (spec["target"] or 0)
         k = c.delays + 1
         self.encoder = nn.ModuleDict({name: nn.Linear(k * d, h) for name, d in dims.items()})
         self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
-        self.head = nn.Linear(c.d_latent, spec["target"]) if spec["target"] else None
+        self.head = nn.Linear(c.d_latent, outputs) if outputs else None
         self.linear = None
         self.linear_path = linear_path
-        if c.linear_path and spec["target"]:
-            self.linear = nn.Linear(k * sum(dims.values()), spec["target"]).requires_grad_(False)
+        if c.linear_path and outputs:
+            self.linear = nn.Linear(k * sum(dims.values()), outputs).requires_grad_(False)
         # On the CPU also under torch.device("meta"): the values come from the spec.
         for name in self.names:
             for part, value in zip(("mean", "std"), scale_of(spec, name)):
@@ -120,9 +126,12 @@ class MultimodalAutoencoder(nn.Module):
 
     def standardise(self, arrays):
         """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
-        mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN."""
-        return {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
-                for name, x in zip(self.names, arrays)}
+        mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN.
+        "subjects", if there are any, is (N,) int64."""
+        arrays = list(arrays)
+        x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
+             for name, x in zip(self.names, arrays)}
+        return x | (dict(subjects=arrays[-1].long()) if "subjects" in self.spec else {})
 
     def encode(self, x):
         """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}, the
@@ -140,7 +149,8 @@ class MultimodalAutoencoder(nn.Module):
         modalities x {name: (N, D) or (N, K, D)} and the bottleneck z (N, Z), the result of
         encode(x)."""
         # The rest, which a linear path leaves, is not linear in the bottleneck either.
-        out = self.head(z if self.linear is None else F.gelu(z)).float()
+        outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
+        out = of_subject(outs, x.get("subjects"), self.spec["target"])
         return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
@@ -149,7 +159,8 @@ class MultimodalAutoencoder(nn.Module):
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             # Sharded, the parameters may be in bfloat16.
-            return F.linear(features.flatten(1), *(p.float() for p in self.linear.parameters()))
+            outs = F.linear(features.flatten(1), *(p.float() for p in self.linear.parameters()))
+        return of_subject(outs, x.get("subjects"), self.spec["target"])
 
     def forward(self, *arrays):
         c = self.keys
@@ -164,17 +175,19 @@ class MultimodalAutoencoder(nn.Module):
         if self.head is not None:
             out = self.predict(x, z)  # (N, T)
             match = matching_loss(out, x["target"], c.matching)
-            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), x["target"]))
+            whose = x.get("subjects"), self.n_subjects
+            sums["match"] = match.sum()
+            sums |= correlation_sums(out.detach(), x["target"], "", *whose)
             if self.linear is not None and not self.training:  # the baseline beside the model
-                sums |= correlation_sums(self.predict_linear(x), x["target"], "ridge_")
+                sums |= correlation_sums(self.predict_linear(x), x["target"], "ridge_", *whose)
         loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
         """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
-        of the loss per row; "correlation", Pearson's r over all rows, as a mean over the dimensions
-        of the target; in evaluations with a linear path also "ridge", the correlation of the linear
-        path without the network."""
+        of the loss per row; "correlation", Pearson's r over all rows of a subject, as a mean over
+        the dimensions of the target and the subjects; in evaluations with a linear path also
+        "ridge", the correlation of the linear path without the network."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))
@@ -197,7 +210,8 @@ def open_data(config, ranks):
     if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
         raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
                         "PyTorch modules; rename the files and prepare them again")
-    spec = {k: meta[k] for k in ("modalities", "target", "mean", "std", "shift") if k in meta}
+    names = ("modalities", "target", "mean", "std", "shift", "subjects")
+    spec = {k: meta[k] for k in names if k in meta}
 
     def load(split):
         return RowLoader(open_features(config.data_dir, split, delays=config.delays), config, ranks)

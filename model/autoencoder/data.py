@@ -19,11 +19,14 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
     "modalities" {name: D}, "target" (D or `None`), "mean", "std" and, if present, "shift",
-    {name: [D floats]} each. Raises DataError."""
+    {name: [D floats]} each, and "subjects", ascending integers. Raises DataError."""
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
     meta.setdefault("target", None)
+    if not has_type(known := meta.get("subjects", [0]), [int]) or sorted({*known}) != known:
+        raise DataError(f"{folder}: subjects is {known}, expected ascending integers; "
+                        f"{HOW_TO_PREPARE}")
     if not has_type(meta.get("shift", {}), numbers) or any(
             {n: len(v) for n, v in meta[part].items()} != array_dims(meta)
             for part in ("mean", "std")):
@@ -57,7 +60,8 @@ def open_runs(folder, split):
 
 def open_features(folder, split, spec=None, delays=0):
     """Return the arrays of a split in the order of array_dims() (modalities, then the target),
-    float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). Raises
+    float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). If there
+    are subjects, the last array (N,) is the index of each row's subject in spec["subjects"]. Raises
     DataError.
 
     spec: of a model that was trained on other data (default: of `folder`). An array that only
@@ -70,6 +74,8 @@ def open_features(folder, split, spec=None, delays=0):
         raise DataError(f"{folder}: arrays {array_dims(meta)}; the checkpoint was trained on "
                         f"{array_dims(spec)}: prepare the same arrays")
     limits = {name: ((d,), None, None) for name, d in array_dims(meta).items()}
+    if "subjects" in meta:
+        limits["subjects"] = ((), 0, 1 << 31)
     files = dict(zip(limits, open_rows(folder, split, **limits)))
     n = len(next(iter(files.values())))
     if not n:
@@ -82,7 +88,22 @@ def open_features(folder, split, spec=None, delays=0):
         if shift_of(meta, name) != shift_of(spec, name):
             array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
         arrays.append(add_delays(array, runs, delays) if delays and name != "target" else array)
+    if "subjects" in spec:
+        unknown = np.setdiff1d(files.get("subjects", []), spec["subjects"]).tolist()
+        if unknown or "subjects" not in files:
+            raise DataError(f"{folder}: {split} has rows of {unknown or 'no'} subjects; the model "
+                            f"was trained on {spec['subjects']}: prepare rows of these, --subjects")
+        arrays.append(np.searchsorted(spec["subjects"], files["subjects"]))
     return arrays
+
+
+def of_subject(outs, subjects, n_targets):
+    """Return the outputs (N, n_targets) for the subject of each row. outs (N, S * n_targets): for
+    all S subjects; subjects (N,): index of each row's subject, or `None`: there is only one."""
+    if subjects is None:
+        return outs
+    outs = outs.unflatten(1, (-1, n_targets))
+    return outs[torch.arange(len(outs), device=outs.device), subjects]
 
 
 def shift_of(spec, name):
@@ -100,32 +121,42 @@ def scale_of(spec, name):
 
 def design(arrays, spec):
     """Return (x, y), float64: standardised features x (N, K, P) of all modalities, missing values
-    as 0, and standardised targets y (N, T), NaN: missing. arrays: the modalities (N, D) or (N, K,
-    D), then the target, as from open_features(). spec: the dict of read_features_meta()."""
+    as 0, and standardised targets y (N, T), NaN: missing. arrays: as from open_features(), with a
+    target. spec: the dict of read_features_meta()."""
     *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
-        arrays, (scale_of(spec, name) for name in array_dims(spec)), strict=True))
+        arrays, (scale_of(spec, name) for name in array_dims(spec))))
     x = np.concatenate(x, axis=-1, dtype=np.float64)
     return np.nan_to_num(x).reshape(len(x), -1, x.shape[-1]), y.astype(np.float64)
 
 
 def fit_linear_path(folder, spec, delays):
-    """Fit ridge regression to the training rows of `folder`. Return (weight (T, K * P), bias (T,)),
-    float32, from standardised features of a row and `delays` rows before it (K = delays + 1) to the
-    standardised target. Rows with a missing target are left out. A target uses the delayed rows if
-    that reduces the error on runs that the fit leaves out. Raises DataError without a target or
-    with fewer than 3 rows."""
+    """Fit ridge regression to the training rows of `folder`, separately for each of S subjects.
+    Return (weight (S * T, K * P), bias (S * T,)), float32, from standardised features of a row and
+    `delays` rows before it (K = delays + 1) to the standardised target. Rows with a missing target
+    are left out. Raises DataError without a target or with fewer than 3 rows of a subject."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
-    x, y = design(open_features(folder, "train", spec, delays), spec)
+    arrays = open_features(folder, "train", spec, delays)
+    x, y = design(arrays, spec)
+    runs = open_runs(folder, "train")
     recorded = ~np.isnan(y).any(1)
-    if recorded.sum() < 3:
-        raise DataError(f"{folder}: {recorded.sum()} training rows have all targets; ridge "
-                        "regression (linear_path) needs 3 or more")
-    runs = open_runs(folder, "train")[recorded]
-    fits = [fit_ridge(x[recorded, :k].reshape(recorded.sum(), -1), y[recorded], runs)
-            for k in sorted({1, delays + 1})]
+    fits = []
+    for i, subject in enumerate(spec.get("subjects", [None])):
+        rows = recorded if subject is None else recorded & (arrays[-1] == i)
+        if rows.sum() < 3:
+            whose = "" if subject is None else f" of subject {subject}"
+            raise DataError(f"{folder}: {rows.sum()} training rows{whose} have all targets; ridge "
+                            "regression (linear_path) needs 3 or more")
+        fits.append(fit_with_delays(x[rows], y[rows], runs[rows]))
+    return tuple(torch.tensor(np.concatenate(parts), dtype=torch.float32) for parts in zip(*fits))
+
+
+def fit_with_delays(x, y, runs):
+    """Fit ridge regression to the windows x (N, K, P) and targets y (N, T), float64. Return (weight
+    (T, K * P), bias (T,)). A target uses the delayed rows if that reduces the error on runs that
+    the fit leaves out. runs (N,): the run of each row, ascending."""
+    fits = [fit_ridge(x[:, :k].reshape(len(x), -1), y, runs) for k in sorted({1, x.shape[1]})]
     weights, biases, _, errors = zip(*fits)
     weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
     best = np.argmin(errors, axis=0)  # (T,)
-    return tuple(torch.tensor(np.choose(best, parts).T, dtype=torch.float32)
-                 for parts in (weights, biases))
+    return [np.choose(best, parts).T for parts in (weights, biases)]

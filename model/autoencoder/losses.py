@@ -49,22 +49,26 @@ def row_correlation(a, b):
                               * (b.square().mean(1) + VARIANCE_EPS)).sqrt()
 
 
-def correlation_sums(p, y, prefix=""):
+def correlation_sums(p, y, prefix="", subjects=None, n_subjects=1):
     """Return the sums over rows that correlations() needs, as {prefix + name: (D,)}. p, y: (N, D)
     predictions and targets, standardised, because large means would lose precision. A missing
-    target (NaN) is left out. The sums of batches can be added."""
+    target (NaN) is left out. The sums of batches can be added. subjects (N,): index of each row's
+    subject; the sums are (n_subjects, D) then, over the rows of each subject."""
     if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
     recorded = ~y.isnan()
     p = p * recorded
     y = y.nan_to_num()
     sums = dict(p=p, y=y, pp=p.square(), yy=y.square(), py=p * y, n=recorded)
+    if subjects is not None:  # by a product, which is deterministic on a GPU too
+        is_of = (subjects == torch.arange(n_subjects, device=p.device)[:, None]).to(p)  # (S, N)
+        return {prefix + name: is_of @ value.to(p) for name, value in sums.items()}
     return {prefix + name: value.sum(0) for name, value in sums.items()}
 
 
 def correlations(sums, prefix=""):
-    """Return Pearson's r (D,) between predictions and targets over all rows, per dimension; NaN if
-    either is constant. sums: {prefix + name: (D,)}, the result of correlation_sums(), added over
+    """Return Pearson's r, (D,) or (n_subjects, D), between predictions and targets over all rows,
+    per dimension; NaN if either is constant. sums: the result of correlation_sums(), added over
     batches."""
     p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))
     var_p = pp - p.square() / n
@@ -74,7 +78,7 @@ def correlations(sums, prefix=""):
 
 
 def mean_correlation(r):
-    """Return the mean, a float, of the finite ones of the correlations r (D,); None if there is no
+    """Return the mean, a float, of the finite ones of the correlations r; None if there is no
     finite one."""
     r = r[r.isfinite()]
     return float(r.mean()) if len(r) else None

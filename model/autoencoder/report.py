@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.autoencoder.data import design, fit_linear_path, open_features, shift_of
+from model.autoencoder.data import design, fit_linear_path, of_subject, open_features, shift_of
 from model.autoencoder.losses import correlation_sums, correlations, mean_correlation
 from model.core.load import load_model
 from train.base.cli import command
@@ -19,12 +19,12 @@ from train.evaluate import pack, to_numbers, unpack
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Return (metrics, correlations (D,) or `None`, outputs) of a MultimodalAutoencoder on all rows
-    of `arrays`, numpy arrays in the order of its forward(), in batches of `rows`.
+    """Return (metrics, r, outputs) of a MultimodalAutoencoder on all rows of `arrays`, numpy arrays
+    in the order of its forward(), in batches of `rows`.
 
-    metrics: {name: number}. correlations: per dimension of the target, `None` without a target.
-    outputs: {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the
-    model has a target, the prediction of it in the units of the original array.
+    metrics: {name: number}. r: the result of correlations(), `None` without a target. outputs:
+    {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the model has a
+    target, the prediction of it in the units of the original array.
     """
     total = 0.0
     parts = defaultdict(list)
@@ -47,13 +47,14 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def evaluate_ridge(model, arrays):
-    """Return the correlations (D,) between the target and the prediction of the baseline, on
-    `arrays` from open_features(). The baseline is a ridge regression with the delays of `model`, a
+    """Return the correlations() between the target and the prediction of the baseline, on `arrays`
+    from open_features(). The baseline is a ridge regression with the delays of `model`, a
     MultimodalAutoencoder, fitted to the training rows of the data_dir of the model."""
     weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
-    x, y = design(arrays, model.spec)
-    p = torch.from_numpy(x.reshape(len(x), -1)) @ weight.T.double() + bias
-    return correlations(correlation_sums(p, torch.from_numpy(y)))
+    x, y = map(torch.from_numpy, design(arrays, model.spec))
+    subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None
+    p = of_subject(x.flatten(1) @ weight.T.double() + bias, subjects, y.shape[1])
+    return correlations(correlation_sums(p, y, "", subjects, model.n_subjects))
 
 
 @dataclass
@@ -81,11 +82,13 @@ def evaluate_checkpoint(args):
     if args.baseline:
         tables["ridge_targets"] = evaluate_ridge(model, arrays)
         metrics["ridge"] = mean_correlation(tables["ridge_targets"])
+    for subject, values in zip(model.spec.get("subjects", ()), () if r is None else r):
+        metrics[f"subject {subject}"] = mean_correlation(values)
     for name, value in metrics.items():
         echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
     for name, values in tables.items():
         if values is not None:
-            metrics[name] = [v if v == v else None for v in values.tolist()]
+            metrics[name] = [v if v == v else None for v in values.flatten().tolist()]
     if args.to:
         Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
     if args.arrays:
