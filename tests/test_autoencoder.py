@@ -518,6 +518,8 @@ def test_delays_end_at_the_start_of_a_run():
 RIDGE = SYSTEM | dict(linear_path=True, dropout=0.2, modality_dropout=0.2, delays=2,
                       early_stopping_metric="val_match")
 
+TIME = dict(time_layers=2)
+
 
 @pytest.fixture(scope="module")
 def holes(tmp_path_factory):
@@ -546,6 +548,12 @@ def holes(tmp_path_factory):
 def linear(holes, tmp_path_factory):
     out = tmp_path_factory.mktemp("linear")
     return out, go(holes / "data", out, **RIDGE | dict(max_iters=40, eval_interval=10))
+
+
+@pytest.fixture(scope="module")
+def over_time(holes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("over_time")
+    return out, go(holes / "data", out, **RIDGE | TIME | dict(max_iters=40, eval_interval=10))
 
 
 @pytest.fixture(scope="module")
@@ -630,9 +638,10 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     assert again["val_ridge"] == first["val_ridge"]
 
 
-@pytest.mark.parametrize("data, undisturbed", [("data", "linear"), ("subjects", "of_subjects")])
-def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed):
-    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
+@pytest.mark.parametrize("data, undisturbed, more", [
+    ("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)], ids=str)
+def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
+    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7) | more
     code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)
     assert code == -9, text
@@ -641,9 +650,9 @@ def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undi
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize("data", ["data", "subjects"])
-def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data):
-    settings = SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
+@pytest.mark.parametrize("data, more", [("data", {}), ("subjects", {}), ("data", TIME)], ids=str)
+def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data, more):
+    settings = more | SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
                                     lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
                                val_ridge=1e-5)
@@ -694,6 +703,68 @@ def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
         assert 0.8 < numbers["ridge"] < 1 and "ridge  " in capsys.readouterr().out
         if history:
             assert numbers["ridge"] == pytest.approx(history[-1]["val_ridge"], abs=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# layers over time
+
+def test_rows_without_features_are_masked(over_time, holes):
+    """A window that starts with the run has the bottleneck of a shorter window; the other rows
+    count."""
+    model, _ = load_model(over_time[0] / "ckpt.pt")
+    arrays = [torch.from_numpy(np.array(a[:120]))
+              for a in open_features(str(holes / "data"), "train", delays=2)]
+    starts = arrays[0].isnan().all(-1) & arrays[1].isnan().all(-1)
+    first, later = starts[:, 1].nonzero()[:, 0], (~starts).all(1).nonzero()[:, 0]
+    assert len(first) >= 3 and len(later) > 90
+    x = model.standardise(arrays)
+    z = model.encode(x)
+    cut = {name: value[:, :1] for name, value in x.items() if name != "target"}
+    positions, model.positions = model.positions, torch.nn.Parameter(model.positions[:1])
+    short = model.encode(cut)
+    model.positions = positions
+    torch.testing.assert_close(z[first], short[first], atol=1e-5, rtol=1e-4)
+    assert (z[later] - short[later]).abs().amax(1).min() > 1e-4
+    for k in (1, 2):  # the order of the rows counts, and each of them
+        swapped = {n: v if n == "target" else v[:, [0, 2, 1]] for n, v in x.items()}
+        one = {n: v.clone() for n, v in x.items()}
+        one["b"][:, k] += 1
+        for other in (swapped, one):
+            assert (model.encode(other) - z)[later].abs().amax(1).min() > 1e-6
+    for part in ((..., 0, slice(None)), (..., 1, 0)):  # the present row; a dimension of another
+        known, unknown = ({n: v.clone() for n, v in x.items()} for _ in range(2))
+        for name in "ab":
+            known[name][part], unknown[name][part] = 0, np.nan
+        torch.testing.assert_close(model.encode(unknown)[later], model.encode(known)[later])
+    x["a"][:], x["b"][:] = np.nan, np.nan
+    assert model.encode(x).isfinite().all()
+
+
+def test_a_modality_is_hidden_from_the_whole_window(holes):
+    config = configure(holes / "data", "unused", **RIDGE | TIME | dict(
+        modality_dropout=0.5, dropout=0))
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    seen = []
+    model.encoder["a"].register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    x = model.standardise(data.train.tensors(data.train.rows(np.arange(200)), torch.device("cpu")))
+    model.encode(x)
+    rows = x["a"].nan_to_num().any(-1).all(1)
+    hidden = ~seen[0][rows].any(-1)
+    assert 0.3 < hidden.float().mean() < 0.7 and torch.equal(hidden.all(1), hidden.any(1))
+
+
+def test_the_initial_values_of_layers_over_time(holes):
+    config = configure(holes / "data", "unused", **RIDGE | TIME)
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    state = {n: p for n, p in model.named_parameters() if n.startswith(("time", "positions"))}
+    assert state["positions"].shape == (3, 32) and len(state) == 1 + 2 * 6 + 2
+    for name, p in state.items():
+        if "norm" in name or "bias" in name:
+            assert torch.equal(p, torch.full_like(p, float("bias" not in name))), name
+        else:
+            assert p.std().item() == pytest.approx(p.shape[1] ** -0.5, rel=0.2), name
 
 
 # -----------------------------------------------------------------------------
@@ -817,7 +888,7 @@ def test_bad_subjects(tmp_path, case, words):
     for name, array in dict(a=np.eye(40), runs=runs, s=subjects).items():
         np.save(tmp_path / f"{name}.npy", array)
     files = ["--synthetic"] if case == "synthetic" else [
-        tmp_path / "a.npy", "--runs", tmp_path / "runs.npy"]
+        tmp_path / "a.npy", *(["--runs", tmp_path / "runs.npy"] if case != "float" else [])]
     code, text = command(*files, "--subjects", tmp_path / "s.npy", "--out", tmp_path / "out")
     assert code == 2 and words in text and not (tmp_path / "out").exists()
 
@@ -854,6 +925,7 @@ def test_what_a_linear_path_needs(tmp_path, case, words):
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(modality_weights={"video": -1.0}), "modality_weights: expected numbers of at least 0"),
     (dict(modality_weights={"video": {"weight": 2}}), "modality_weights: expected numbers"),
+    (dict(time_layers=1), "time_layers: there is no time without delays"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):
     options = SYSTEM | dict(data_dir=folder) | changes

@@ -213,7 +213,7 @@ def open_arrays(args):
     if args.runs:
         runs = open_array(args.runs).ravel()
     elif subjects is not None and len(subjects) == n:
-        runs = np.cumsum(np.append(0, np.diff(runs) | np.diff(subjects) != 0))
+        runs = np.cumsum(np.append(0, (np.diff(runs) != 0) | (np.diff(subjects) != 0)))
     return arrays, target, runs, subjects
 
 

@@ -5,6 +5,7 @@ decoder per modality reconstructs the features from it, and a linear head predic
 fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand voxels.
 
 A response may be delayed: with the key delays, a sample is a row and the rows before it (a window).
+With time_layers, the encoders read row by row, and a transformer reads the window of encoded rows.
 With linear_path, a ridge regression is a fixed part of the prediction and the network learns the
 rest. Data of several subjects have a head, and a ridge regression, per subject. NaN is a missing
 value: it enters as the mean and counts as predicted exactly.
@@ -18,9 +19,11 @@ This file has the model, data.py the arrays, losses.py the losses and correlatio
 command that evaluates a checkpoint.
 
 Shapes: N rows, K rows of a window (delays + 1; without delays there is no such dimension), D
-dimensions of an array, P of all modalities, T of the target, S subjects, H d_hidden, Z d_latent.
+dimensions of an array, P of all modalities, T of the target, S subjects, H d_hidden, W d_hidden
+times modalities, Z d_latent.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,13 +70,18 @@ class Keys:
     matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
     delays: int = key(0, "rows before a row, of the same run, that its prediction uses", ge=0)
+    time_layers: int = key(0, "layers of a transformer over a row and the delays; 0: none", ge=0)
     linear_path: bool = key(False, "predict by a fixed ridge regression plus the network")
     modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
 
     def problems(self):
         valid = all(isinstance(w, (int, float)) and w >= 0 for w in self.modality_weights.values())
-        return [] if valid else [f"modality_weights: expected numbers of at least 0, got "
-                                 f"{self.modality_weights}"]
+        problems = [] if valid else [f"modality_weights: expected numbers of at least 0, got "
+                                     f"{self.modality_weights}"]
+        if self.time_layers and not self.delays:
+            problems.append("time_layers: there is no time without delays; expected delays of at "
+                            "least 1, or time_layers 0")
+        return problems
 
 
 class MultimodalAutoencoder(nn.Module):
@@ -93,8 +101,17 @@ class MultimodalAutoencoder(nn.Module):
         self.n_subjects = len(spec.get("subjects", [0]))
         outputs = self.n_subjects * (spec["target"] or 0)
         k = c.delays + 1
-        self.encoder = nn.ModuleDict({name: nn.Linear(k * d, h) for name, d in dims.items()})
-        self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
+        width = h * len(dims)
+        rows = 1 if c.time_layers else k  # that an encoder reads at once
+        self.encoder = nn.ModuleDict({name: nn.Linear(rows * d, h) for name, d in dims.items()})
+        if c.time_layers:
+            self.positions = nn.Parameter(torch.empty(k, width))
+            # Without biases: the gradient of a key's bias is 0, and rounding would train it.
+            layer = nn.TransformerEncoderLayer(
+                width, math.gcd(width, 8), 4 * width, c.dropout, F.gelu, batch_first=True,
+                norm_first=True, bias=False)
+            self.time = nn.TransformerEncoder(layer, c.time_layers, nn.LayerNorm(width), False)
+        self.bottleneck = nn.Linear(width, c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
         self.head = nn.Linear(c.d_latent, outputs) if outputs else None
@@ -114,6 +131,8 @@ class MultimodalAutoencoder(nn.Module):
         layer, _, part = name.rpartition(".")
         if layer == "linear":
             return self.linear_path[part == "bias"]
+        if len(shape) == 1 and part == "weight":  # of a layer norm
+            return torch.ones(shape)
         is_zero = part == "bias" or layer == "head" and self.linear is not None
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
@@ -141,8 +160,17 @@ class MultimodalAutoencoder(nn.Module):
         for name in self.spec["modalities"]:
             rows = x[name].nan_to_num().flatten(1)  # (N, K * D)
             rows = F.dropout1d(rows[:, None], c.modality_dropout, self.training)[:, 0]
+            rows = rows.view_as(x[name]) if c.time_layers else rows
             hidden.append(F.dropout(F.gelu(self.encoder[name](rows)), c.dropout, self.training))
-        return self.bottleneck(torch.cat(hidden, dim=1))
+        h = torch.cat(hidden, dim=-1)  # (N, W) or, with time_layers, (N, K, W)
+        return self.bottleneck(self.attend(h, x) if c.time_layers else h)
+
+    def attend(self, h, x):
+        """Return the state (N, W) of the present rows after the layers over time. h (N, K, W): the
+        encoded rows of windows; x: as of encode(). Earlier rows without any feature are masked."""
+        missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
+        missing[:, 0] = False  # attention to no row at all is not defined
+        return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
 
     def predict(self, x, z):
         """Return the standardised target (N, T), including the linear path, from the standardised
