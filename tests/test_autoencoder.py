@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -42,8 +44,10 @@ from model.autoencoder import (
     open_features,
     read_features_meta,
     reconstruction_losses,
+    report,
     row_correlation,
 )
+from model.autoencoder.report import draw
 from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.config import load_config
@@ -580,7 +584,7 @@ def test_statistics_and_losses_leave_missing_values_out(holes):
         if kind == "mse":
             assert not gradient[y.isnan()].any()
     recorded = ~missing
-    sums = correlation_sums(out.detach(), y, "x_")
+    sums = correlation_sums(out.detach(), y, None, "x_")
     assert correlations(sums, "x_")[0] == pytest.approx(
         np.corrcoef(out.detach()[recorded, 0], y[recorded, 0])[0, 1])
 
@@ -790,7 +794,7 @@ def test_a_head_per_subject(holes):
     for s, head in enumerate(own):
         part = slice(2 * s, 2 * s + 2)
         head.load_state_dict(dict(weight=model.head.weight[part], bias=model.head.bias[part]))
-        rows = torch.from_numpy(subjects == s)
+        rows = torch.from_numpy(subjects[:, s] == 1)
         assert 10 < rows.sum() < 50
         fixed = windows[rows] @ model.linear.weight[part].T + model.linear.bias[part]
         out = head(z[rows]) + fixed
@@ -843,14 +847,18 @@ def test_the_command_with_subjects(tmp_path, holes, of_subjects, capsys):
     for s in (2, 5):  # the middle run of each
         val |= runs == np.unique(runs[np.load(holes / "subjects.npy") == s])[3]
     val &= np.load(holes / "subjects.npy") == 5
-    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, None, str(alone),
-                              0, runs[val], subjects=np.full(val.sum(), 5))
-    more = ["--data_dir", str(alone), "--split", "train", "--arrays", str(out)]
+    repeats = features.Mean([np.load(holes / "target.npy")[val]] * 2)
+    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, repeats,
+                              str(alone), 0, runs[val], subjects=np.full(val.sum(), 5))
+    more = ["--data_dir", str(alone), "--split", "train", "--arrays", str(out), "--to", str(path)]
     assert main([*ckpt, *more]) == 0
+    assert (alone / "train_ceiling.npy").exists()
+    numbers = json.loads(path.read_text())  # the ceiling of one subject is not that of two
+    assert "ceiling" not in numbers and numbers["subject 2"] is None
     with np.load(npz) as a, np.load(out) as b:
         np.testing.assert_allclose(a["prediction"][rows], b["prediction"], atol=1e-5)
-    for subjects, words in ((np.full(val.sum(), 7), "train has rows of [7] subjects; the model was "
-                             "trained on [2, 5]"), (None, "train has rows of no subjects")):
+    for subjects, words in ((np.full(val.sum(), 7), "train has rows that are not of the subjects "
+                             "of the model, [2, 5]"), (None, "train has rows that are not of")):
         features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, None,
                                   str(alone), 0, runs[val], True, subjects=subjects)
         assert main([*ckpt, *more]) == 2 and words in capsys.readouterr().err
@@ -903,9 +911,144 @@ def test_weights_of_other_subjects_are_refused(tmp_path, holes, of_subjects):
     code, text = run_program(tmp_path / "data", tmp_path / "out", **RIDGE | dict(
         init_from=str(of_subjects[0] / "ckpt.pt")))
     assert code == 2 and "subjects" in text and "Traceback" not in text
-    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=[6, 2])))
-    with pytest.raises(ValueError, match=r"subjects is \[6, 2\], expected ascending"):
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=["a"])))
+    with pytest.raises(ValueError, match="std, shift or subjects do not match"):
         read_features_meta(tmp_path / "data")
+
+
+# -----------------------------------------------------------------------------
+# repeats, the noise ceiling and the picture
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory):
+    """Three recordings of a signal in a folder: noise of different strength, missing values, a
+    constant dimension and one of noise only."""
+    rng = np.random.default_rng(4)
+    out = tmp_path_factory.mktemp("repeats")
+    x = rng.normal(size=(4000, 6))
+    signal = x @ rng.normal(size=(6, 6)) / 6 ** 0.5
+    signal /= signal.std(0)
+    signal[:, 4], signal[:, 5] = 0.1, 0
+    noise = np.array([0.1, 0.5, 1, 2, 0, 1])
+    files = []
+    for i in range(3):
+        y = signal + noise * rng.normal(size=signal.shape) + 1e4
+        y[rng.random(4000) < 0.05] = np.nan
+        y[rng.random(4000) < 0.05, 2] = np.nan
+        files.append(out / f"y{i}.npy")
+        np.save(files[-1], y)
+    for name, array in dict(x=x, runs=np.arange(4000) // 80, s=np.arange(4000) // 2000,
+                            signal=signal).items():
+        np.save(out / f"{name}.npy", array)
+    assert command(out / "x.npy", "--target", *files, "--runs", out / "runs.npy", "--val_fraction",
+                   "0.4", "--out", out / "data") == (0, ANY)
+    return out
+
+
+def ceiling_of(y):
+    """The noise ceiling of each dimension of y (repeats, rows, dims), one pair after the other."""
+    n, r = len(y), []
+    for i in range(n):
+        for j in range(i):
+            both = ~np.isnan(y[i] + y[j])
+            r.append([np.corrcoef(a[m], b[m])[0, 1] for a, b, m in zip(y[i].T, y[j].T, both.T)])
+    r = np.maximum(np.mean(r, axis=0), 0)
+    return np.sqrt(n * r / (1 + (n - 1) * r))
+
+
+@pytest.mark.parametrize("subjects", [False, True])
+def test_the_noise_ceiling(repeats, tmp_path, subjects):
+    """Of the rows for validation; near the correlation of the mean with the signal. The target is
+    the mean of what was recorded."""
+    y = np.stack([np.load(repeats / f"y{i}.npy") for i in range(3)])
+    runs, s = np.load(repeats / "runs.npy"), np.load(repeats / "s.npy")
+    out, rows = repeats / "data", [runs_in_val(runs, 0.4)]
+    if subjects:  # and no split: of the training rows
+        out, rows = tmp_path, [s == 0, s == 1]
+        features.prepare_features(dict(x=np.load(repeats / "x.npy")), features.Mean(list(y)),
+                                  str(out), 0, runs, subjects=s)
+    ceiling = np.load(out / f"{'train' if subjects else 'val'}_ceiling.npy")
+    assert ceiling.dtype == np.float32 and ceiling.shape == (len(rows), 6)
+    assert not (out / f"{'val' if subjects else 'train'}_ceiling.npy").exists()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        wanted = np.stack([ceiling_of(y[:, part]) for part in rows])
+    wanted[:, 4] = np.nan  # numpy divides the rounding of a constant by itself
+    np.testing.assert_allclose(ceiling, wanted, rtol=1e-5, atol=1e-6)
+    mean = np.load(out / "train_target.npy")
+    kept = np.flatnonzero(~rows[0]) if not subjects else np.arange(4000)
+    shift = np.array(read_features_meta(out).get("shift", {}).get("target", 0.0))
+    with np.testing.suppress_warnings() as quiet:
+        quiet.filter(RuntimeWarning)
+        np.testing.assert_allclose(mean + shift, np.nanmean(y[:, kept], 0), rtol=1e-6)
+    truth = np.load(repeats / "signal.npy")
+    for c, part in zip(ceiling, rows):
+        for i in range(4):
+            known = ~np.isnan(y[:, part, i]).all(0)
+            p = np.nanmean(y[:, part, i][:, known], 0)
+            assert c[i] == pytest.approx(np.corrcoef(p, truth[part, i][known])[0, 1], abs=0.05)
+        assert c[5] < 0.6 and np.isnan(c[4])
+
+
+def test_a_negative_correlation_of_repeats_is_a_ceiling_of_0():
+    x = np.random.default_rng(0).normal(size=(50, 1))
+    assert features.noise_ceiling([x, -x, x * 0.1 - 1e-3 * x ** 2], np.arange(50)) == [0]
+    assert features.noise_ceiling([x, x], np.arange(50)) == pytest.approx([1])
+
+
+def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    go(repeats / "data", tmp_path / "out", **SYSTEM | dict(max_iters=60, match_weight=9.0))
+    argv = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "n.json")]
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda *args: (drawn.extend(args[1:]), draw(*args)))
+    assert main([*argv, "--plot", str(tmp_path / "r.png")]) == 0
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    ceiling = np.load(repeats / "data/val_ceiling.npy")[0]
+    assert numbers["ceiling"] == pytest.approx(np.nanmean(ceiling), abs=1e-6)
+    assert numbers["ceiling_targets"][4] is None  # constant
+    assert numbers["ceiling_targets"][:4] == pytest.approx(ceiling[:4].tolist())
+    assert numbers["ridge"] > 0.5 and f"ceiling        {numbers['ceiling']:.4f}" in (
+        capsys.readouterr().out)
+    picture = (tmp_path / "r.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    figure = matplotlib.figure.Figure()
+    r, ridge = (np.array(numbers[n], float) for n in ("targets", "ridge_targets"))
+    for array, values in zip(drawn, (r, ridge, ceiling), strict=True):
+        np.testing.assert_allclose(array, values, rtol=1e-6)
+    draw(figure, r, ridge, ceiling)
+    left, right = figure.axes
+    np.testing.assert_array_equal(left.collections[0].get_offsets().filled(np.nan),
+                                  np.stack([ridge, r], 1))
+    lines = {line.get_label(): line.get_ydata() for line in right.lines}
+    order = np.argsort(r)
+    for name, values in {"model": r, "ridge regression": ridge, "noise ceiling": ceiling}.items():
+        np.testing.assert_array_equal(lines[name], values[order])
+    assert main([*argv, "--split", "train"]) == 0  # the ceiling is of the other rows
+    assert "ceiling" not in json.loads((tmp_path / "n.json").read_text())
+    assert main([*argv, "--plot", str(tmp_path / "r.txt")]) == 2
+    assert "Format 'txt' is not supported" in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib_and_a_target(repeats, linear, tmp_path, monkeypatch, capsys):
+    argv = ["--ckpt", str(linear[0] / "ckpt.pt"), "--plot", str(tmp_path / "r.png")]
+    features.prepare_features(dict(a=np.zeros((40, 4)), b=np.zeros((40, 3))), None,
+                              str(tmp_path / "d"), 0, np.arange(40) // 5)
+    pytest.importorskip("matplotlib")
+    assert main([*argv, "--data_dir", str(tmp_path / "d"), "--split", "train"]) == 2
+    assert "train has no recorded target to --plot" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert "--plot needs the package matplotlib: pip install matplotlib" in said.err
+    assert not said.out and not (tmp_path / "r.png").exists()
+
+
+def test_repeats_of_other_shapes(tmp_path, repeats):
+    np.save(tmp_path / "short.npy", np.zeros((999, 6)))
+    code, text = command(repeats / "x.npy", "--target", repeats / "y0.npy", tmp_path / "short.npy",
+                         "--out", tmp_path / "out")
+    assert code == 2 and "repeats of shapes [(4000, 6), (999, 6)]; expected equal" in text
 
 
 @pytest.mark.parametrize("case, words", [

@@ -12,6 +12,10 @@ training rows.
 Rows of several subjects follow one another; --subjects gives the subject of each row, written to
 train_subjects.npy and val_subjects.npy.
 
+Several files after --target are repeats: recordings of the same rows, e.g. of a film that was shown
+twice. The target is their mean. val_ceiling.npy (without validation rows: train_ceiling.npy) has
+the noise ceiling, (subjects, dims): the highest correlation with the target that can be expected.
+
 If the mean of a dimension is much larger than the standard deviation, float32 would lose precision:
 this mean is subtracted in float64 and stored as "shift" in meta.json.
 
@@ -21,6 +25,7 @@ subject in the same way.
 """
 
 import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -51,28 +56,67 @@ def open_array(path):
     return array
 
 
+class Mean:
+    """The mean of repeats, a list of arrays (rows, dims), without missing values, as an array that
+    is computed when rows are read. Raises DataError if their shapes differ."""
+
+    def __init__(self, repeats):
+        self.repeats = repeats
+        self.shape = repeats[0].shape
+        if any(array.shape != self.shape for array in repeats):
+            raise DataError(f"target: repeats of shapes {[array.shape for array in repeats]}; "
+                            "expected equal shapes, recordings of the same rows")
+
+    def __getitem__(self, rows):
+        return mean(np.stack([array[rows] for array in self.repeats]))
+
+
+def mean(x):
+    """Return the mean, in float64, over the first dimension of x, without NaN; NaN if all are."""
+    with np.errstate(invalid="ignore"):
+        return np.nansum(x, 0, dtype=np.float64) / (x == x).sum(0)
+
+
+def noise_ceiling(repeats, chosen):
+    """Return the noise ceiling (dims,) of the mean of n repeats, arrays (rows, dims), in the rows
+    `chosen`, (n,) indices: the square root of the reliability n r / (1 + (n - 1) r) (Spearman and
+    Brown), where r is the mean correlation of two repeats; 0 if r is negative, NaN if a repeat is
+    constant. It is the correlation of the mean with the signal that the repeats share."""
+    r = []
+    for pair in itertools.combinations(repeats, 2):
+        x = np.stack([array[chosen] for array in pair]).astype(np.float64)
+        x = x + 0 * x[::-1]  # NaN if either is
+        x = x - np.fmax.reduce(x, axis=1)[:, None]  # a constant becomes exactly 0
+        a, b = (part - mean(part) for part in x)
+        with np.errstate(invalid="ignore"):
+            r.append(np.nansum(a * b, 0) / np.sqrt(np.nansum(a * a, 0) * np.nansum(b * b, 0)))
+    n = len(repeats)
+    r = np.mean(r, axis=0).clip(0)
+    return np.sqrt(n * r / (1 + (n - 1) * r))
+
+
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
     """Write prepared arrays for --model autoencoder to the folder `out`; return the keys of this
     model in meta.json, a dict. Raises DataError.
 
-    arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
-    val_fraction: of the runs; 0: no validation rows. sources: names of the files; features of other
-    sources are replaced only with `force`. subjects: (rows,) the subject of each row, integers from
-    0 (default: there is one subject). Every run must be of one subject.
+    arrays: {name: (rows, dims)}; target: (rows, dims), a Mean or `None`; runs: (rows,) the run of
+    each row. val_fraction: of the runs; 0: no validation rows. sources: names of the files;
+    features of other sources are replaced only with `force`. subjects: (rows,) the subject of each
+    row, integers from 0 (default: there is one subject). Every run must be of one subject.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
     numbers = dict(runs=runs) | ({} if subjects is None else dict(subjects=subjects))
-    lengths = {name: len(array) for name, array in {**arrays, **numbers}.items()}
+    lengths = {name: array.shape[0] for name, array in {**arrays, **numbers}.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
-    in_val = rows_in_val(runs, subjects, val_fraction)
+    whose = np.zeros(len(runs), int) if subjects is None else subjects
+    in_val = rows_in_val(runs, whose, val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     meta = dict(target=None if target is None else target.shape[1], modalities=dims, mean={},
                 std={}, rows={split: len(chosen) for split, chosen in rows.items()})
-    if subjects is not None:
-        meta["subjects"] = np.unique(subjects).tolist()
+    meta |= {} if subjects is None else dict(subjects=np.unique(subjects).tolist())
     with new_folder(out, "autoencoder", list(sources), force) as folder:
         for name, array in arrays.items():
             mean, std = statistics(name, array, rows["train"])
@@ -87,16 +131,18 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
         for split, chosen in rows.items():
             save_arrays(folder, split, **{name: array[chosen].astype(np.uint32)
                                           for name, array in (numbers | dict(runs=number)).items()})
+        if isinstance(target, Mean):
+            split, chosen = ("val", in_val) if in_val.any() else ("train", ~in_val)
+            ceilings = [noise_ceiling(target.repeats, np.flatnonzero(chosen & (whose == subject)))
+                        for subject in np.unique(whose)]
+            save_arrays(folder, split, ceiling=np.stack(ceilings).astype(np.float32))
         write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
 
 
 def rows_in_val(runs, subjects, fraction):
     """Return bool (rows,): the rows for validation, whole runs, about `fraction` of the runs of
-    each subject. runs, subjects (or `None`): as of prepare_features(). Raises DataError."""
-    in_val = np.zeros(len(runs), bool)
-    if subjects is None:
-        return runs_in_val(runs, fraction) if fraction else in_val
+    each subject. runs, subjects: as of prepare_features(). Raises DataError."""
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
@@ -104,9 +150,11 @@ def rows_in_val(runs, subjects, fraction):
     if len(shared := labels[1:][np.diff(labels) == 0]):
         raise DataError(f"run {shared[0]} has rows of several subjects; give --runs with a "
                         "different number for each run of each subject")
+    in_val = np.zeros(len(runs), bool)
     for subject in np.unique(subjects) if fraction else ():
         own = subjects == subject
-        in_val[own] = runs_in_val(runs[own], fraction, f" of subject {subject}")
+        whose = "" if own.all() else f" of subject {subject}"
+        in_val[own] = runs_in_val(runs[own], fraction, whose)
     return in_val
 
 
@@ -187,7 +235,8 @@ class FeatureOptions(FolderOptions):
     """Prepare feature arrays for --model autoencoder."""
     arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
                             positional=True, metavar="FILE.npy")
-    target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
+    target: list[str] = key([], "signal to predict: an array (rows, dims); several: repeats, whose "
+                            "mean is the target", nargs="+", text=True, metavar="FILE.npy")
     val_fraction: float = key(0.1, "share of the runs for validation; 0: no split", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
                     "about 20 equal runs)", metavar="FILE.npy")
@@ -201,12 +250,14 @@ def open_arrays(args):
     `None`) of the files that `args`, a FeatureOptions, names. Default of args.runs: about 20 equal
     runs, divided where the subject changes. Raises DataError."""
     arrays = {source_name(path): open_array(path) for path in args.arrays}
-    names = r"(?!(target|runs|subjects)$)[A-Za-z]\w*"
+    names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"
     wrong = [name for name in arrays if not re.fullmatch(names, name)]
     if wrong or len(arrays) < len(args.arrays):
         raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
-                        "letters, digits and _, except target, runs and subjects; rename them")
-    target = open_array(args.target) if args.target else None
+                        "letters, digits and _, except target, runs, subjects and ceiling; rename "
+                        "them")
+    repeats = [open_array(path) for path in args.target]
+    target = Mean(repeats) if len(repeats) > 1 else repeats[0] if repeats else None
     subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
     runs = np.arange(n) // max(1, n // 20)
@@ -225,10 +276,10 @@ def run(args):
         raise UserError("give one or more FILE.npy, or --synthetic without --target, --runs and "
                         "--subjects")
     arrays, target, runs, subjects = (*synthetic(), None) if args.synthetic else open_arrays(args)
-    sources = ["--synthetic"] if args.synthetic else [*args.arrays, args.target]
+    sources = ["--synthetic"] if args.synthetic else args.arrays + args.target
     out = args.out or os.path.join("data", "bin", source_name(sources[0]).strip("-"))
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
-                            [source for source in sources if source], subjects)
+                            sources, subjects)
     echo(f"Prepared {out}: {meta['modalities']}, target: {meta['target']}; split by whole runs")
     report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder")
 

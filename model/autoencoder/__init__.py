@@ -79,15 +79,14 @@ class Keys:
         problems = [] if valid else [f"modality_weights: expected numbers of at least 0, got "
                                      f"{self.modality_weights}"]
         if self.time_layers and not self.delays:
-            problems.append("time_layers: there is no time without delays; expected delays of at "
-                            "least 1, or time_layers 0")
+            problems.append("time_layers: there is no time without delays; expected delays above 0")
         return problems
 
 
 class MultimodalAutoencoder(nn.Module):
     """A model of modalities and a target: forward(*arrays) -> (mean loss, sums {name: tensor}).
     arrays: the modalities and the target, if any, (N, D) each; modalities (N, delays + 1, D) with
-    delays; with subjects, also the index of each row's subject (N,). spec: the dict of
+    delays; with subjects, also which subject a row is of, (N, S) zeros and ones. spec: the dict of
     read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
     the bottleneck, predict() the target."""
 
@@ -98,20 +97,18 @@ class MultimodalAutoencoder(nn.Module):
         h = c.d_hidden
         dims = spec["modalities"]
         self.names = list(array_dims(spec))
-        self.n_subjects = len(spec.get("subjects", [0]))
-        outputs = self.n_subjects * (spec["target"] or 0)
+        outputs = len(spec.get("subjects", [0])) * (spec["target"] or 0)
         k = c.delays + 1
-        width = h * len(dims)
+        w = h * len(dims)
         rows = 1 if c.time_layers else k  # that an encoder reads at once
         self.encoder = nn.ModuleDict({name: nn.Linear(rows * d, h) for name, d in dims.items()})
         if c.time_layers:
-            self.positions = nn.Parameter(torch.empty(k, width))
+            self.positions = nn.Parameter(torch.empty(k, w))
             # Without biases: the gradient of a key's bias is 0, and rounding would train it.
-            layer = nn.TransformerEncoderLayer(
-                width, math.gcd(width, 8), 4 * width, c.dropout, F.gelu, batch_first=True,
-                norm_first=True, bias=False)
-            self.time = nn.TransformerEncoder(layer, c.time_layers, nn.LayerNorm(width), False)
-        self.bottleneck = nn.Linear(width, c.d_latent)
+            layer = nn.TransformerEncoderLayer(w, math.gcd(w, 8), 4 * w, c.dropout, F.gelu,
+                                               batch_first=True, norm_first=True, bias=False)
+            self.time = nn.TransformerEncoder(layer, c.time_layers, nn.LayerNorm(w), False)
+        self.bottleneck = nn.Linear(w, c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
         self.head = nn.Linear(c.d_latent, outputs) if outputs else None
@@ -146,11 +143,11 @@ class MultimodalAutoencoder(nn.Module):
     def standardise(self, arrays):
         """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
         mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN.
-        "subjects", if there are any, is (N,) int64."""
+        "subjects" (N, S), if there are any, is unchanged."""
         arrays = list(arrays)
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
-        return x | (dict(subjects=arrays[-1].long()) if "subjects" in self.spec else {})
+        return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})
 
     def encode(self, x):
         """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}, the
@@ -178,7 +175,7 @@ class MultimodalAutoencoder(nn.Module):
         encode(x)."""
         # The rest, which a linear path leaves, is not linear in the bottleneck either.
         outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
-        out = of_subject(outs, x.get("subjects"), self.spec["target"])
+        out = of_subject(outs, x.get("subjects"))
         return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
@@ -188,7 +185,7 @@ class MultimodalAutoencoder(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             # Sharded, the parameters may be in bfloat16.
             outs = F.linear(features.flatten(1), *(p.float() for p in self.linear.parameters()))
-        return of_subject(outs, x.get("subjects"), self.spec["target"])
+        return of_subject(outs, x.get("subjects"))
 
     def forward(self, *arrays):
         c = self.keys
@@ -203,11 +200,10 @@ class MultimodalAutoencoder(nn.Module):
         if self.head is not None:
             out = self.predict(x, z)  # (N, T)
             match = matching_loss(out, x["target"], c.matching)
-            whose = x.get("subjects"), self.n_subjects
-            sums["match"] = match.sum()
-            sums |= correlation_sums(out.detach(), x["target"], "", *whose)
+            to = x["target"], x.get("subjects")
+            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), *to))
             if self.linear is not None and not self.training:  # the baseline beside the model
-                sums |= correlation_sums(self.predict_linear(x), x["target"], "ridge_", *whose)
+                sums |= correlation_sums(self.predict_linear(x), *to, "ridge_")
         loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
         return loss.mean(), sums
 

@@ -19,18 +19,15 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
     "modalities" {name: D}, "target" (D or `None`), "mean", "std" and, if present, "shift",
-    {name: [D floats]} each, and "subjects", ascending integers. Raises DataError."""
+    {name: [D floats]} each, and "subjects", a list of integers. Raises DataError."""
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
     meta.setdefault("target", None)
-    if not has_type(known := meta.get("subjects", [0]), [int]) or sorted({*known}) != known:
-        raise DataError(f"{folder}: subjects is {known}, expected ascending integers; "
-                        f"{HOW_TO_PREPARE}")
     if not has_type(meta.get("shift", {}), numbers) or any(
             {n: len(v) for n, v in meta[part].items()} != array_dims(meta)
-            for part in ("mean", "std")):
-        raise DataError(f"{folder}: mean, std or shift do not match the dimensions of the arrays; "
+            for part in ("mean", "std")) or not has_type(meta.get("subjects", []), [int]):
+        raise DataError(f"{folder}: mean, std, shift or subjects do not match the arrays; "
                         f"{HOW_TO_PREPARE}")
     return meta
 
@@ -61,8 +58,8 @@ def open_runs(folder, split):
 def open_features(folder, split, spec=None, delays=0):
     """Return the arrays of a split in the order of array_dims() (modalities, then the target),
     float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). If there
-    are subjects, the last array (N,) is the index of each row's subject in spec["subjects"]. Raises
-    DataError.
+    are subjects, the last array (N, S) is 1 for the subject of each row, in the order of
+    spec["subjects"], and 0 for the others. Raises DataError.
 
     spec: of a model that was trained on other data (default: of `folder`). An array that only
     `spec` has is NaN; arrays that `spec` lacks, or other dimensions, raise DataError. If the
@@ -89,21 +86,20 @@ def open_features(folder, split, spec=None, delays=0):
             array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
         arrays.append(add_delays(array, runs, delays) if delays and name != "target" else array)
     if "subjects" in spec:
-        unknown = np.setdiff1d(files.get("subjects", []), spec["subjects"]).tolist()
-        if unknown or "subjects" not in files:
-            raise DataError(f"{folder}: {split} has rows of {unknown or 'no'} subjects; the model "
-                            f"was trained on {spec['subjects']}: prepare rows of these, --subjects")
-        arrays.append(np.searchsorted(spec["subjects"], files["subjects"]))
+        is_of = np.equal.outer(files.get("subjects", [None]), spec["subjects"])  # (N, S)
+        if not is_of.any(1).all():
+            raise DataError(f"{folder}: {split} has rows that are not of the subjects of the "
+                            f"model, {spec['subjects']}; prepare rows of these, with --subjects")
+        arrays.append(is_of.astype(np.float32))
     return arrays
 
 
-def of_subject(outs, subjects, n_targets):
-    """Return the outputs (N, n_targets) for the subject of each row. outs (N, S * n_targets): for
-    all S subjects; subjects (N,): index of each row's subject, or `None`: there is only one."""
+def of_subject(outs, subjects):
+    """Return the outputs (N, T) for the subject of each row. outs (N, S * T): for all subjects;
+    subjects (N, S): zeros and ones, the subject of each row, or `None`: there is only one."""
     if subjects is None:
         return outs
-    outs = outs.unflatten(1, (-1, n_targets))
-    return outs[torch.arange(len(outs), device=outs.device), subjects]
+    return (outs.unflatten(1, (subjects.shape[1], -1)) * subjects[..., None]).sum(1)
 
 
 def shift_of(spec, name):
@@ -117,6 +113,16 @@ def scale_of(spec, name):
     each. The deviation of a constant is 1. spec: the dict of read_features_meta()."""
     mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
     return mean, np.where(std > 0, std, np.float32(1))
+
+
+def open_ceiling(folder, split, spec):
+    """Return the noise ceiling (S, T), a float32 tensor, that data.prepare.features computed from
+    repeats of the target in this split; `None` without repeats, or if the subjects of `folder` are
+    not those of `spec`, the dict of read_features_meta(). Raises DataError."""
+    own = read_features_meta(folder).get("subjects")
+    if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
+        return None
+    return torch.tensor(open_rows(folder, split, ceiling=((spec["target"],), None, None))[0])
 
 
 def design(arrays, spec):
@@ -142,7 +148,7 @@ def fit_linear_path(folder, spec, delays):
     recorded = ~np.isnan(y).any(1)
     fits = []
     for i, subject in enumerate(spec.get("subjects", [None])):
-        rows = recorded if subject is None else recorded & (arrays[-1] == i)
+        rows = recorded if subject is None else recorded & (arrays[-1][:, i] == 1)
         if rows.sum() < 3:
             whose = "" if subject is None else f" of subject {subject}"
             raise DataError(f"{folder}: {rows.sum()} training rows{whose} have all targets; ridge "

@@ -49,11 +49,11 @@ def row_correlation(a, b):
                               * (b.square().mean(1) + VARIANCE_EPS)).sqrt()
 
 
-def correlation_sums(p, y, prefix="", subjects=None, n_subjects=1):
+def correlation_sums(p, y, subjects=None, prefix=""):
     """Return the sums over rows that correlations() needs, as {prefix + name: (D,)}. p, y: (N, D)
     predictions and targets, standardised, because large means would lose precision. A missing
-    target (NaN) is left out. The sums of batches can be added. subjects (N,): index of each row's
-    subject; the sums are (n_subjects, D) then, over the rows of each subject."""
+    target (NaN) is left out. The sums of batches can be added. subjects (N, S): zeros and ones,
+    the subject of each row; the sums are (S, D) then, over the rows of each subject."""
     if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
     recorded = ~y.isnan()
@@ -61,13 +61,12 @@ def correlation_sums(p, y, prefix="", subjects=None, n_subjects=1):
     y = y.nan_to_num()
     sums = dict(p=p, y=y, pp=p.square(), yy=y.square(), py=p * y, n=recorded)
     if subjects is not None:  # by a product, which is deterministic on a GPU too
-        is_of = (subjects == torch.arange(n_subjects, device=p.device)[:, None]).to(p)  # (S, N)
-        return {prefix + name: is_of @ value.to(p) for name, value in sums.items()}
+        return {prefix + name: subjects.T.to(p) @ value.to(p) for name, value in sums.items()}
     return {prefix + name: value.sum(0) for name, value in sums.items()}
 
 
 def correlations(sums, prefix=""):
-    """Return Pearson's r, (D,) or (n_subjects, D), between predictions and targets over all rows,
+    """Return Pearson's r, (D,) or (S, D), between predictions and targets over all rows,
     per dimension; NaN if either is constant. sums: the result of correlation_sums(), added over
     batches."""
     p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))

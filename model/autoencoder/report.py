@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.autoencoder.data import design, fit_linear_path, of_subject, open_features, shift_of
-from model.autoencoder.losses import correlation_sums, correlations, mean_correlation
+from model.autoencoder import data, losses
 from model.core.load import load_model
 from train.base.cli import command
-from train.base.errors import echo
+from train.base.errors import DataError, echo, require
 from train.base.fields import key
 from train.evaluate import pack, to_numbers, unpack
 
@@ -42,19 +41,36 @@ def evaluate_rows(model, arrays, rows=1024):
     outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
     if model.head is None:
         return metrics, None, outputs
-    prediction = outputs["prediction"].astype(np.float64) + shift_of(model.spec, "target")
-    return metrics, correlations(total), outputs | dict(prediction=prediction)
+    prediction = outputs["prediction"].astype(np.float64) + data.shift_of(model.spec, "target")
+    return metrics, losses.correlations(total), outputs | dict(prediction=prediction)
 
 
 def evaluate_ridge(model, arrays):
     """Return the correlations() between the target and the prediction of the baseline, on `arrays`
-    from open_features(). The baseline is a ridge regression with the delays of `model`, a
+    from data.open_features(). The baseline is a ridge regression with the delays of `model`, a
     MultimodalAutoencoder, fitted to the training rows of the data_dir of the model."""
-    weight, bias = fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
-    x, y = map(torch.from_numpy, design(arrays, model.spec))
+    weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
+    x, y = map(torch.from_numpy, data.design(arrays, model.spec))
     subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None
-    p = of_subject(x.flatten(1) @ weight.T.double() + bias, subjects, y.shape[1])
-    return correlations(correlation_sums(p, y, "", subjects, model.n_subjects))
+    p = data.of_subject(x.flatten(1) @ weight.T.double() + bias, subjects)
+    return losses.correlations(losses.correlation_sums(p, y, subjects))
+
+
+def draw(figure, r, ridge, ceiling=None):
+    """Draw the correlations r, those of `ridge` regression and the noise `ceiling`, if known, of
+    each target, arrays (n,), into a matplotlib Figure."""
+    left, right = figure.subplots(1, 2)
+    left.axline([np.nanmean(ridge)] * 2, slope=1, color="gray", linewidth=1)
+    left.scatter(ridge, r, s=12, alpha=0.6, linewidth=0)
+    left.set(xlabel="r of ridge regression", ylabel="r of the model", aspect="equal",
+             adjustable="datalim", title=f"better for {np.mean(r > ridge):.0%} of {len(r)} targets")
+    order = r.argsort()
+    for name, values, style in (("noise ceiling", ceiling, "k--"), ("model", r, "C0"),
+                                ("ridge regression", ridge, "C1.")):
+        if values is not None:
+            right.plot(values[order], style, label=name, linewidth=1, markersize=3)
+    right.set(xlabel="target, sorted by r of the model", ylabel="r")
+    right.legend()
 
 
 @dataclass
@@ -65,6 +81,7 @@ class EvaluationOptions:
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
+    plot: str | None = key(None, "also draw r, with --baseline", metavar="FILE.png", path=True)
     to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
                          path=True)
     arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
@@ -74,21 +91,30 @@ class EvaluationOptions:
 def evaluate_checkpoint(args):
     """Evaluate a checkpoint with the EvaluationOptions `args`: print the metrics and write the
     requested files. Raises UserError."""
+    fig = args.plot and require("matplotlib.figure", "--plot").Figure((10, 5), layout="constrained")
     model, _ = load_model(args.ckpt, expect="autoencoder")
-    arrays = open_features(args.data_dir or model.keys.data_dir, args.split, model.spec,
-                           model.keys.delays)
+    folder = args.data_dir or model.keys.data_dir
+    arrays = data.open_features(folder, args.split, model.spec, model.keys.delays)
     metrics, r, outputs = evaluate_rows(model, arrays)
     tables = dict(targets=r)
-    if args.baseline:
+    if args.baseline or args.plot:
         tables["ridge_targets"] = evaluate_ridge(model, arrays)
-        metrics["ridge"] = mean_correlation(tables["ridge_targets"])
+        metrics["ridge"] = losses.mean_correlation(tables["ridge_targets"])
+    if (ceiling := data.open_ceiling(folder, args.split, model.spec)) is not None:
+        tables["ceiling_targets"] = ceiling
+        metrics["ceiling"] = losses.mean_correlation(ceiling)
     for subject, values in zip(model.spec.get("subjects", ()), () if r is None else r):
-        metrics[f"subject {subject}"] = mean_correlation(values)
+        metrics[f"subject {subject}"] = losses.mean_correlation(values)
     for name, value in metrics.items():
         echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
     for name, values in tables.items():
         if values is not None:
             metrics[name] = [v if v == v else None for v in values.flatten().tolist()]
+    if args.plot:
+        if metrics["correlation"] is None:
+            raise DataError(f"{folder}: {args.split} has no recorded target to --plot")
+        draw(fig, *(values.flatten().numpy() for values in tables.values()))
+        fig.savefig(args.plot, dpi=150)
     if args.to:
         Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
     if args.arrays:
