@@ -136,14 +136,15 @@ def split_by_prompt(samples, fraction):
     return splits
 
 
-def runs_in_val(runs, fraction):
+def runs_in_val(runs, fraction, whose=""):
     """Return bool (n,), True for the rows of the validation split: whole runs, evenly spread, about
     `fraction` of the runs and at least one. runs: (n,) the run of each row; neighbouring rows of a
-    run are nearly equal. Raises DataError if there is only one run."""
+    run are nearly equal. Raises DataError if there is only one run; whose: of the rows, for this
+    message."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:
-        raise DataError("all rows are one run: nothing can be held out; give other --runs")
+        raise DataError(f"all rows{whose} are one run: nothing can be held out; give other --runs")
     count = min(n - 1, max(1, round(fraction * n)))
     chosen = (np.arange(count) * 2 + 1) * n // (2 * count)  # the middles of `count` equal parts
     return np.isin(index, chosen)

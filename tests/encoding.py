@@ -4,10 +4,13 @@ python -m tests.encoding [SET...] [--seeds 1 2 3] [--set KEY=VALUE...]
 
 Twelve hidden signals change slowly in time (AR(1)). Three modalities are noisy mixtures of some of
 them, the target is a mixture of all plus noise. Rows are split by runs: to train, for validation,
-and a test part of the same size as the training part, which nothing sees before the end. Each model
-is judged by the mean correlation over the targets on the test rows. The baselines are fitted on the
-training and the validation rows together: RidgeCV with one penalty per target, without and with the
-10 rows before each row as additional features, and MLPRegressor(256).
+and a test part, which nothing sees before the end. Each model is judged by the mean correlation
+over the targets on the test rows. The baselines are fitted on the training and the validation rows
+together: RidgeCV with one penalty per target, without and with the 10 rows before each row as
+additional features, and MLPRegressor(256).
+
+In the set "subjects", each of four subjects has a mixture, and every fourth run. A model with one
+head for all, and a model of each subject, are trained as well.
 """
 
 import argparse
@@ -36,6 +39,7 @@ SETS = {  # rows per run, runs to train on and to validate, targets, noise, stru
     "500 targets": (100, 20, 500, 1.0, "linear"),
     "300 rows": (15, 20, 80, 1.0, "linear"),
     "300 rows, 500 targets": (15, 20, 500, 1.0, "linear"),
+    "subjects": (100, 40, 80, 0.7, "nonlinear, subjects"),
     "missing": (100, 20, 80, 1.0, "missing"),
     "shuffled": (100, 20, 80, 1.0, "shuffled")}
 
@@ -63,6 +67,8 @@ def make_set(name, seed, n_test_runs=20):
         signals[..., 12:] /= signals[..., 12:].std((0, 1)) * np.sqrt(2)
     mixture = rng.standard_normal((signals.shape[-1], n_targets))
     clean = signals @ mixture
+    for subject in range(1, 4) if "subjects" in structure else ():
+        clean[subject::4] = signals[subject::4] @ rng.standard_normal(mixture.shape)
     if "delayed" in structure:
         clean = np.apply_along_axis(lambda c: np.convolve(c, response())[:length], 1, clean)
     clean = clean.reshape(-1, n_targets)
@@ -118,11 +124,12 @@ def baselines(arrays, y, runs, n):
     return out
 
 
-def trained(folder, out, arrays, y, runs, n, changes):
+def trained(folder, out, arrays, y, runs, n, changes, subjects=None, heads=True):
     """Return {name: (correlation, seconds)} on the test part, of a run of --model autoencoder and
-    its linear path."""
+    its linear path. subjects: of each row; the correlation is a mean over them. heads: one each."""
     start = time.perf_counter()
-    prepare_features({k: a[:n] for k, a in arrays.items()}, y[:n], str(folder), 0.1, runs[:n])
+    prepare_features({k: a[:n] for k, a in arrays.items()}, y[:n], str(folder), 0.1, runs[:n],
+                     subjects=subjects[:n] if subjects is not None and heads else None)
     config = load_config("train/configs/autoencoder.yaml", changes | dict(
         data_dir=str(folder), out_dir=str(out)))
     with contextlib.redirect_stdout(io.StringIO()):
@@ -133,10 +140,31 @@ def trained(folder, out, arrays, y, runs, n, changes):
     test = [a[n:] for a in arrays.values()]
     if model.keys.delays:
         test = [add_delays(a, runs[n:], model.keys.delays) for a in test]
-    numbers, _, _ = evaluate_rows(model, [*test, y[n:]])
+    test.append(y[n:])
+    if "subjects" in model.spec:
+        test.append(np.equal.outer(subjects[n:], model.spec["subjects"]).astype("f4"))
+    groups = [slice(None)]
+    if subjects is not None:
+        groups = [subjects[n:] == s for s in np.unique(subjects)]
+    numbers = [evaluate_rows(model, [a[rows] for a in test])[0] for rows in groups]
     print(f"  {result['iter_num']} steps", file=sys.stderr)
-    return {"autoencoder": (numbers["correlation"], seconds),
-            "its linear path": (numbers.get("ridge") or np.nan, np.nan)}
+    r, ridge = (np.mean([m.get(k) or np.nan for m in numbers]) for k in ("correlation", "ridge"))
+    return {"autoencoder": (r, seconds), "its linear path": (ridge, np.nan)}
+
+
+def trained_without_heads(folder, arrays, y, runs, n, changes, subjects):
+    """Return {name: (correlation, seconds)} of a model of all subjects with one head, and the mean
+    of models of one subject each, as of trained()."""
+    made = trained(folder / "1", folder / "2", arrays, y, runs, n, changes, subjects, heads=False)
+    alone = []
+    for s in np.unique(subjects):
+        own = subjects == s
+        alone.append(trained(folder / f"data {s}", folder / f"out {s}",
+                             {k: a[own] for k, a in arrays.items()}, y[own], runs[own],
+                             own[:n].sum(), changes))
+    return {"one head": made["autoencoder"],
+            **{f"a model each, {name}": tuple(np.mean([m[name] for m in alone], axis=0))
+               for name in alone[0]}}
 
 
 def main(argv=None):
@@ -151,15 +179,18 @@ def main(argv=None):
         rows = {}
         for seed in args.seeds:
             data = make_set(name, seed)
+            changes = dict(item.split("=", 1) for item in args.set) | dict(seed=seed)
+            subjects = data[2] % 4 if "subjects" in SETS[name][-1] else None
             with tempfile.TemporaryDirectory() as folder:
-                made = trained(Path(folder, "data"), Path(folder, "out"), *data,
-                               dict(item.split("=", 1) for item in args.set) | dict(seed=seed))
+                made = trained(Path(folder, "data"), Path(folder, "out"), *data, changes, subjects)
+                if subjects is not None:
+                    made |= trained_without_heads(Path(folder), *data, changes, subjects)
             made |= {} if args.no_baselines else baselines(*data)
             for row, values in made.items():
                 rows.setdefault(row, []).append(values)
         for row, values in rows.items():
             r, seconds = zip(*values)
-            print(f"{name:22} {row:16} {np.mean(r):.4f}  ({' '.join(f'{v:.4f}' for v in r)})  "
+            print(f"{name:22} {row:31} {np.mean(r):.4f}  ({' '.join(f'{v:.4f}' for v in r)})  "
                   f"{np.mean(seconds):6.1f} s", flush=True)
 
 

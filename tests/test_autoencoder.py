@@ -2,6 +2,10 @@
 
 import json
 import math
+import shutil
+import sys
+from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -40,8 +44,10 @@ from model.autoencoder import (
     open_features,
     read_features_meta,
     reconstruction_losses,
+    report,
     row_correlation,
 )
+from model.autoencoder.report import draw
 from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.config import load_config
@@ -172,7 +178,7 @@ def test_labels_of_runs(tmp_path):
 @pytest.mark.parametrize("option", ["target", "runs"])
 def test_synthetic_data_have_their_own_target_and_runs(capsys, option):
     assert features.main(["--synthetic", f"--{option}", "x.npy"]) == 2
-    assert "without --target and --runs" in capsys.readouterr().err
+    assert "without --target, --runs and --subjects" in capsys.readouterr().err
 
 
 def test_synthetic_needs_every_modality():
@@ -516,6 +522,8 @@ def test_delays_end_at_the_start_of_a_run():
 RIDGE = SYSTEM | dict(linear_path=True, dropout=0.2, modality_dropout=0.2, delays=2,
                       early_stopping_metric="val_match")
 
+TIME = dict(time_layers=2)
+
 
 @pytest.fixture(scope="module")
 def holes(tmp_path_factory):
@@ -532,6 +540,11 @@ def holes(tmp_path_factory):
     for name, array in dict(a=a, b=b, target=target, runs=runs).items():
         np.save(out / f"{name}.npy", array)
     features.prepare_features(dict(a=a, b=b), target, str(out / "data"), 0.2, runs)
+    # Subjects 2 and 5 in turn; each has a target of its own.
+    subjects = np.where(runs % 2, 5, 2)
+    np.save(out / "subjects.npy", subjects)
+    features.prepare_features(dict(a=a, b=b), np.where(subjects[:, None] == 5, -target, target),
+                              str(out / "subjects"), 0.2, runs, subjects=subjects)
     return out
 
 
@@ -539,6 +552,18 @@ def holes(tmp_path_factory):
 def linear(holes, tmp_path_factory):
     out = tmp_path_factory.mktemp("linear")
     return out, go(holes / "data", out, **RIDGE | dict(max_iters=40, eval_interval=10))
+
+
+@pytest.fixture(scope="module")
+def over_time(holes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("over_time")
+    return out, go(holes / "data", out, **RIDGE | TIME | dict(max_iters=40, eval_interval=10))
+
+
+@pytest.fixture(scope="module")
+def of_subjects(holes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("of_subjects")
+    return out, go(holes / "subjects", out, **RIDGE | dict(max_iters=40, eval_interval=10))
 
 
 def test_statistics_and_losses_leave_missing_values_out(holes):
@@ -559,7 +584,7 @@ def test_statistics_and_losses_leave_missing_values_out(holes):
         if kind == "mse":
             assert not gradient[y.isnan()].any()
     recorded = ~missing
-    sums = correlation_sums(out.detach(), y, "x_")
+    sums = correlation_sums(out.detach(), y, None, "x_")
     assert correlations(sums, "x_")[0] == pytest.approx(
         np.corrcoef(out.detach()[recorded, 0], y[recorded, 0])[0, 1])
 
@@ -617,18 +642,21 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     assert again["val_ridge"] == first["val_ridge"]
 
 
-def test_kill_and_resume_with_a_linear_path(tmp_path, holes, linear):
-    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
-    code, text = run_program(holes / "data", tmp_path, env={"FAULT": "before_opt@33=kill9"},
+@pytest.mark.parametrize("data, undisturbed, more", [
+    ("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)], ids=str)
+def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
+    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7) | more
+    code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)
     assert code == -9, text
-    assert run_program(holes / "data", tmp_path, **options)[0] == 0
-    assert_same(linear[0], tmp_path)
+    assert run_program(holes / data, tmp_path, **options)[0] == 0
+    assert_same(request.getfixturevalue(undisturbed)[0], tmp_path)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_ranks_with_a_linear_path(tmp_path, holes, way):
-    settings = SMALL | RIDGE | dict(data_dir=str(holes / "data"), max_iters=6, eval_interval=3,
+@pytest.mark.parametrize("data, more", [("data", {}), ("subjects", {}), ("data", TIME)], ids=str)
+def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data, more):
+    settings = more | SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
                                     lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
                                val_ridge=1e-5)
@@ -681,6 +709,348 @@ def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
             assert numbers["ridge"] == pytest.approx(history[-1]["val_ridge"], abs=1e-6)
 
 
+# -----------------------------------------------------------------------------
+# layers over time
+
+def test_rows_without_features_are_masked(over_time, holes):
+    """A window that starts with the run has the bottleneck of a shorter window; the other rows
+    count."""
+    model, _ = load_model(over_time[0] / "ckpt.pt")
+    arrays = [torch.from_numpy(np.array(a[:120]))
+              for a in open_features(str(holes / "data"), "train", delays=2)]
+    starts = arrays[0].isnan().all(-1) & arrays[1].isnan().all(-1)
+    first, later = starts[:, 1].nonzero()[:, 0], (~starts).all(1).nonzero()[:, 0]
+    assert len(first) >= 3 and len(later) > 90
+    x = model.standardise(arrays)
+    z = model.encode(x)
+    cut = {name: value[:, :1] for name, value in x.items() if name != "target"}
+    positions, model.positions = model.positions, torch.nn.Parameter(model.positions[:1])
+    short = model.encode(cut)
+    model.positions = positions
+    torch.testing.assert_close(z[first], short[first], atol=1e-5, rtol=1e-4)
+    assert (z[later] - short[later]).abs().amax(1).min() > 1e-4
+    for k in (1, 2):  # the order of the rows counts, and each of them
+        swapped = {n: v if n == "target" else v[:, [0, 2, 1]] for n, v in x.items()}
+        one = {n: v.clone() for n, v in x.items()}
+        one["b"][:, k] += 1
+        for other in (swapped, one):
+            assert (model.encode(other) - z)[later].abs().amax(1).min() > 1e-6
+    for part in ((..., 0, slice(None)), (..., 1, 0)):  # the present row; a dimension of another
+        known, unknown = ({n: v.clone() for n, v in x.items()} for _ in range(2))
+        for name in "ab":
+            known[name][part], unknown[name][part] = 0, np.nan
+        torch.testing.assert_close(model.encode(unknown)[later], model.encode(known)[later])
+    x["a"][:], x["b"][:] = np.nan, np.nan
+    assert model.encode(x).isfinite().all()
+
+
+def test_a_modality_is_hidden_from_the_whole_window(holes):
+    config = configure(holes / "data", "unused", **RIDGE | TIME | dict(
+        modality_dropout=0.5, dropout=0))
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    seen = []
+    model.encoder["a"].register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    x = model.standardise(data.train.tensors(data.train.rows(np.arange(200)), torch.device("cpu")))
+    model.encode(x)
+    rows = x["a"].nan_to_num().any(-1).all(1)
+    hidden = ~seen[0][rows].any(-1)
+    assert 0.3 < hidden.float().mean() < 0.7 and torch.equal(hidden.all(1), hidden.any(1))
+
+
+def test_the_initial_values_of_layers_over_time(holes):
+    config = configure(holes / "data", "unused", **RIDGE | TIME)
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    state = {n: p for n, p in model.named_parameters() if n.startswith(("time", "positions"))}
+    assert state["positions"].shape == (3, 32) and len(state) == 1 + 2 * 6 + 2
+    for name, p in state.items():
+        if "norm" in name or "bias" in name:
+            assert torch.equal(p, torch.full_like(p, float("bias" not in name))), name
+        else:
+            assert p.std().item() == pytest.approx(p.shape[1] ** -0.5, rel=0.2), name
+
+
+# -----------------------------------------------------------------------------
+# subjects
+
+def test_a_head_per_subject(holes):
+    """Outputs and gradients are those of a Linear per subject; the first prediction is the ridge
+    regression that is fitted to the rows of this subject alone."""
+    config = configure(holes / "subjects", "unused", **RIDGE | dict(dropout=0, modality_dropout=0))
+    data = open_data(config, Ranks())
+    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
+    assert data.spec["subjects"] == [2, 5] and model.head.weight.shape == (4, 8)
+    torch.nn.init.normal_(model.head.weight)
+    *arrays, subjects = data.train.rows(np.arange(60))
+    batch = [torch.from_numpy(a) for a in (*arrays, subjects)]
+    loss, sums = model(*batch)
+    loss.backward()
+    x = model.standardise(batch)
+    z = torch.nn.functional.gelu(model.encode(x).detach())
+    windows = torch.cat([x[n].nan_to_num() for n in "ab"], -1).flatten(1)
+    own = [torch.nn.Linear(8, 2) for _ in range(2)]
+    total = 0
+    for s, head in enumerate(own):
+        part = slice(2 * s, 2 * s + 2)
+        head.load_state_dict(dict(weight=model.head.weight[part], bias=model.head.bias[part]))
+        rows = torch.from_numpy(subjects[:, s] == 1)
+        assert 10 < rows.sum() < 50
+        fixed = windows[rows] @ model.linear.weight[part].T + model.linear.bias[part]
+        out = head(z[rows]) + fixed
+        torch.testing.assert_close(model.predict(x, model.encode(x))[rows], out)
+        torch.testing.assert_close(model.predict_linear(x)[rows], fixed)
+        total = total + matching_loss(out, x["target"][rows]).sum()
+        y = x["target"][rows]
+        keep = ~y.isnan().any(1)
+        assert correlations(sums)[s].tolist() == pytest.approx(
+            [np.corrcoef(out.detach()[keep, i], y[keep, i])[0, 1] for i in (0, 1)], abs=1e-3)
+    (total / 60).backward()
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(model.head, name).grad,
+                                   torch.cat([getattr(head, name).grad for head in own]))
+    assert sums["match"].item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_ridge_per_subject(holes, of_subjects):
+    """The rows of a subject, prepared alone with the statistics of all, have the same fit."""
+    path = str(holes / "subjects")
+    weight, bias = fit_linear_path(path, spec := read_features_meta(path), 2)
+    alone = str(holes / "alone")
+    for s, subject in enumerate(spec["subjects"]):
+        shutil.copytree(path, alone, dirs_exist_ok=True)
+        for file in sorted(Path(path).glob("train_*.npy")):
+            rows = np.load(Path(path, "train_subjects.npy")) == subject
+            np.save(Path(alone, file.name), np.load(file)[rows])
+        w, b = fit_linear_path(alone, {k: v for k, v in spec.items() if k != "subjects"}, 2)
+        assert torch.equal(weight[2 * s:2 * s + 2], w) and torch.equal(bias[2 * s:2 * s + 2], b)
+    assert not torch.allclose(weight[:2], weight[2:], atol=0.1)
+    first = of_subjects[1]["history"][0]
+    assert first["val_correlation"] == pytest.approx(first["val_ridge"], abs=1e-6)
+    assert first["val_ridge"] > 0.9  # one ridge regression for both: 0
+
+
+def test_the_command_with_subjects(tmp_path, holes, of_subjects, capsys):
+    """Numbers of each subject; rows of one subject alone have the same predictions."""
+    path, npz = tmp_path / "n.json", tmp_path / "all.npz"
+    ckpt = ["--ckpt", str(of_subjects[0] / "ckpt.pt")]
+    assert main([*ckpt, "--baseline", "--to", str(path), "--arrays", str(npz)]) == 0
+    numbers, last = json.loads(path.read_text()), of_subjects[1]["history"][-1]
+    assert numbers["correlation"] == pytest.approx(last["val_correlation"], abs=1e-6)
+    assert numbers["ridge"] == pytest.approx(last["val_ridge"], abs=1e-6)
+    assert len(numbers["targets"]) == 4
+    assert numbers["subject 5"] == pytest.approx(np.mean(numbers["targets"][2:]))
+    assert "subject 5      0." in capsys.readouterr().out
+    rows = np.load(holes / "subjects/val_subjects.npy") == 5
+    alone, out = tmp_path / "alone", tmp_path / "alone.npz"
+    val = runs_in_val(runs := np.load(holes / "runs.npy"), 0)
+    for s in (2, 5):  # the middle run of each
+        val |= runs == np.unique(runs[np.load(holes / "subjects.npy") == s])[3]
+    val &= np.load(holes / "subjects.npy") == 5
+    repeats = features.Mean([np.load(holes / "target.npy")[val]] * 2)
+    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, repeats,
+                              str(alone), 0, runs[val], subjects=np.full(val.sum(), 5))
+    more = ["--data_dir", str(alone), "--split", "train", "--arrays", str(out), "--to", str(path)]
+    assert main([*ckpt, *more]) == 0
+    assert (alone / "train_ceiling.npy").exists()
+    numbers = json.loads(path.read_text())  # the ceiling of one subject is not that of two
+    assert "ceiling" not in numbers and numbers["subject 2"] is None
+    with np.load(npz) as a, np.load(out) as b:
+        np.testing.assert_allclose(a["prediction"][rows], b["prediction"], atol=1e-5)
+    for subjects, words in ((np.full(val.sum(), 7), "train has rows that are not of the subjects "
+                             "of the model, [2, 5]"), (None, "train has rows that are not of")):
+        features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, None,
+                                  str(alone), 0, runs[val], True, subjects=subjects)
+        assert main([*ckpt, *more]) == 2 and words in capsys.readouterr().err
+
+
+def test_every_subject_is_in_both_splits(tmp_path):
+    """As a person types it; without --runs, runs end where the subject changes."""
+    subjects = np.repeat([9, 4, 6], [130, 250, 30])
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(410, 3)))
+    np.save(tmp_path / "s.npy", subjects.astype("u1"))
+    code, text = command(tmp_path / "a.npy", "--subjects", tmp_path / "s.npy", "--out",
+                         tmp_path / "out", "--val_fraction", "0.2")
+    assert code == 0, text
+    assert read_features_meta(tmp_path / "out")["subjects"] == [4, 6, 9]
+    counts = {s: dict(zip(*np.unique(np.load(tmp_path / f"out/{s}_subjects.npy"),
+                                     return_counts=True))) for s in ("train", "val")}
+    assert counts["train"].keys() == counts["val"].keys() == {4, 6, 9}
+    assert counts["val"][4] in (40, 60) and counts["val"][6] in (10, 20)
+    for split in ("train", "val"):
+        pairs = np.stack([np.load(tmp_path / f"out/{split}_{n}.npy") for n in ("runs", "subjects")])
+        assert len(np.unique(pairs, axis=1)[0]) == len(np.unique(pairs[0]))
+
+
+@pytest.mark.parametrize("case, words", [
+    ("length", "'subjects': 39"), ("shared", "run 3 has rows of several subjects; give --runs"),
+    ("float", "subjects: float64 from 0.5 to 0.5; expected integers"),
+    ("negative", "subjects: int64 from -1 to 1; expected integers"),
+    ("one run", "all rows of subject 1 are one run: nothing can be held out"),
+    ("synthetic", "--synthetic without --target, --runs and --subjects")])
+def test_bad_subjects(tmp_path, case, words):
+    runs = np.arange(40) // 5
+    subjects = (runs > 3).astype(int)
+    subjects = dict(length=subjects[1:], shared=np.arange(40) // 18, float=np.full(40, 0.5),
+                    negative=subjects * 2 - 1).get(case, (runs > 6).astype(int))
+    for name, array in dict(a=np.eye(40), runs=runs, s=subjects).items():
+        np.save(tmp_path / f"{name}.npy", array)
+    files = ["--synthetic"] if case == "synthetic" else [
+        tmp_path / "a.npy", *(["--runs", tmp_path / "runs.npy"] if case != "float" else [])]
+    code, text = command(*files, "--subjects", tmp_path / "s.npy", "--out", tmp_path / "out")
+    assert code == 2 and words in text and not (tmp_path / "out").exists()
+
+
+def test_weights_of_other_subjects_are_refused(tmp_path, holes, of_subjects):
+    shutil.copytree(holes / "subjects", tmp_path / "data")
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    for split in ("train", "val"):
+        numbers = np.load(tmp_path / f"data/{split}_subjects.npy")
+        np.save(tmp_path / f"data/{split}_subjects.npy", np.where(numbers == 5, 6, 2))
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=[2, 6])))
+    code, text = run_program(tmp_path / "data", tmp_path / "out", **RIDGE | dict(
+        init_from=str(of_subjects[0] / "ckpt.pt")))
+    assert code == 2 and "subjects" in text and "Traceback" not in text
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | dict(subjects=["a"])))
+    with pytest.raises(ValueError, match="std, shift or subjects do not match"):
+        read_features_meta(tmp_path / "data")
+
+
+# -----------------------------------------------------------------------------
+# repeats, the noise ceiling and the picture
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory):
+    """Three recordings of a signal in a folder: noise of different strength, missing values, a
+    constant dimension and one of noise only."""
+    rng = np.random.default_rng(4)
+    out = tmp_path_factory.mktemp("repeats")
+    x = rng.normal(size=(4000, 6))
+    signal = x @ rng.normal(size=(6, 6)) / 6 ** 0.5
+    signal /= signal.std(0)
+    signal[:, 4], signal[:, 5] = 0.1, 0
+    noise = np.array([0.1, 0.5, 1, 2, 0, 1])
+    files = []
+    for i in range(3):
+        y = signal + noise * rng.normal(size=signal.shape) + 1e4
+        y[rng.random(4000) < 0.05] = np.nan
+        y[rng.random(4000) < 0.05, 2] = np.nan
+        files.append(out / f"y{i}.npy")
+        np.save(files[-1], y)
+    for name, array in dict(x=x, runs=np.arange(4000) // 80, s=np.arange(4000) // 2000,
+                            signal=signal).items():
+        np.save(out / f"{name}.npy", array)
+    assert command(out / "x.npy", "--target", *files, "--runs", out / "runs.npy", "--val_fraction",
+                   "0.4", "--out", out / "data") == (0, ANY)
+    return out
+
+
+def ceiling_of(y):
+    """The noise ceiling of each dimension of y (repeats, rows, dims), one pair after the other."""
+    n, r = len(y), []
+    for i in range(n):
+        for j in range(i):
+            both = ~np.isnan(y[i] + y[j])
+            r.append([np.corrcoef(a[m], b[m])[0, 1] for a, b, m in zip(y[i].T, y[j].T, both.T)])
+    r = np.maximum(np.mean(r, axis=0), 0)
+    return np.sqrt(n * r / (1 + (n - 1) * r))
+
+
+@pytest.mark.parametrize("subjects", [False, True])
+def test_the_noise_ceiling(repeats, tmp_path, subjects):
+    """Of the rows for validation; near the correlation of the mean with the signal. The target is
+    the mean of what was recorded."""
+    y = np.stack([np.load(repeats / f"y{i}.npy") for i in range(3)])
+    runs, s = np.load(repeats / "runs.npy"), np.load(repeats / "s.npy")
+    out, rows = repeats / "data", [runs_in_val(runs, 0.4)]
+    if subjects:  # and no split: of the training rows
+        out, rows = tmp_path, [s == 0, s == 1]
+        features.prepare_features(dict(x=np.load(repeats / "x.npy")), features.Mean(list(y)),
+                                  str(out), 0, runs, subjects=s)
+    ceiling = np.load(out / f"{'train' if subjects else 'val'}_ceiling.npy")
+    assert ceiling.dtype == np.float32 and ceiling.shape == (len(rows), 6)
+    assert not (out / f"{'val' if subjects else 'train'}_ceiling.npy").exists()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        wanted = np.stack([ceiling_of(y[:, part]) for part in rows])
+    wanted[:, 4] = np.nan  # numpy divides the rounding of a constant by itself
+    np.testing.assert_allclose(ceiling, wanted, rtol=1e-5, atol=1e-6)
+    mean = np.load(out / "train_target.npy")
+    kept = np.flatnonzero(~rows[0]) if not subjects else np.arange(4000)
+    shift = np.array(read_features_meta(out).get("shift", {}).get("target", 0.0))
+    with np.testing.suppress_warnings() as quiet:
+        quiet.filter(RuntimeWarning)
+        np.testing.assert_allclose(mean + shift, np.nanmean(y[:, kept], 0), rtol=1e-6)
+    truth = np.load(repeats / "signal.npy")
+    for c, part in zip(ceiling, rows):
+        for i in range(4):
+            known = ~np.isnan(y[:, part, i]).all(0)
+            p = np.nanmean(y[:, part, i][:, known], 0)
+            assert c[i] == pytest.approx(np.corrcoef(p, truth[part, i][known])[0, 1], abs=0.05)
+        assert c[5] < 0.6 and np.isnan(c[4])
+
+
+def test_a_negative_correlation_of_repeats_is_a_ceiling_of_0():
+    x = np.random.default_rng(0).normal(size=(50, 1))
+    assert features.noise_ceiling([x, -x, x * 0.1 - 1e-3 * x ** 2], np.arange(50)) == [0]
+    assert features.noise_ceiling([x, x], np.arange(50)) == pytest.approx([1])
+
+
+def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    go(repeats / "data", tmp_path / "out", **SYSTEM | dict(max_iters=60, match_weight=9.0))
+    argv = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "n.json")]
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda *args: (drawn.extend(args[1:]), draw(*args)))
+    assert main([*argv, "--plot", str(tmp_path / "r.png")]) == 0
+    numbers = json.loads((tmp_path / "n.json").read_text())
+    ceiling = np.load(repeats / "data/val_ceiling.npy")[0]
+    assert numbers["ceiling"] == pytest.approx(np.nanmean(ceiling), abs=1e-6)
+    assert numbers["ceiling_targets"][4] is None  # constant
+    assert numbers["ceiling_targets"][:4] == pytest.approx(ceiling[:4].tolist())
+    assert numbers["ridge"] > 0.5 and f"ceiling        {numbers['ceiling']:.4f}" in (
+        capsys.readouterr().out)
+    picture = (tmp_path / "r.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    figure = matplotlib.figure.Figure()
+    r, ridge = (np.array(numbers[n], float) for n in ("targets", "ridge_targets"))
+    for array, values in zip(drawn, (r, ridge, ceiling), strict=True):
+        np.testing.assert_allclose(array, values, rtol=1e-6)
+    draw(figure, r, ridge, ceiling)
+    left, right = figure.axes
+    np.testing.assert_array_equal(left.collections[0].get_offsets().filled(np.nan),
+                                  np.stack([ridge, r], 1))
+    lines = {line.get_label(): line.get_ydata() for line in right.lines}
+    order = np.argsort(r)
+    for name, values in {"model": r, "ridge regression": ridge, "noise ceiling": ceiling}.items():
+        np.testing.assert_array_equal(lines[name], values[order])
+    assert main([*argv, "--split", "train"]) == 0  # the ceiling is of the other rows
+    assert "ceiling" not in json.loads((tmp_path / "n.json").read_text())
+    assert main([*argv, "--plot", str(tmp_path / "r.txt")]) == 2
+    assert "Format 'txt' is not supported" in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib_and_a_target(repeats, linear, tmp_path, monkeypatch, capsys):
+    argv = ["--ckpt", str(linear[0] / "ckpt.pt"), "--plot", str(tmp_path / "r.png")]
+    features.prepare_features(dict(a=np.zeros((40, 4)), b=np.zeros((40, 3))), None,
+                              str(tmp_path / "d"), 0, np.arange(40) // 5)
+    pytest.importorskip("matplotlib")
+    assert main([*argv, "--data_dir", str(tmp_path / "d"), "--split", "train"]) == 2
+    assert "train has no recorded target to --plot" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert "--plot needs the package matplotlib: pip install matplotlib" in said.err
+    assert not said.out and not (tmp_path / "r.png").exists()
+
+
+def test_repeats_of_other_shapes(tmp_path, repeats):
+    np.save(tmp_path / "short.npy", np.zeros((999, 6)))
+    code, text = command(repeats / "x.npy", "--target", repeats / "y0.npy", tmp_path / "short.npy",
+                         "--out", tmp_path / "out")
+    assert code == 2 and "repeats of shapes [(4000, 6), (999, 6)]; expected equal" in text
+
+
 @pytest.mark.parametrize("case, words", [
     ("old", "no train_runs.npy"), ("no rows", "0 training rows have all targets")])
 def test_what_a_linear_path_needs(tmp_path, case, words):
@@ -698,6 +1068,7 @@ def test_what_a_linear_path_needs(tmp_path, case, words):
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(modality_weights={"video": -1.0}), "modality_weights: expected numbers of at least 0"),
     (dict(modality_weights={"video": {"weight": 2}}), "modality_weights: expected numbers"),
+    (dict(time_layers=1), "time_layers: there is no time without delays"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):
     options = SYSTEM | dict(data_dir=folder) | changes

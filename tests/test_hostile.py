@@ -355,8 +355,10 @@ prepared("classifier", "recursion")
 prepared("classifier", "classes is 5", task="class", classes=5)
 prepared("autoencoder", "recursion")
 prepared("autoencoder", "modalities is 5", kind="features", modalities=5)
-prepared("autoencoder", "mean, std or shift do not match", kind="features", modalities=dict(a=2),
-         rows=dict(train=1, val=1), mean=dict(a=[1]), std=dict(a=[1, 2]))
+prepared("autoencoder", "mean, std, shift or subjects do not", kind="features",
+         modalities=dict(a=2), rows=dict(train=1, val=1), mean=dict(a=[1]), std=dict(a=[1, 2]))
+prepared("autoencoder", "or subjects do not match", kind="features", modalities=dict(a=2),
+         subjects=[[]], mean=dict(a=[1, 1]), std=dict(a=[1, 2]))
 
 
 # -----------------------------------------------------------------------------

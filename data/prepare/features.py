@@ -9,14 +9,23 @@ val_target.npy in float32, train_runs.npy and val_runs.npy with the run of each 
 with the dimensions of each array and the mean and standard deviation of each dimension over the
 training rows.
 
+Rows of several subjects follow one another; --subjects gives the subject of each row, written to
+train_subjects.npy and val_subjects.npy.
+
+Several files after --target are repeats: recordings of the same rows, e.g. of a film that was shown
+twice. The target is their mean. val_ceiling.npy (without validation rows: train_ceiling.npy) has
+the noise ceiling, (subjects, dims): the highest correlation with the target that can be expected.
+
 If the mean of a dimension is much larger than the standard deviation, float32 would lose precision:
 this mean is subtracted in float64 and stored as "shift" in meta.json.
 
 Neighbouring rows are nearly equal, so a random split would put near copies of training rows into
-the validation split. Whole runs (films, sessions, stretches of time) are held out instead.
+the validation split. Whole runs (films, sessions, stretches of time) are held out instead, of each
+subject in the same way.
 """
 
 import functools
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -47,23 +56,67 @@ def open_array(path):
     return array
 
 
-def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=()):
+class Mean:
+    """The mean of repeats, a list of arrays (rows, dims), without missing values, as an array that
+    is computed when rows are read. Raises DataError if their shapes differ."""
+
+    def __init__(self, repeats):
+        self.repeats = repeats
+        self.shape = repeats[0].shape
+        if any(array.shape != self.shape for array in repeats):
+            raise DataError(f"target: repeats of shapes {[array.shape for array in repeats]}; "
+                            "expected equal shapes, recordings of the same rows")
+
+    def __getitem__(self, rows):
+        return mean(np.stack([array[rows] for array in self.repeats]))
+
+
+def mean(x):
+    """Return the mean, in float64, over the first dimension of x, without NaN; NaN if all are."""
+    with np.errstate(invalid="ignore"):
+        return np.nansum(x, 0, dtype=np.float64) / (x == x).sum(0)
+
+
+def noise_ceiling(repeats, chosen):
+    """Return the noise ceiling (dims,) of the mean of n repeats, arrays (rows, dims), in the rows
+    `chosen`, (n,) indices: the square root of the reliability n r / (1 + (n - 1) r) (Spearman and
+    Brown), where r is the mean correlation of two repeats; 0 if r is negative, NaN if a repeat is
+    constant. It is the correlation of the mean with the signal that the repeats share."""
+    r = []
+    for pair in itertools.combinations(repeats, 2):
+        x = np.stack([array[chosen] for array in pair]).astype(np.float64)
+        x = x + 0 * x[::-1]  # NaN if either is
+        x = x - np.fmax.reduce(x, axis=1)[:, None]  # a constant becomes exactly 0
+        a, b = (part - mean(part) for part in x)
+        with np.errstate(invalid="ignore"):
+            r.append(np.nansum(a * b, 0) / np.sqrt(np.nansum(a * a, 0) * np.nansum(b * b, 0)))
+    n = len(repeats)
+    r = np.mean(r, axis=0).clip(0)
+    return np.sqrt(n * r / (1 + (n - 1) * r))
+
+
+def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
+                     subjects=None):
     """Write prepared arrays for --model autoencoder to the folder `out`; return the keys of this
     model in meta.json, a dict. Raises DataError.
 
-    arrays: {name: (rows, dims)}; target: (rows, dims) or `None`; runs: (rows,) the run of each row.
-    val_fraction: of the runs; 0: no validation rows. sources: names of the files; features of other
-    sources are replaced only with `force`.
+    arrays: {name: (rows, dims)}; target: (rows, dims), a Mean or `None`; runs: (rows,) the run of
+    each row. val_fraction: of the runs; 0: no validation rows. sources: names of the files;
+    features of other sources are replaced only with `force`. subjects: (rows,) the subject of each
+    row, integers from 0 (default: there is one subject). Every run must be of one subject.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
-    lengths = {name: len(array) for name, array in {**arrays, "runs": runs}.items()}
+    numbers = dict(runs=runs) | ({} if subjects is None else dict(subjects=subjects))
+    lengths = {name: array.shape[0] for name, array in {**arrays, **numbers}.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
-    in_val = runs_in_val(runs, val_fraction) if val_fraction else np.zeros(len(runs), bool)
+    whose = np.zeros(len(runs), int) if subjects is None else subjects
+    in_val = rows_in_val(runs, whose, val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     meta = dict(target=None if target is None else target.shape[1], modalities=dims, mean={},
                 std={}, rows={split: len(chosen) for split, chosen in rows.items()})
+    meta |= {} if subjects is None else dict(subjects=np.unique(subjects).tolist())
     with new_folder(out, "autoencoder", list(sources), force) as folder:
         for name, array in arrays.items():
             mean, std = statistics(name, array, rows["train"])
@@ -76,9 +129,33 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
         number = np.cumsum(np.append(0, np.diff(runs) != 0))  # of each row's run, ascending
         for split, chosen in rows.items():
-            save_arrays(folder, split, runs=number[chosen].astype(np.uint32))
+            save_arrays(folder, split, **{name: array[chosen].astype(np.uint32)
+                                          for name, array in (numbers | dict(runs=number)).items()})
+        if isinstance(target, Mean):
+            split, chosen = ("val", in_val) if in_val.any() else ("train", ~in_val)
+            ceilings = [noise_ceiling(target.repeats, np.flatnonzero(chosen & (whose == subject)))
+                        for subject in np.unique(whose)]
+            save_arrays(folder, split, ceiling=np.stack(ceilings).astype(np.float32))
         write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
+
+
+def rows_in_val(runs, subjects, fraction):
+    """Return bool (rows,): the rows for validation, whole runs, about `fraction` of the runs of
+    each subject. runs, subjects: as of prepare_features(). Raises DataError."""
+    if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
+        raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
+                        "expected integers from 0 to 2147483647")
+    labels = np.unique(np.stack([runs, subjects]), axis=1)[0]  # of each run and subject of it
+    if len(shared := labels[1:][np.diff(labels) == 0]):
+        raise DataError(f"run {shared[0]} has rows of several subjects; give --runs with a "
+                        "different number for each run of each subject")
+    in_val = np.zeros(len(runs), bool)
+    for subject in np.unique(subjects) if fraction else ():
+        own = subjects == subject
+        whose = "" if own.all() else f" of subject {subject}"
+        in_val[own] = runs_in_val(runs[own], fraction, whose)
+    return in_val
 
 
 def read_chunks(name, array, chosen):
@@ -158,38 +235,51 @@ class FeatureOptions(FolderOptions):
     """Prepare feature arrays for --model autoencoder."""
     arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
                             positional=True, metavar="FILE.npy")
-    target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
+    target: list[str] = key([], "signal to predict: an array (rows, dims); several: repeats, whose "
+                            "mean is the target", nargs="+", text=True, metavar="FILE.npy")
     val_fraction: float = key(0.1, "share of the runs for validation; 0: no split", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
                     "about 20 equal runs)", metavar="FILE.npy")
+    subjects: str = key("", "array (rows,): the number of each row's subject (default: there is "
+                        "only one)", metavar="FILE.npy")
     synthetic: bool = key(False, "instead of files: generate data with a known structure")
 
 
 def open_arrays(args):
-    """Return ({name: array (rows, dims)}, target or `None`, runs (rows,)) of the files that `args`,
-    a FeatureOptions, names. Default of args.runs: about 20 equal runs. Raises DataError."""
+    """Return ({name: array (rows, dims)}, target or `None`, runs (rows,), subjects (rows,) or
+    `None`) of the files that `args`, a FeatureOptions, names. Default of args.runs: about 20 equal
+    runs, divided where the subject changes. Raises DataError."""
     arrays = {source_name(path): open_array(path) for path in args.arrays}
-    wrong = [name for name in arrays if not re.fullmatch(r"(?!(target|runs)$)[A-Za-z]\w*", name)]
+    names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"
+    wrong = [name for name in arrays if not re.fullmatch(names, name)]
     if wrong or len(arrays) < len(args.arrays):
         raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
-                        "letters, digits and _, except `target` and `runs`; rename them")
-    target = open_array(args.target) if args.target else None
-    if args.runs:
-        return arrays, target, open_array(args.runs).ravel()
+                        "letters, digits and _, except target, runs, subjects and ceiling; rename "
+                        "them")
+    repeats = [open_array(path) for path in args.target]
+    target = Mean(repeats) if len(repeats) > 1 else repeats[0] if repeats else None
+    subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
-    return arrays, target, np.arange(n) // max(1, n // 20)
+    runs = np.arange(n) // max(1, n // 20)
+    if args.runs:
+        runs = open_array(args.runs).ravel()
+    elif subjects is not None and len(subjects) == n:
+        runs = np.cumsum(np.append(0, (np.diff(runs) != 0) | (np.diff(subjects) != 0)))
+    return arrays, target, runs, subjects
 
 
 def run(args):
     """Write the folder of prepared arrays; print a summary. args: FeatureOptions. Raises UserError
     for invalid options or files."""
-    if bool(args.arrays) == args.synthetic or args.synthetic and (args.target or args.runs):
-        raise UserError("give one or more FILE.npy, or --synthetic without --target and --runs")
-    arrays, target, runs = synthetic() if args.synthetic else open_arrays(args)
-    sources = ["--synthetic"] if args.synthetic else [*args.arrays, args.target]
+    more = args.target or args.runs or args.subjects
+    if bool(args.arrays) == args.synthetic or args.synthetic and more:
+        raise UserError("give one or more FILE.npy, or --synthetic without --target, --runs and "
+                        "--subjects")
+    arrays, target, runs, subjects = (*synthetic(), None) if args.synthetic else open_arrays(args)
+    sources = ["--synthetic"] if args.synthetic else args.arrays + args.target
     out = args.out or os.path.join("data", "bin", source_name(sources[0]).strip("-"))
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
-                            [source for source in sources if source])
+                            sources, subjects)
     echo(f"Prepared {out}: {meta['modalities']}, target: {meta['target']}; split by whole runs")
     report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder")
 

@@ -1,0 +1,250 @@
+"""A multimodal autoencoder that also predicts a recorded signal: --model autoencoder
+
+One encoder per modality (e.g. video, audio and text features) maps to a common bottleneck. One
+decoder per modality reconstructs the features from it, and a linear head predicts a target, e.g.
+fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand voxels.
+
+A response may be delayed: with the key delays, a sample is a row and the rows before it (a window).
+With time_layers, the encoders read row by row, and a transformer reads the window of encoded rows.
+With linear_path, a ridge regression is a fixed part of the prediction and the network learns the
+rest. Data of several subjects have a head, and a ridge regression, per subject. NaN is a missing
+value: it enters as the mean and counts as predicted exactly.
+
+    python -m data.prepare.features --synthetic
+    python run_train.py --config train/configs/autoencoder.yaml
+    python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # metrics on held-out rows
+    python -m model.autoencoder --data_dir FOLDER --arrays out.npz    # predictions for other rows
+
+This file has the model, data.py the arrays, losses.py the losses and correlations, report.py the
+command that evaluates a checkpoint.
+
+Shapes: N rows, K rows of a window (delays + 1; without delays there is no such dimension), D
+dimensions of an array, P of all modalities, T of the target, S subjects, H d_hidden, W d_hidden
+times modalities, Z d_latent.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model.autoencoder.data import (
+    add_delays,  # noqa: F401
+    array_dims,
+    fit_linear_path,
+    of_subject,
+    open_features,
+    read_features_meta,
+    scale_of,
+)
+from model.autoencoder.losses import (
+    combined_loss,
+    correlation_sums,
+    correlations,
+    matching_loss,
+    mean_correlation,
+    reconstruction_losses,
+    row_correlation,  # noqa: F401
+)
+from model.autoencoder.report import evaluate_rows, main  # noqa: F401
+from model.core.init import fill, normal
+from train.base.errors import ConfigError, DataError
+from train.base.fields import key
+from train.dataloader import Data, RowLoader
+from train.distributed import broadcast_from_rank0
+from train.system import ModelHooks
+
+MUST_MATCH_TO_INIT = ("subjects",)  # the heads identify subjects by index
+USE = "python -m model.autoencoder --ckpt {out}/{best} --arrays {out}/val.npz"
+
+
+@dataclass
+class Keys:
+    d_hidden: int = key(256, "width of the hidden layers of encoders and decoders", ge=1)
+    d_latent: int = key(32, "width of the bottleneck", ge=1)
+    recon_weight: float = key(1.0, "weight of the reconstruction loss", ge=0)
+    modality_weights: dict = key({}, "reconstruction: weights of modalities, e.g. {video: 2} [1]")
+    match_weight: float = key(1.0, "weight of the matching loss (prediction of the target)", ge=0)
+    matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
+                        choices=["mse", "correlation"])
+    delays: int = key(0, "rows before a row, of the same run, that its prediction uses", ge=0)
+    time_layers: int = key(0, "layers of a transformer over a row and the delays; 0: none", ge=0)
+    linear_path: bool = key(False, "predict by a fixed ridge regression plus the network")
+    modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
+
+    def problems(self):
+        valid = all(isinstance(w, (int, float)) and w >= 0 for w in self.modality_weights.values())
+        problems = [] if valid else [f"modality_weights: expected numbers of at least 0, got "
+                                     f"{self.modality_weights}"]
+        if self.time_layers and not self.delays:
+            problems.append("time_layers: there is no time without delays; expected delays above 0")
+        return problems
+
+
+class MultimodalAutoencoder(nn.Module):
+    """A model of modalities and a target: forward(*arrays) -> (mean loss, sums {name: tensor}).
+    arrays: the modalities and the target, if any, (N, D) each; modalities (N, delays + 1, D) with
+    delays; with subjects, also which subject a row is of, (N, S) zeros and ones. spec: the dict of
+    read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
+    the bottleneck, predict() the target."""
+
+    def __init__(self, config, spec, linear_path=None):
+        super().__init__()
+        self.keys = c = config
+        self.spec = spec
+        h = c.d_hidden
+        dims = spec["modalities"]
+        self.names = list(array_dims(spec))
+        outputs = len(spec.get("subjects", [0])) * (spec["target"] or 0)
+        k = c.delays + 1
+        w = h * len(dims)
+        rows = 1 if c.time_layers else k  # that an encoder reads at once
+        self.encoder = nn.ModuleDict({name: nn.Linear(rows * d, h) for name, d in dims.items()})
+        if c.time_layers:
+            self.positions = nn.Parameter(torch.empty(k, w))
+            # Without biases: the gradient of a key's bias is 0, and rounding would train it.
+            layer = nn.TransformerEncoderLayer(w, math.gcd(w, 8), 4 * w, c.dropout, F.gelu,
+                                               batch_first=True, norm_first=True, bias=False)
+            self.time = nn.TransformerEncoder(layer, c.time_layers, nn.LayerNorm(w), False)
+        self.bottleneck = nn.Linear(w, c.d_latent)
+        self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
+        self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
+        self.head = nn.Linear(c.d_latent, outputs) if outputs else None
+        self.linear = None
+        self.linear_path = linear_path
+        if c.linear_path and outputs:
+            self.linear = nn.Linear(k * sum(dims.values()), outputs).requires_grad_(False)
+        # On the CPU also under torch.device("meta"): the values come from the spec.
+        for name in self.names:
+            for part, value in zip(("mean", "std"), scale_of(spec, name)):
+                value = torch.tensor(value, device="cpu")
+                self.register_buffer(f"{part}_{name}", value, persistent=False)
+        fill(self, config.seed)
+
+    def initial(self, name, shape, seed):
+        # N(0, 1 / inputs), and 0 for biases. At first, the linear path alone predicts the target.
+        layer, _, part = name.rpartition(".")
+        if layer == "linear":
+            return self.linear_path[part == "bias"]
+        if len(shape) == 1 and part == "weight":  # of a layer norm
+            return torch.ones(shape)
+        is_zero = part == "bias" or layer == "head" and self.linear is not None
+        return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
+
+    def adopt(self, weights):
+        """Return `weights` {name: tensor}, with which training starts, in which the linear path is
+        the one fitted to this run's data, if any."""
+        if self.linear_path is None:
+            return weights
+        return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
+
+    def standardise(self, arrays):
+        """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
+        mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN.
+        "subjects" (N, S), if there are any, is unchanged."""
+        arrays = list(arrays)
+        x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
+             for name, x in zip(self.names, arrays)}
+        return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})
+
+    def encode(self, x):
+        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}, the
+        result of standardise(). NaN counts as 0, the mean."""
+        c = self.keys
+        hidden = []
+        for name in self.spec["modalities"]:
+            rows = x[name].nan_to_num().flatten(1)  # (N, K * D)
+            rows = F.dropout1d(rows[:, None], c.modality_dropout, self.training)[:, 0]
+            rows = rows.view_as(x[name]) if c.time_layers else rows
+            hidden.append(F.dropout(F.gelu(self.encoder[name](rows)), c.dropout, self.training))
+        h = torch.cat(hidden, dim=-1)  # (N, W) or, with time_layers, (N, K, W)
+        return self.bottleneck(self.attend(h, x) if c.time_layers else h)
+
+    def attend(self, h, x):
+        """Return the state (N, W) of the present rows after the layers over time. h (N, K, W): the
+        encoded rows of windows; x: as of encode(). Earlier rows without any feature are masked."""
+        missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
+        missing[:, 0] = False  # attention to no row at all is not defined
+        return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
+
+    def predict(self, x, z):
+        """Return the standardised target (N, T), including the linear path, from the standardised
+        modalities x {name: (N, D) or (N, K, D)} and the bottleneck z (N, Z), the result of
+        encode(x)."""
+        # The rest, which a linear path leaves, is not linear in the bottleneck either.
+        outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
+        out = of_subject(outs, x.get("subjects"))
+        return out if self.linear is None else out + self.predict_linear(x)
+
+    def predict_linear(self, x):
+        """Return the part of the prediction (N, T) that is a ridge regression, in float32, from
+        standardised modalities x {name: (N, D) or (N, K, D)}."""
+        features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
+        with torch.autocast(features.device.type, enabled=False):
+            # Sharded, the parameters may be in bfloat16.
+            outs = F.linear(features.flatten(1), *(p.float() for p in self.linear.parameters()))
+        return of_subject(outs, x.get("subjects"))
+
+    def forward(self, *arrays):
+        c = self.keys
+        match = None
+        x = self.standardise(arrays)
+        z = self.encode(x)  # (N, Z)
+        outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
+                for name in self.spec["modalities"]}
+        present = {name: x[name][:, 0] if c.delays else x[name] for name in outs}
+        errors = reconstruction_losses(outs, present)
+        sums = {f"recon_{name}": error.sum() for name, error in errors.items()}
+        if self.head is not None:
+            out = self.predict(x, z)  # (N, T)
+            match = matching_loss(out, x["target"], c.matching)
+            to = x["target"], x.get("subjects")
+            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), *to))
+            if self.linear is not None and not self.training:  # the baseline beside the model
+                sums |= correlation_sums(self.predict_linear(x), *to, "ridge_")
+        loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
+        return loss.mean(), sums
+
+    def numbers(self, sums):
+        """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
+        of the loss per row; "correlation", Pearson's r over all rows of a subject, as a mean over
+        the dimensions of the target and the subjects; in evaluations with a linear path also
+        "ridge", the correlation of the linear path without the network."""
+        out = ModelHooks.numbers(self, sums)
+        if self.head is not None:
+            out["correlation"] = mean_correlation(correlations(sums))
+        if "ridge_n" in sums:
+            out["ridge"] = mean_correlation(correlations(sums, "ridge_"))
+        return out
+
+
+def open_data(config, ranks):
+    """Return the Data of config.data_dir, a folder that data.prepare.features wrote. With
+    linear_path, its attribute linear_path is the result of fit_linear_path(). Raises UserError."""
+    meta = read_features_meta(config.data_dir)
+    weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
+    if unknown := weighted - meta["modalities"].keys():
+        raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
+                           f"{config.data_dir} are {', '.join(meta['modalities'])}"])
+    if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
+        raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
+                           "1; expected mse"])
+    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
+        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
+                        "PyTorch modules; rename the files and prepare them again")
+    names = ("modalities", "target", "mean", "std", "shift", "subjects")
+    spec = {k: meta[k] for k in names if k in meta}
+
+    def load(split):
+        return RowLoader(open_features(config.data_dir, split, delays=config.delays), config, ranks)
+    data = Data(load("train"), load("val") if config.eval_interval else None, spec)
+    if config.linear_path and meta["target"]:
+        data.linear_path = broadcast_from_rank0(
+            lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
+    return data
+
+
+def build_model(config, data):
+    return MultimodalAutoencoder(config, data.spec, getattr(data, "linear_path", None))

@@ -1,0 +1,3 @@
+from model.autoencoder import main
+
+raise SystemExit(main())

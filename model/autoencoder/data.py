@@ -1,0 +1,168 @@
+"""Data of --model autoencoder: arrays of rows, windows of rows, ridge regression on them.
+
+Shapes as in model/autoencoder/__init__.py.
+"""
+
+import os
+
+import numpy as np
+import torch
+
+from data.meta import has_type, read_meta_for
+from data.rows import open_rows
+from model.core.ridge import fit_ridge
+from train.base.errors import DataError
+
+HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
+
+
+def read_features_meta(folder):
+    """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
+    "modalities" {name: D}, "target" (D or `None`), "mean", "std" and, if present, "shift",
+    {name: [D floats]} each, and "subjects", a list of integers. Raises DataError."""
+    numbers = {str: [int | float]}
+    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
+                         target=int | None, mean=numbers, std=numbers).extra
+    meta.setdefault("target", None)
+    if not has_type(meta.get("shift", {}), numbers) or any(
+            {n: len(v) for n, v in meta[part].items()} != array_dims(meta)
+            for part in ("mean", "std")) or not has_type(meta.get("subjects", []), [int]):
+        raise DataError(f"{folder}: mean, std, shift or subjects do not match the arrays; "
+                        f"{HOW_TO_PREPARE}")
+    return meta
+
+
+def array_dims(spec):
+    """Return {name: D} of the arrays in the order of a batch: the modalities, then "target", if
+    any. spec: the dict of read_features_meta()."""
+    return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
+
+
+def add_delays(array, runs, delays):
+    """Return the windows (N, delays + 1, D) of an array (N, D): window i has row i - k at index k,
+    or NaN if that row is of a different run or does not exist. runs (N,): the run of each row,
+    ascending."""
+    index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
+    is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
+    return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
+
+
+def open_runs(folder, split):
+    """Return the run of each row of a split ("train", "val"), (N,), ascending, from SPLIT_runs.npy
+    in `folder`. Raises DataError, also if there is no such file."""
+    if not os.path.exists(os.path.join(folder, f"{split}_runs.npy")):
+        raise DataError(f"{folder}: no {split}_runs.npy (for delays, ridge); {HOW_TO_PREPARE}")
+    return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
+
+
+def open_features(folder, split, spec=None, delays=0):
+    """Return the arrays of a split in the order of array_dims() (modalities, then the target),
+    float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). If there
+    are subjects, the last array (N, S) is 1 for the subject of each row, in the order of
+    spec["subjects"], and 0 for the others. Raises DataError.
+
+    spec: of a model that was trained on other data (default: of `folder`). An array that only
+    `spec` has is NaN; arrays that `spec` lacks, or other dimensions, raise DataError. If the
+    offsets of shift_of() differ between the folder and `spec`, the difference is added, in float64.
+    """
+    meta = read_features_meta(folder)
+    spec = spec or meta
+    if not array_dims(meta).items() <= array_dims(spec).items():
+        raise DataError(f"{folder}: arrays {array_dims(meta)}; the checkpoint was trained on "
+                        f"{array_dims(spec)}: prepare the same arrays")
+    limits = {name: ((d,), None, None) for name, d in array_dims(meta).items()}
+    if "subjects" in meta:
+        limits["subjects"] = ((), 0, 1 << 31)
+    files = dict(zip(limits, open_rows(folder, split, **limits)))
+    n = len(next(iter(files.values())))
+    if not n:
+        raise DataError(f"{folder}: {split} has no rows; choose another --split, or prepare it "
+                        "with --val_fraction above 0")
+    runs = open_runs(folder, split) if delays else None
+    arrays = []
+    for name, d in array_dims(spec).items():
+        array = files[name] if name in files else np.full((n, d), np.float32(np.nan))
+        if shift_of(meta, name) != shift_of(spec, name):
+            array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
+        arrays.append(add_delays(array, runs, delays) if delays and name != "target" else array)
+    if "subjects" in spec:
+        is_of = np.equal.outer(files.get("subjects", [None]), spec["subjects"])  # (N, S)
+        if not is_of.any(1).all():
+            raise DataError(f"{folder}: {split} has rows that are not of the subjects of the "
+                            f"model, {spec['subjects']}; prepare rows of these, with --subjects")
+        arrays.append(is_of.astype(np.float32))
+    return arrays
+
+
+def of_subject(outs, subjects):
+    """Return the outputs (N, T) for the subject of each row. outs (N, S * T): for all subjects;
+    subjects (N, S): zeros and ones, the subject of each row, or `None`: there is only one."""
+    if subjects is None:
+        return outs
+    return (outs.unflatten(1, (subjects.shape[1], -1)) * subjects[..., None]).sum(1)
+
+
+def shift_of(spec, name):
+    """Return the offset that data.prepare.features subtracted from the array `name`, a list of D
+    floats, or 0.0. spec: the dict of read_features_meta()."""
+    return spec.get("shift", {}).get(name, 0.0)
+
+
+def scale_of(spec, name):
+    """Return (mean, standard deviation) of the array `name` over the training rows, float32 (D,)
+    each. The deviation of a constant is 1. spec: the dict of read_features_meta()."""
+    mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
+    return mean, np.where(std > 0, std, np.float32(1))
+
+
+def open_ceiling(folder, split, spec):
+    """Return the noise ceiling (S, T), a float32 tensor, that data.prepare.features computed from
+    repeats of the target in this split; `None` without repeats, or if the subjects of `folder` are
+    not those of `spec`, the dict of read_features_meta(). Raises DataError."""
+    own = read_features_meta(folder).get("subjects")
+    if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
+        return None
+    return torch.tensor(open_rows(folder, split, ceiling=((spec["target"],), None, None))[0])
+
+
+def design(arrays, spec):
+    """Return (x, y), float64: standardised features x (N, K, P) of all modalities, missing values
+    as 0, and standardised targets y (N, T), NaN: missing. arrays: as from open_features(), with a
+    target. spec: the dict of read_features_meta()."""
+    *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
+        arrays, (scale_of(spec, name) for name in array_dims(spec))))
+    x = np.concatenate(x, axis=-1, dtype=np.float64)
+    return np.nan_to_num(x).reshape(len(x), -1, x.shape[-1]), y.astype(np.float64)
+
+
+def fit_linear_path(folder, spec, delays):
+    """Fit ridge regression to the training rows of `folder`, separately for each of S subjects.
+    Return (weight (S * T, K * P), bias (S * T,)), float32, from standardised features of a row and
+    `delays` rows before it (K = delays + 1) to the standardised target. Rows with a missing target
+    are left out. Raises DataError without a target or with fewer than 3 rows of a subject."""
+    if not spec["target"]:
+        raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
+    arrays = open_features(folder, "train", spec, delays)
+    x, y = design(arrays, spec)
+    runs = open_runs(folder, "train")
+    recorded = ~np.isnan(y).any(1)
+    fits = []
+    for i, subject in enumerate(spec.get("subjects", [None])):
+        rows = recorded if subject is None else recorded & (arrays[-1][:, i] == 1)
+        if rows.sum() < 3:
+            whose = "" if subject is None else f" of subject {subject}"
+            raise DataError(f"{folder}: {rows.sum()} training rows{whose} have all targets; ridge "
+                            "regression (linear_path) needs 3 or more")
+        fits.append(fit_with_delays(x[rows], y[rows], runs[rows]))
+    return tuple(torch.tensor(np.concatenate(parts), dtype=torch.float32) for parts in zip(*fits))
+
+
+def fit_with_delays(x, y, runs):
+    """Fit ridge regression to the windows x (N, K, P) and targets y (N, T), float64. Return (weight
+    (T, K * P), bias (T,)). A target uses the delayed rows if that reduces the error on runs that
+    the fit leaves out. runs (N,): the run of each row, ascending."""
+    fits = [fit_ridge(x[:, :k].reshape(len(x), -1), y, runs) for k in sorted({1, x.shape[1]})]
+    weights, biases, _, errors = zip(*fits)
+    weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
+    best = np.argmin(errors, axis=0)  # (T,)
+    return [np.choose(best, parts).T for parts in (weights, biases)]
