@@ -115,7 +115,7 @@ def find_words(text, part):
     words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
-    if not match or not words:
+    if not match or not words or part is None:
         raise ValueError(f"the evidence {part!r:.60} does not occur in the text")
     return match.span()
 
@@ -150,26 +150,30 @@ def warn_if_few(counts):
 # -----------------------------------------------------------------------------
 # arrays
 
-def to_arrays(rows, tokenizer, classes, max_tokens):
+def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
     """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
     (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens, including
-    the tokens that the tokenizer puts before and after a text. labels: indices in the list
-    `classes`, 0 for other labels. spans: indices of the first and last token of each span of the
-    evidence, where spans with a token in common are one; -1 if it is missing or cut."""
+    the tokens that the tokenizer puts before and after a text, if `framed`. labels: indices in the
+    list `classes`, 0 for other labels. spans: indices of the first and last token of each span of
+    the evidence, where spans with a token in common are one; -1 if it is missing or cut. Raises
+    DataError if max_tokens leaves no token for a text."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
-    n_before = len(tokenizer.start)
-    limit = max(0, max_tokens - n_before - len(tokenizer.end))
+    before, after = (tokenizer.start, tokenizer.end) if framed else ([], [])
+    limit = max_tokens - len(before) - len(after)
+    if limit < 1:
+        raise DataError(f"--max_tokens {max_tokens}: the tokenizer puts {len(before + after)} "
+                        "tokens around a text; give more")
     tokens = []
     spans = []  # first, last, first, last, ... of each row
     for row in rows:
         ids = tokenizer.encode_array(row.text)
-        parts = tokenizer.start, ids[:limit], tokenizer.end
+        parts = before, ids[:limit], after
         tokens.append(np.concatenate([np.array(part, ids.dtype) for part in parts]))
         found = [to_token_span(row.text, span, ids, token_bytes, tokenizer) for span in row.spans]
         # A space alone may have no token.
         is_whole = all(first <= last < limit for first, last in found)
-        spans.append([n_before + i for i in merge_spans(found)] if is_whole else [])
+        spans.append([len(before) + i for i in merge_spans(found)] if is_whole else [])
     lengths = np.array([*map(len, tokens)], np.int64)
     return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
                 lengths=lengths,

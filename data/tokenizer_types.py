@@ -277,7 +277,8 @@ class JsonTokenizer(Tokenizer):
     def offsets(self, text):
         """Return an array (n, 2): the first character of each token of `text`, and the one after
         the last. The tokens themselves may have a different text, e.g. in lower case."""
-        return np.array(self.enc.encode(clean(text), add_special_tokens=False).offsets)
+        offsets = self.enc.encode(clean(text), add_special_tokens=False).offsets
+        return np.array(offsets, np.int64).reshape(-1, 2)
 
     def decode_known(self, ids):
         # Decode after a space: Llama 2's tokenizer drops the first space of a text, and these ids

@@ -15,7 +15,7 @@ from model import convert, sample
 from model.convert.foreign import read_model
 from model.core.load import load_model
 from model.gpt import GPT, GPTConfig
-from train.base.errors import SetupError
+from train.base.errors import DataError, SetupError
 from train.config import load_config
 from train.train import train
 
@@ -65,6 +65,22 @@ def compare(ours, theirs):
     assert_close(ours.trunk(idx, mask=mask[:, None, None])[mask], wanted[mask])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_long_texts_in_bfloat16_beside_short_ones(name, tmp_path, monkeypatch):
+    """More than one block of queries; the padding of a short text has no key in its window."""
+    monkeypatch.setitem(SIZE, "max_position_embeddings", 400)
+    theirs = make(tmp_path, name)
+    ours = build(tmp_path)
+    idx = ids(T=300) // 2 + 3
+    mask = torch.arange(300) < torch.tensor([300, 290, 3])[:, None]
+    wanted = theirs.base_model(input_ids=idx, attention_mask=mask.long()).last_hidden_state
+    with torch.autocast("cpu", torch.bfloat16):
+        states = ours.trunk(idx, mask=mask[:, None, None]).float()
+    assert (states - wanted)[mask].abs().mean() < 0.03 * wanted.std()
+    assert states.isfinite().all()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_states_are_those_of_transformers(name, tmp_path):
     theirs = make(tmp_path, name)
@@ -85,6 +101,7 @@ def test_files_of_older_versions_are_read(tmp_path):
     assert config.pop("layer_types") == [f"{'full' if i % 3 == 0 else 'sliding'}_attention"
                                          for i in range(4)]
     path.write_text(json.dumps(config | dict(
+        layer_norm_eps=1e-5, position_embedding_type="absolute", reference_compile=None,
         global_attn_every_n_layers=3, global_rope_theta=rope["full_attention"]["rope_theta"],
         local_rope_theta=rope["sliding_attention"]["rope_theta"])))
     compare(build(tmp_path / "modern"), theirs)
@@ -92,6 +109,7 @@ def test_files_of_older_versions_are_read(tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(position_embedding_type="relative_key"), "position_embedding_type: 'relative_key'"),
+    (dict(norm_position="x"), "norm_position: 'x'"),
     (dict(hidden_act="relu"), "'relu', expected"), (dict(is_decoder=True), "is_decoder: True"),
     (dict(num_hidden_layers=5), "h.4")])
 def test_what_no_encoder_here_computes_is_refused(changes, message, tmp_path, capsys):
@@ -145,6 +163,12 @@ def test_a_text_is_framed_and_the_evidence_found(kind, tmp_path):
     inside = [i for i, (a, b) in enumerate(wanted.offsets) if a < end and b > start]
     assert arrays["spans"].tolist() == [[inside[0], inside[-1]], [len(wanted.ids) - 2] * 2]
     assert ours.decode(wanted.ids[inside[0]:inside[-1] + 1]).strip().lower() == "reads a"
+    assert to_arrays(rows, ours, ["a"], 512, framed=False)["tokens"].tolist() == [
+        wanted.ids[1:-1]] * 2
+    with pytest.raises(DataError, match="give more"):
+        to_arrays(rows, ours, ["a"], 2)
+    empty = to_arrays([LabelledText("", "a", [(0, 1)], "")], ours, ["a"], 512)
+    assert (empty["lengths"], empty["spans"].tolist()) == ([2], [[-1, -1]])
     # Cut: the text becomes shorter, the last token stays, and the evidence of the second is lost.
     cut = to_arrays(rows, ours, ["a"], len(wanted.ids) - 1)
     assert cut["tokens"][0].tolist() == wanted.ids[:-2] + wanted.ids[-1:]
@@ -200,7 +224,15 @@ def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     model, _ = load_model(str(tmp_path / "a" / "ckpt.pt"))
     idx = ids(T=9) % 290
     states = model.gpt.trunk(idx, mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))  # no causal mask
-    assert_close(model(idx, torch.tensor([9, 9, 9]))[0], model.head(states.mean(1)))
+    scores, spans = model(idx, torch.tensor([9, 9, 2]))
+    assert_close(scores[:2], model.head(states.mean(1))[:2])
+    # No evidence in [CLS] and [SEP], even if they have the highest scores.
+    with torch.no_grad():
+        model.end.query.bias.copy_(1e4 * model.end.key(states)[0, 8])
+        model.start.query.bias.copy_(1e4 * model.start.key(states)[0, 0])
+    spans = model(idx, torch.tensor([9, 9, 2]))[1]
+    assert model.spec["frame"] == [1, 1]
+    assert spans[:2].min() >= 1 and spans[:2].max() <= 7
 
 
 def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):

@@ -252,6 +252,8 @@ class GPTKeys:
                 re.fullmatch("[FWfw]+", self.layer_types),
             "window: missing; layer_types W and w need it":
                 self.window or not set("Ww") & set(self.layer_types),
+            "embed_norm: needs norm_position pre or both":
+                not self.embed_norm or self.norm_position in ("pre", "both"),
             f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})":
                 self.n_head % (self.n_kv_head or 1) == 0}
         return [text for text, holds in rules.items() if not holds]

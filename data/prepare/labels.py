@@ -88,11 +88,13 @@ def prepare_labels(args):
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
-            extra=dict(task=task, classes=classes, max_tokens=width, class_counts=counts)))
+            extra=dict(task=task, classes=classes, max_tokens=width, class_counts=counts,
+                       frame=[len(tokenizer.start), len(tokenizer.end)])))
     echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
          f"{dict(zip(classes, counts))}")
     if n_lost := sum(bool(row.spans) for row in rows) - n_with_spans:
-        echo(f"{n_lost:,} rows lost their evidence, which is beyond --max_tokens {args.max_tokens}")
+        echo(f"{n_lost:,} rows lost their evidence, which has no token or is beyond --max_tokens "
+             f"{args.max_tokens}")
     n_rows = {split: len(part) for split, part in splits.items()}
     warn_if_few(n_rows)
     is_model = args.tokenizer.endswith(".pt") or args.tokenizer.startswith("hf:") or os.path.exists(

@@ -79,10 +79,13 @@ def open_data(config, ranks):
                         f"{meta.extra['task']}: prepare it with labels and evidence")
     if c.pos == "learned" and c.block_size < spec["max_tokens"]:
         raise DataError(f"{c.data_dir}: texts of {spec['max_tokens']} tokens exceed the learned "
-                        f"positions (block_size): prepare it with --max_tokens {c.block_size}")
+                        f"positions (block_size): prepare it with --max_tokens {c.block_size} "
+                        "and the tokenizer of init_from")
     if c.folds:
         spec["fold"] = [c.seed % c.folds, c.folds]
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
+    if any(frame := meta.extra.get("frame", [])):
+        spec["frame"] = frame
     if train[3].shape[1] > 2:
         spec["n_spans"] = train[3].shape[1] // 2
     spec["class_counts"] = [int((train[2] == k).sum()) for k in range(len(spec["classes"]))]
@@ -199,7 +202,8 @@ class Classifier(nn.Module):
         predicted spans (B, 2S)), `None` if not part of the task. tokens (B, T), lengths (B,);
         labels (B,): class indices; spans (B, 2S): first and last token of each span of the
         evidence, or -1."""
-        mask = torch.arange(tokens.size(1), device=tokens.device) < lengths[:, None]  # (B, T)
+        position = torch.arange(tokens.size(1), device=tokens.device)
+        mask = position < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
         text = states_at(x, lengths - 1)  # (B, C)
         if self.bidirectional:
@@ -208,7 +212,10 @@ class Classifier(nn.Module):
         if self.ngrams is not None:
             n_rows = sum(self.spec["class_counts"])
             scores = n_rows / (n_rows + ROWS_FOR_HALF) * scores + self.ngrams(tokens, mask)
-        ends = None if self.end is None else self.end(text, x, mask)  # (B, T)
+        n_before, n_after = self.spec.get("frame", (0, 0))
+        inside = mask & (position >= n_before) & (position < lengths[:, None] - n_after)
+        inside = torch.where(inside.any(1, keepdim=True), inside, mask)  # a text may be empty
+        ends = None if self.end is None else self.end(text, x, inside)  # (B, T)
         if labels is None:
             return scores, None if ends is None else self.predict_spans(x, ends)
         return self.losses(x, scores, ends, labels, spans)
@@ -216,7 +223,9 @@ class Classifier(nn.Module):
     def start_scores(self, x, end):
         """Return the score (B, T) of each token as the first one of a span, whose last token is end
         (B,); -inf after it. x (B, T, C): states of the tokens."""
-        mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
+        position = torch.arange(x.size(1), device=x.device)
+        n_before = self.spec.get("frame", (0, 0))[0]
+        mask = (position <= end[:, None]) & (position >= end[:, None].clamp(max=n_before))
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):

@@ -72,7 +72,7 @@ def evaluate_checkpoint(args):
             report["baselines"] = fit_baselines(*known, texts, y, len(classes))
     if spans is not None:
         for row, ids, found in zip(rows, tokens, spans):
-            row["evidence"] = decode_spans(tokenizer, ids, found)
+            row["evidence"] = one_or_all(decode_spans(tokenizer, ids, found), spans.shape[1] > 2)
         sums = metrics.span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
             report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
@@ -93,21 +93,23 @@ def load_rows(args, model, tokenizer):
     "true_evidence"} of each row]), None where unknown. Raises DataError."""
     path = args.data[0]
     names = model.spec["classes"]
+    frame = model.spec.get("frame", (0, 0))
     if len(args.data) > 1 and any(map(os.path.isdir, args.data)):
         raise DataError(f"--data: {', '.join(args.data)}: expected files, or one folder")
     if os.path.isdir(path):
-        same_classes = labels.read_labels_meta(path).extra["classes"] == names
-        if not same_classes or open_tokenizer(path).spec() != tokenizer.spec():
-            raise DataError(f"{path}: prepared with other classes or another tokenizer than the "
-                            "checkpoint's data")
+        meta = labels.read_labels_meta(path).extra
+        is_same = meta["classes"] == names and meta.get("frame", [0, 0]) == [*frame]
+        if not is_same or open_tokenizer(path).spec() != tokenizer.spec():
+            raise DataError(f"{path}: prepared with other classes, another tokenizer or another "
+                            "version of this program than the checkpoint's data")
         arrays = labels.open_labels(path, args.split, model.spec)
         if not len(arrays[0]):
             raise DataError(f"{path}: {args.split} has no rows; choose another --split")
-        n_before, n_after = len(tokenizer.start), len(tokenizer.end)
+        n_before, n_after = frame
         return arrays, [dict(
             id=i, text=tokenizer.decode(row[n_before:n - n_after]),
             true_label=names[label] if names else None,
-            true_evidence=decode_spans(tokenizer, row, spans))
+            true_evidence=one_or_all(decode_spans(tokenizer, row, spans), len(spans) > 2))
             for i, (row, n, label, spans) in enumerate(zip(*arrays))]
     rows = labels.read_labelled_texts(args.data, args)
     classes = [labels.normalize_label(name) for name in names]
@@ -116,25 +118,25 @@ def load_rows(args, model, tokenizer):
                         f"checkpoint are {', '.join(names)}")
     # With learned positions the model has a maximum length, to which texts are cut.
     limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
-    arrays = labels.to_arrays(rows, tokenizer, classes, limit)
+    arrays = labels.to_arrays(rows, tokenizer, classes, limit, framed=any(frame))
+    several = max(model.spec.get("n_spans", 1), *(len(row.spans) for row in rows)) > 1
     return [arrays[name] for name in labels.ARRAYS], [
         dict(id=i if row.id is None else row.id, text=row.text, true_label=row.label,
-             true_evidence=one_or_all(row.evidence, arrays["spans"]))
+             true_evidence=one_or_all(row.evidence, several))
         for i, row in enumerate(rows)]
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return the evidence in a text with the tokens `ids` (T,), as of one_or_all. spans (2S,):
-    first and last token of each span, or -1, in any order."""
+    """Return the list of the texts of the evidence in a text with the tokens `ids` (T,). spans
+    (2S,): first and last token of each span, or -1, in any order."""
     pairs = sorted(zip(spans[::2], spans[1::2]))
-    texts = [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
-    return one_or_all(texts, spans)
+    return [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
 
 
-def one_or_all(texts, spans):
-    """Return the list `texts` if the array `spans` (..., 2S) has room for several; otherwise the
-    only text, or `None`."""
-    return texts if spans.shape[-1] > 2 else texts[0] if texts else None
+def one_or_all(texts, several):
+    """Return the list `texts` of the evidence if a text may have `several` spans; otherwise the
+    only one, or `None`."""
+    return texts if several else texts[0] if texts else None
 
 
 def calibrate(args, own_data, model, tokenizer):
@@ -184,10 +186,13 @@ def faithfulness(model, arrays, scores, spans, batch_size):
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     position = np.arange(arrays[0].shape[1])[:, None]
     inside = ((position >= spans[:, None, ::2]) & (position <= spans[:, None, 1::2])).any(2)
-    kept = [i for i, ids in enumerate(texts) if not inside[i, :len(ids)].all()]
+    n_before, n_after = model.spec.get("frame", (0, 0))  # tokens that stay
+    position = position[:, 0]
+    frame = (position < n_before) | (position >= np.asarray(arrays[1])[:, None] - n_after)
+    kept = [i for i in range(len(texts)) if not (inside | frame)[i].all()]
     cells = np.arange(len(kept)), scores[kept].argmax(1)
-    parts = [(ids[~mask], ids[mask])
-             for ids, mask in ((texts[i], inside[i, :len(texts[i])]) for i in kept)]
+    parts = [(texts[i][(~inside | frame)[i, :len(texts[i])]],
+              texts[i][(inside | frame)[i, :len(texts[i])]]) for i in kept]
     out = {}
     for name, cut in zip(("comprehensiveness", "sufficiency"), zip(*parts)):
         lengths = np.array([*map(len, cut)])

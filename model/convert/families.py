@@ -30,8 +30,8 @@ GEMMA_KEYS = KEYS | dict(mlp="hidden_activation")
 GPT2_KEYS = dict(max_positions="n_positions", n_embd="n_embd", n_layer="n_layer", n_head="n_head",
                  n_hidden="n_inner", mlp="activation_function", norm_eps="layer_norm_epsilon",
                  vocab_size="vocab_size", tie_weights="tie_word_embeddings")
-BERT_KEYS = {n: k for n, k in KEYS.items() if n not in ("n_kv_head", "head_dim", "rope_theta")} | {
-    "norm_eps": "layer_norm_eps"}
+BERT_KEYS = {n: k for n, k in KEYS.items() if n not in (
+    "n_kv_head", "head_dim", "rope_theta", "tie_weights")} | {"norm_eps": "layer_norm_eps"}
 MODERNBERT_KEYS = BERT_KEYS | dict(mlp="hidden_activation", rope_theta="global_rope_theta",
                                    norm_eps="norm_eps")
 MIXTRAL_KEYS = KEYS | dict(expert_hidden="intermediate_size", n_experts="num_local_experts",
@@ -47,7 +47,8 @@ NANOGPT_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "block_si
 USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar",
         "sliding_window", "use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
         "max_window_layers", "layer_types", "no_rope_layers", "no_rope_layer_interval",
-        "num_local_experts", "local_attention", "local_rope_theta", "global_attn_every_n_layers"}
+        "num_local_experts", "local_attention", "local_rope_theta", "global_attn_every_n_layers",
+        "tie_word_embeddings"}
 ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=True,
             position_embedding_type="absolute")
 HARMLESS = re.compile(
@@ -55,8 +56,8 @@ HARMLESS = re.compile(
     r"initializer_\w+|\w+_(dropout(_prob)?|pdrop)|pretraining_tp|cache_implementation|unsloth_\w+|"
     r"is_llama_config|router_\w+_coef|summary_\w+|task_specific_params|predict_special_tokens|"
     r"output_(past|attentions|hidden_states|router_logits)|id2label|label2id|"
-    r"gradient_checkpointing|max_sequence_length|type_vocab_size|(classifier|decoder|sparse)_\w+|"
-    r"reference_compile|repad_logits_with_grad|deterministic_flash_attn")
+    r"gradient_checkpointing|max_sequence_length|type_vocab_size|(classifier|decoder|sparse|"
+    r"pooler)_\w+|directionality|problem_type|finetuning_task|num_labels|reference_compile|repad_logits_with_grad|deterministic_flash_attn")
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
@@ -97,8 +98,8 @@ WINDOWS = dict(sliding_window=4096, max_window_layers=28)
 ALL_WINDOWS = dict(sliding_window=4096, use_sliding_window=True, max_window_layers=0)
 BERT = Family("BertModel", BERT_KEYS, activations={"gelu": "gelu_exact", "gelu_new": "gelu"},
               values=dict(norm=["layer"], pos=["learned"], bias=[True], causal=[False],
-                          norm_position=["stream"]), is_encoder=True,
-              defaults=dict(tie_word_embeddings=True, hidden_act="gelu", layer_norm_eps=1e-12))
+                          norm_position=["stream"], tie_weights=[True]), is_encoder=True,
+              defaults=dict(hidden_act="gelu", layer_norm_eps=1e-12))
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", values=dict(qkv_bias=[True]), layers="FW",
@@ -133,8 +134,9 @@ FAMILIES = {
     "bert": BERT, "roberta": BERT, "xlm-roberta": BERT,
     "modernbert": Family(
         "ModernBertModel", MODERNBERT_KEYS, layers="FW", activations={"gelu": "geglu_exact"},
-        values=dict(norm=["layer"], causal=[False], embed_norm=[True]), is_encoder=True,
-        defaults=dict(tie_word_embeddings=True, global_rope_theta=160_000.0, norm_eps=1e-5,
+        values=dict(norm=["layer"], causal=[False], embed_norm=[True], tie_weights=[True]),
+        is_encoder=True,
+        defaults=dict(global_rope_theta=160_000.0, norm_eps=1e-5,
                       local_rope_theta=10000.0, local_attention=128, hidden_activation="gelu",
                       global_attn_every_n_layers=3)),
     "nanogpt": Family("nanoGPT", NANOGPT_KEYS, defaults=dict(bias=True, dropout=0.0), values=dict(
@@ -157,6 +159,8 @@ def read_config(c, path):
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{path}: model_type {kind!r}: expected {', '.join(FAMILIES)}")
     try:
+        if kind == "modernbert":
+            c = c | dict(layer_norm_eps=None)  # norm_eps is used
         if "roberta" in kind:  # the first positions are not used
             c = c | dict(max_position_embeddings=c["max_position_embeddings"] - ROBERTA_POSITIONS)
         return kind, read_fields(c, FAMILIES[kind])

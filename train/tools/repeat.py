@@ -141,8 +141,11 @@ def repeat(options, arguments):
         for name in ("seed", "out_dir"):
             if getattr(changed_config, name) != getattr(config, name):
                 raise UserError(f"--set {change}: this command sets {name} of each run")
-        fingerprint = open_data(changed_config, Ranks()).train.fingerprint()
+        data = open_data(changed_config, Ranks())
         for seed in seeds:
+            if "fold" in data.spec:  # the seed chooses the training rows
+                data = open_data(changed_config.replace(seed=seed), Ranks())
+            fingerprint = data.train.fingerprint()
             runs[size, change][seed] = ChildRun(f"{label(size, change)}, seed {seed}", [
                 *changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
