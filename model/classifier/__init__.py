@@ -223,9 +223,7 @@ class Classifier(nn.Module):
     def start_scores(self, x, end):
         """Return the score (B, T) of each token as the first one of a span, whose last token is end
         (B,); -inf after it. x (B, T, C): states of the tokens."""
-        position = torch.arange(x.size(1), device=x.device)
-        n_before = self.spec.get("frame", (0, 0))[0]
-        mask = (position <= end[:, None]) & (position >= end[:, None].clamp(max=n_before))
+        mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):
