@@ -178,8 +178,7 @@ class Attention(nn.Module):
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
             k, v, mask = ops.limit_to_window(self.window, k, v, mask, q.size(2), c.causal)
-        p = c.dropout if self.training else 0.0
-        y = ops.attend(q, k, v, p, mask, c.causal)  # (B, H, T, D)
+        y = ops.attend(q, k, v, c.dropout * self.training, mask, c.causal)  # (B, H, T, D)
         y = self.out_norm(self.o(y.transpose(1, 2).flatten(2)))  # heads side by side, (B, T, C)
         return ops.apply_dropout(y, c.dropout, self.training)
 
