@@ -312,7 +312,7 @@ def offset_keys(k, mask=None, before=None):
 
 def attend(q, k, v, dropout=0.0, mask=None, causal=True):
     """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
-    G, S, D). mask (B, 1, T or 1, S), for T = 1 (B, 1, S): the keys seen, later too if not causal."""
+    G, S, D). mask (B, 1, T or 1, S), for T = 1 (B, 1, S): keys seen, later too if not causal."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
