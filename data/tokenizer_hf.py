@@ -114,9 +114,9 @@ def read_hf_tokenizer(folder):
 
 
 def end_of_text(folder, content):
-    """Return the id of the end of text for a Hugging Face model's `folder`: eos_token of
-    tokenizer_config.json, otherwise eos_token_id of config.json; `None` if both are missing.
-    content: the dict of the tokenizer.json."""
+    """Return the id of the end of text for a Hugging Face model's `folder`: of eos_token of
+    tokenizer_config.json if `content` has it as an added token, otherwise eos_token_id of
+    config.json (of a list, the first) or `None`. content: the dict of the tokenizer.json."""
     text = special_tokens(folder).get("eos_token")
     for token in content.get("added_tokens") or ():
         if token["content"] == text:

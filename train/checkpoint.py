@@ -276,9 +276,9 @@ def nearly_equal(a, b):
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """Return the content of a checkpoint, a dict: nanoGPT's keys, the state_dict() of each object
     in `parts` {name: object}, and facts that a resume compares, e.g. a fingerprint of the data.
-    data: the run's Data; parts["progress"] is a Progress. All ranks must call.
+    config: TrainConfig; data: Data; parts["progress"]: Progress; ranks: Ranks. All ranks must call.
 
-    Tensors share memory with model and optimizer. For a checkpoint in one file, tensors of a
+    Tensors share memory with model and optimizer. Unless config.saves_shards(), tensors of a
     sharded model are copies on rank 0, and `None` on other ranks.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}

@@ -114,8 +114,8 @@ def shuffled(g, n, seed):
 
 
 def count_windows(n_tokens, block_size):
-    """Return the number of windows of block_size tokens per epoch: one less than fit in a stream of
-    n_tokens (at least 1), so that all fit at every phase, the offset of the first window.
+    """Return the number of windows of block_size tokens per epoch, at least 1: one less than fit
+    before the last of n_tokens, so that all fit at every phase, the offset of the first window.
 
         |..phase..|window 0|window 1| ... |window n-1|..rest..|    n_tokens
     """

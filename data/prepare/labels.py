@@ -58,8 +58,8 @@ class LabelOptions(FolderOptions, Fields):
 
 
 def prepare_labels(args):
-    """Write the folder of prepared texts and print a summary. args: LabelOptions; with
-    args.example, args.files and args.group are changed. Raises UserError."""
+    """Write the folder of texts for --model classifier and print a summary. args: LabelOptions; if
+    args.example is True, args.files and args.group are overwritten. UserError for invalid args."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
     tokenizer = open_tokenizer(args.tokenizer)

@@ -130,6 +130,7 @@ class SampleWriter:
         return splits
 
     def pad_tokens(self, ids, width):
-        """Return an array (n, width) of n sequences of token ids, filled up with end tokens."""
+        """Return an array (n, width) of n sequences of up to `width` ids, padded with end
+        tokens."""
         dtype = id_dtype(self.tokenizer.n_vocab)
         return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

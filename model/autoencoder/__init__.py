@@ -163,8 +163,8 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(self.attend(h, x) if c.time_layers else h)
 
     def attend(self, h, x):
-        """Return the state (N, W) of the present rows after the layers over time. h (N, K, W): the
-        encoded rows of windows; x: as of encode(). Earlier rows without any feature are masked."""
+        """Return the state (N, W) of row 0, the present, after the layers over time. h (N, K, W):
+        encoded rows of windows; x: as of encode(). Other rows without any feature are masked."""
         missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
         missing[:, 0] = False  # attention to no row at all is not defined
         return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]

@@ -9,11 +9,10 @@ import torch
 
 def fill(model, seed, filled=()):
     """Initialise `model` in place: set each parameter and persistent buffer to model.initial(name,
-    shape, seed), except the names in `filled`, which an earlier call has set. Return the set of all
-    names, skipped or not, for the next call.
+    shape, seed), except names in `filled`, which an earlier call has set, and tensors on the meta
+    device. Return the set of all names, these too, for a later call that sets only new names.
 
-    If initial() returns None, the tensor keeps the value from the module's __init__. Tensors on the
-    meta device are skipped.
+    If initial() returns None, the tensor keeps the value from the module's __init__.
     """
     tensors = model.state_dict()
     for name, tensor in tensors.items():

@@ -126,9 +126,9 @@ def check_must_match(state, config, spec, path):
 
 
 def check_same(pairs, path, allowed):
-    """Raise CheckpointError if a pair of values in `pairs` {name: (of the weights, of this run)}
-    differs. Not compared: values of None (unknown), lists of different lengths, and the names in
-    `allowed`, the value of --allow_change. path: of the weights, for the message."""
+    """Raise CheckpointError if values in `pairs` {name: (of the weights, of this run)} differ. Not
+    a difference: `None` (unknown), x and [x], equivalent tokenizers, lists of different lengths,
+    and names in `allowed`, the value of --allow_change. path: of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and new not in (old, [old])

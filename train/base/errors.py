@@ -46,8 +46,8 @@ class SetupError(UserError, ValueError):
 
 
 class CollectiveExit(UserError):
-    """A reason to stop that all ranks raise at the same point of the run. Only rank 0 prints it,
-    and the ranks exit together (torchrun kills the other ranks when the first one exits)."""
+    """A UserError that all ranks raise at the same point, so that each exits by itself with its
+    code (torchrun kills late ranks). Rank 0 alone prints it; nobody if exit_code is 128 or more."""
     exit_code = 1
 
 

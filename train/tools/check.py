@@ -432,9 +432,9 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return a list that identifies the results of the configuration with `changes` {key: value}:
-    the losses, sums and gradients of two steps of gradient descent, batches, FLOPs. `None` if the
-    configuration is refused; AssertionError after any other error."""
+    """Return a list that identifies the results of the Case `case` with `changes` {key: value}:
+    losses, sums, sums of gradients and batches of two steps, FLOPs. `None` if the configuration is
+    refused; AssertionError after any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
