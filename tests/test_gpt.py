@@ -353,7 +353,7 @@ def test_where_dropout_stands(monkeypatch):
         dropped.append((tuple(x.shape), p, training))
         return real(x, p, training, inplace)
     monkeypatch.setattr(F, "dropout", noted)
-    monkeypatch.setattr("model.core.ops.attend", lambda q, k, v, p, mask: dropped.append(p) or q)
+    monkeypatch.setattr("model.core.ops.attend", lambda q, k, v, p, *_: dropped.append(p) or q)
     model, stream = tiny(dropout=0.25), (2, 5, 32)
     for training, inside in ((True, 0.25), (False, 0.0)):
         model.train(training)(tokens(2, 5))
