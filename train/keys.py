@@ -197,7 +197,7 @@ class GPTKeys:
                             choices=["plain", "head", "all"])
     norm_position: str = key("pre", "position of the norms; stream: BERT's, which normalise the "
                              "residual stream", choices=["pre", "post", "both", "stream"])
-    embed_norm: bool = key(False, "normalise the embedding, in place of the first norm of a layer")
+    embed_norm: bool = key(False, "the first norm normalises the embedding itself (ModernBERT)")
     causal: bool = key(True, "a token sees only earlier ones; false: an encoder (BERT), which is a "
                              "backbone of classifiers")
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)

@@ -184,15 +184,16 @@ def faithfulness(model, arrays, scores, spans, batch_size):
     evidence), and if only the evidence is kept (small). {} if no text is longer than the evidence.
     arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2S): of predict() for these rows."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
-    position = np.arange(arrays[0].shape[1])[:, None]
-    inside = ((position >= spans[:, None, ::2]) & (position <= spans[:, None, 1::2])).any(2)
-    n_before, n_after = model.spec.get("frame", (0, 0))  # tokens that stay
-    position = position[:, 0]
+    position = np.arange(arrays[0].shape[1])
+    first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
+    inside = ((position >= first) & (position <= last)).any(1)  # (N, T)
+    n_before, n_after = model.spec.get("frame", (0, 0))
+    # Always kept, and so is the padding: the tokens around a text.
     frame = (position < n_before) | (position >= np.asarray(arrays[1])[:, None] - n_after)
-    kept = [i for i in range(len(texts)) if not (inside | frame)[i].all()]
+    kept = np.flatnonzero(~(inside | frame).all(1))
     cells = np.arange(len(kept)), scores[kept].argmax(1)
-    parts = [(texts[i][(~inside | frame)[i, :len(texts[i])]],
-              texts[i][(inside | frame)[i, :len(texts[i])]]) for i in kept]
+    parts = [[texts[i][mask[i, :len(texts[i])]] for mask in (~inside | frame, inside | frame)]
+             for i in kept]
     out = {}
     for name, cut in zip(("comprehensiveness", "sufficiency"), zip(*parts)):
         lengths = np.array([*map(len, cut)])

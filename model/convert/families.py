@@ -56,8 +56,9 @@ HARMLESS = re.compile(
     r"initializer_\w+|\w+_(dropout(_prob)?|pdrop)|pretraining_tp|cache_implementation|unsloth_\w+|"
     r"is_llama_config|router_\w+_coef|summary_\w+|task_specific_params|predict_special_tokens|"
     r"output_(past|attentions|hidden_states|router_logits)|id2label|label2id|"
-    r"gradient_checkpointing|max_sequence_length|type_vocab_size|(classifier|decoder|sparse|"
-    r"pooler)_\w+|directionality|problem_type|finetuning_task|num_labels|reference_compile|repad_logits_with_grad|deterministic_flash_attn")
+    r"gradient_checkpointing|max_sequence_length|type_vocab_size|problem_type|finetuning_task|"
+    r"(classifier|pooler)_\w+|decoder_bias|sparse_pred\w+|directionality|num_labels|"
+    r"reference_compile|repad_logits_with_grad|deterministic_flash_attn")
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
@@ -135,10 +136,9 @@ FAMILIES = {
     "modernbert": Family(
         "ModernBertModel", MODERNBERT_KEYS, layers="FW", activations={"gelu": "geglu_exact"},
         values=dict(norm=["layer"], causal=[False], embed_norm=[True], tie_weights=[True]),
-        is_encoder=True,
-        defaults=dict(global_rope_theta=160_000.0, norm_eps=1e-5,
-                      local_rope_theta=10000.0, local_attention=128, hidden_activation="gelu",
-                      global_attn_every_n_layers=3)),
+        is_encoder=True, defaults=dict(
+            global_rope_theta=160_000.0, local_rope_theta=10000.0, local_attention=128,
+            norm_eps=1e-5, hidden_activation="gelu", global_attn_every_n_layers=3)),
     "nanogpt": Family("nanoGPT", NANOGPT_KEYS, defaults=dict(bias=True, dropout=0.0), values=dict(
         norm=["layer"], pos=["learned"], bias=[True, False], mlp=["gelu_exact"]))}
 
