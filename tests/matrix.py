@@ -18,7 +18,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 
 TESTS = pathlib.Path(__file__).resolve().parent
-CASES = range(1, 131)
+CASES = range(1, 136)
 HEAD = """# Fault matrix
 
 Injected faults, the expected outcome, and the result; written by `python -m tests.matrix` from the

@@ -130,8 +130,9 @@ def assert_two_ranks_equal_one(tmp_path, settings, how, **tolerances):
     a, b = (tensors(tmp_path / n / "ckpt.pt")[0] for n in ("one", "two"))
     assert a.keys() == b.keys()
     for name in a:
-        if name.startswith("model."):
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+        # Biases of keys have no effect on the softmax: AdamW amplifies rounding errors.
+        if name.startswith("model.") and not name.endswith("attn.k.bias"):
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=3e-5)
 
 
 def assert_keys_change_only(names, data_dir, tmp_path, settings, **changes):

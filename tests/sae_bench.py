@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.lib.format import open_memmap
 from sae_lens import SAE
 from sae_lens.synthetic import (
+    FeatureDictionary,
     FoldedNormalMagnitudeConfig,
     HierarchyConfig,
     LinearMagnitudeConfig,
     LowRankCorrelationConfig,
-    OrthogonalizationConfig,
     SyntheticModel,
     SyntheticModelConfig,
     ZipfianFiringProbabilityConfig,
@@ -38,7 +39,7 @@ WINDOW = 1024  # activations that share k features each, as in the benchmark's b
 def benchmark(n_features=16384, hidden_dim=768, orthogonal_steps=100, roots=128):
     """Return the SyntheticModel (known features, from which activations are sampled) of
     SynthSAEBench-16k; with other arguments a smaller one of the same kind."""
-    return SyntheticModel(SyntheticModelConfig(
+    config = SyntheticModelConfig(
         num_features=n_features, hidden_dim=hidden_dim, seed=42, bias=0.5,
         firing_probability=ZipfianFiringProbabilityConfig(exponent=0.5, max_prob=0.4,
                                                           min_prob=5e-4),
@@ -46,10 +47,30 @@ def benchmark(n_features=16384, hidden_dim=768, orthogonal_steps=100, roots=128)
             total_root_nodes=roots, branching_factor=4, max_depth=3,
             mutually_exclusive_portion=1.0, mutually_exclusive_min_depth=0,
             compensate_probabilities=True, scale_children_by_parent=True),
-        orthogonalization=OrthogonalizationConfig(num_steps=orthogonal_steps, lr=3e-4),
         correlation=LowRankCorrelationConfig(rank=25, correlation_scale=0.1),
         mean_firing_magnitudes=LinearMagnitudeConfig(start=5.0, end=4.0),
-        std_firing_magnitudes=FoldedNormalMagnitudeConfig(mean=0.5, std=0.5)))
+        std_firing_magnitudes=FoldedNormalMagnitudeConfig(mean=0.5, std=0.5))
+
+    def orthogonalize(features):
+        vectors = features.feature_vectors
+        vectors.data = orthogonalize_vectors(vectors.detach(), orthogonal_steps, lr=3e-4)
+    return SyntheticModel(config, FeatureDictionary(n_features, hidden_dim, config.bias,
+                                                    orthogonalize, seed=config.seed))
+
+
+def orthogonalize_vectors(vectors, n_steps, lr):
+    """Return what sae-lens's orthogonalize_embeddings returns for `vectors` (n, C), of unit length:
+    n_steps of Adam on the sum of squared products of different vectors and n times that of (squared
+    length - 1). The gradient needs products (C, C) instead of (n, n): a minute instead of hours."""
+    vectors = vectors.clone().requires_grad_()
+    optimizer = torch.optim.Adam([vectors], lr=lr)
+    for _ in range(n_steps):
+        with torch.no_grad():
+            squares = vectors.square().sum(1, keepdim=True)  # (n, 1)
+            vectors.grad = 4 * (vectors @ (vectors.T @ vectors) - squares * vectors
+                                + len(vectors) * (squares - 1) * vectors)
+        optimizer.step()
+    return F.normalize(vectors.detach())
 
 
 def write_activations(model, folder, samples, val_samples, seed):

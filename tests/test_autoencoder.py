@@ -367,7 +367,9 @@ def test_the_run(trained):
     assert {"match", "recon_video", "correlation"} <= metrics(out)[-2].keys()
 
 
+@pytest.mark.matrix(134)
 def test_kill_and_resume_bit_for_bit(tmp_path, folder, trained):
+    """kill -9 while an autoencoder learns features -> the end is exact"""
     options = SYSTEM | dict(max_iters=100, eval_epochs=1)
     killed = Program(folder, tmp_path, env={"FAULT": "before_opt@77=sleep"}, **options)
     killed.wait_for("iter 50:")
@@ -642,9 +644,12 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     assert again["val_ridge"] == first["val_ridge"]
 
 
+@pytest.mark.matrix(134)
 @pytest.mark.parametrize("data, undisturbed, more", [
     ("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)], ids=str)
 def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
+    """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject, with
+    layers over time -> the end is exact"""
     options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7) | more
     code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)

@@ -991,7 +991,9 @@ KEPT = TINY | dict(dropout=0.1, eval_interval=4,
                    early_stopping_mode="max", early_stopping_patience=50)
 
 
+@pytest.mark.matrix(133)
 def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
+    """kill -9 while a classifier learns labels and evidence -> the end is exact"""
     at = random.Random().randint(1, 18)
     program = Program(labels, tmp_path / "out", **KEPT)
     program.wait_for(f"iter {at}:")
@@ -1000,10 +1002,12 @@ def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
     assert_same(trained, tmp_path / "out")
 
 
+@pytest.mark.matrix(133)
 def test_several_spans_in_folds_are_killed_and_resumed_bit_for_bit(several, tmp_path):
-    """Afterwards the checkpoint is evaluated: its predictions have lists of evidence, and the
-    metrics are those with which the run ended."""
+    """kill -9 while a classifier learns several spans of evidence in a fold -> the end is exact,
+    and so is the report"""
     assert_a_kill_changes_nothing(several, tmp_path, **KEPT | dict(folds=3, max_iters=40))
+    # The predictions have lists of evidence, the metrics are those with which the run ended.
     out = tmp_path / "a"
     assert evaluate_main(["--ckpt", str(out / "ckpt_best.pt")]) == 0
     numbers = json.loads((out / "report" / "metrics.json").read_text())
@@ -1049,9 +1053,10 @@ def test_two_ranks_train_what_one_trains(distributed, alone, labels, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), (name, a["iter"])
 
 
-def test_two_ranks_train_several_spans_in_folds_as_one(several, tmp_path):
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_train_several_spans_in_folds_as_one(several, tmp_path, way):
     settings = SMALL | TINY | RANKS | dict(data_dir=str(several), folds=3)
-    assert_two_ranks_equal_one(tmp_path, settings, "fsdp", val_loss=1e-5, val_span_loss=1e-5,
+    assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_span_loss=1e-5,
                                val_token_f1=1e-6)
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from runs import metrics
+from runs import SMALL, assert_a_kill_changes_nothing, assert_two_ranks_equal_one, metrics
 from test_convert import assert_close, ids, shake
 
 from data.labels import LabelledText, to_arrays
@@ -205,23 +205,17 @@ def encoder(tmp_path_factory):
 
 
 def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
-    """With the shape of the weights; the same bits after a stop."""
-    def start(out, **changes):
-        config = load_config("train/configs/classifier.yaml", overrides=dict(
-            data_dir=str(encoder / "data"), init_from=str(encoder / "bert"), out_dir=str(out),
-            ngrams=0, bidirectional=False, max_epochs=None, eval_interval=15,
-            warmup_iters=3, learning_rate=3e-3, num_threads=1, dtype="float32", **changes))
-        return train(config)
-    start(tmp_path / "a", max_iters=30)
-    start(tmp_path / "b", max_iters=17)
-    start(tmp_path / "b", max_iters=30)
-    losses = [line["val_label_loss"] for line in metrics(tmp_path / "a") if "val_loss" in line]
+    """With the shape of the weights."""
+    train(load_config("train/configs/classifier.yaml", overrides=dict(
+        data_dir=str(encoder / "data"), init_from=str(encoder / "bert"), out_dir=str(tmp_path),
+        ngrams=0, bidirectional=False, max_epochs=None, max_iters=30, eval_interval=15,
+        warmup_iters=3, learning_rate=3e-3, num_threads=1, dtype="float32")))
+    losses = [line["val_label_loss"] for line in metrics(tmp_path) if "val_loss" in line]
     assert losses[0] > 0.6 and losses[-1] < 0.35
-    state, resumed = (torch.load(tmp_path / name / "ckpt.pt", weights_only=True) for name in "ab")
-    assert all(torch.equal(t, resumed["model"][name]) for name, t in state["model"].items())
+    state = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert state["model_args"]["causal"] is False
     assert state["model_args"]["norm_position"] == "stream"
-    model, _ = load_model(str(tmp_path / "a" / "ckpt.pt"))
+    model, _ = load_model(str(tmp_path / "ckpt.pt"))
     idx = ids(T=9) % 290
     states = model.gpt.trunk(idx, mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))  # no causal mask
     scores, spans = model(idx, torch.tensor([9, 9, 2]))
@@ -235,6 +229,24 @@ def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     assert model.spec["frame"] == [1, 1]
     assert spans[:63].min() == 1 and spans[:63].max() == 7
     assert model(idx, lengths, lengths * 0, spans.index_fill(0, torch.tensor(63), -1))[0].isfinite()
+
+
+SHAPE = dict(n_layer=4, n_head=4, n_embd=32, n_hidden=48, block_size=24, vocab_size=None)
+RUN = SHAPE | dict(model="classifier", bidirectional=False, ngrams=0, max_iters=12,
+                   save_interval=4, eval_interval=6)
+
+
+@pytest.mark.matrix(133)
+def test_killed_while_an_encoder_is_trained(encoder, tmp_path):
+    """kill -9 while a classifier learns from a pretrained encoder -> the end is exact"""
+    assert_a_kill_changes_nothing(encoder / "data", tmp_path,
+                                  **RUN | dict(init_from=str(encoder / "bert")))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_train_an_encoder_as_one(encoder, tmp_path, way):
+    settings = SMALL | RUN | dict(init_from=str(encoder / "bert"), data_dir=str(encoder / "data"))
+    assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_span_loss=1e-5)
 
 
 def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):

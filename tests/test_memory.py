@@ -175,7 +175,9 @@ def test_commands_of_the_readme(tmp_path, data_dir, backbone):
     assert done.returncode == 0 and done.stdout.startswith("line"), done.stderr
 
 
+@pytest.mark.matrix(132)
 def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, data_dir, backbone):
+    """kill -9 while a memory learns a text -> the end is exact"""
     a, b = tmp_path / "a", tmp_path / "b"
     settings = OWN | dict(backbone=str(backbone), save_interval=5, max_iters=40,
                           lr_decay_iters=40, lr_groups=dict(gate=dict(learning_rate=0.05)))
@@ -452,7 +454,9 @@ def test_the_loss_on_old_text_is_reported(tmp_path, data_dir, old_dir, backbone)
     assert text[-1]["val_old_loss"] == pytest.approx(sum(losses).item() / rows, rel=1e-5)
 
 
+@pytest.mark.matrix(132)
 def test_with_old_text_a_kill_changes_nothing(tmp_path, data_dir, old_dir, backbone):
+    """kill -9 while a memory learns a text and keeps an old one -> the end is exact"""
     assert_a_kill_changes_nothing(data_dir, tmp_path, **OWN, backbone=str(backbone),
                                   old_data_dir=str(old_dir), max_iters=14, save_interval=4)
 

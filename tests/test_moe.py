@@ -250,7 +250,9 @@ def test_commands_of_the_readme(tmp_path, data_dir):
     assert sample.returncode == 0 and sample.stdout.startswith("line 1"), sample.stderr
 
 
+@pytest.mark.matrix(131)
 def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, data_dir):
+    """kill -9 while experts are balanced by their loads -> the end is exact"""
     a, b = tmp_path / "a", tmp_path / "b"
     settings = OWN | BALANCED | dict(save_interval=5, eval_interval=5, max_iters=40,
                                      lr_decay_iters=40)

@@ -222,7 +222,9 @@ def test_the_weight_of_the_penalty_changes_the_loss_only(tmp_path, data_dir, bac
                             SAE | dict(backbone=str(backbone), sae="relu"), l1=0.5)
 
 
+@pytest.mark.matrix(135)
 def test_kill_and_resume_bit_for_bit(tmp_path, data_dir, backbone, trained):
+    """kill -9 while a sparse autoencoder learns activations -> the end is exact"""
     out, options = tmp_path / "out", SAE | dict(backbone=str(backbone))
     code, text = run_program(data_dir, out, env={"FAULT": "before_opt@12=kill9"}, **options)
     assert code == -9, text
@@ -742,8 +744,11 @@ RUNS = [dict(sae="batchtopk", prefixes=[6, 20]), dict(sae="jumprelu", target="ml
         dict(sae="batchtopk", target="1"), dict(sae="batchtopk", layer=[0, 1])]
 
 
+@pytest.mark.matrix(135)
 @pytest.mark.parametrize("keys", RUNS, ids=str)
 def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
+    """kill -9 in each of the other kinds, a transcoder, and autoencoders of two layers -> the end is
+    exact"""
     assert_a_kill_changes_nothing(data_dir, tmp_path, **SAE | dict(backbone=str(backbone)) | keys)
 
 
