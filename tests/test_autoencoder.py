@@ -648,8 +648,8 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
 @pytest.mark.parametrize("data, undisturbed, more", [
     ("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)], ids=str)
 def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
-    """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject, with
-    layers over time -> the end is exact"""
+    """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject,
+    with layers over time -> the end is exact"""
     options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7) | more
     code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)

@@ -747,7 +747,7 @@ RUNS = [dict(sae="batchtopk", prefixes=[6, 20]), dict(sae="jumprelu", target="ml
 @pytest.mark.matrix(135)
 @pytest.mark.parametrize("keys", RUNS, ids=str)
 def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
-    """kill -9 in each of the other kinds, a transcoder, and autoencoders of two layers -> the end is
+    """kill -9 in the other kinds, transcoders, and autoencoders of two layers -> the end is
     exact"""
     assert_a_kill_changes_nothing(data_dir, tmp_path, **SAE | dict(backbone=str(backbone)) | keys)
 
