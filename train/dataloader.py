@@ -300,8 +300,9 @@ class DataLoader(Loader):
         return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
     def identity(self):
-        """Return a dict that identifies the tokens: sizes, dtype, and the SHA-256 of the first and
-        last MiB of every shard, which is fast for 1 TB."""
+        """Return a dict that identifies the tokens, independently of file names: their number, the
+        dtype, the bytes of all shards, and one SHA-256 of the first and last MiB of every shard in
+        order, which is fast for 1 TB. A change elsewhere in a shard is not noticed."""
         # Content, not names or times: a copy on a different disk is the same data.
         digest = hashlib.sha256()
         shards = self.stream.shards

@@ -136,8 +136,8 @@ class LoaderHooks:
         return sums_by_source[""]
 
     def passes(self, samples):
-        """Return log lines, one per source, with the number of epochs of the source in a run of
-        `samples` samples. Default: no lines."""
+        """Return an iterable of log lines, one per source, with the number of epochs of the source
+        in a run of `samples` samples. Default: no lines."""
         return ()
 
 

@@ -36,8 +36,9 @@ class FolderOptions:
 
 def check_replaceable(out, model, sources, force):
     """Raise DataError unless the data in the folder `out` may be replaced: `out` is missing or
-    empty, or was prepared from the same `sources`, a list of names without "-", for --model
-    `model`, or `force` is set. OSError if `out` is a file."""
+    empty, `force` is set, or the data was prepared, even incompletely, for --model `model` from
+    the same `sources`, a list of names in the same order. If "-", standard input, is one of them,
+    only `force` permits it. OSError if `out` is a file."""
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:

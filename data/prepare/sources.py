@@ -52,8 +52,9 @@ def source_name(source):
 
 def has_records(path):
     """Return whether a source (file, folder, hf:NAME or - for standard input) has records, e.g.
-    JSONL or CSV; otherwise it is text. Standard input is recognised by the first characters, { or
-    [{, other sources by the name."""
+    JSONL or CSV; otherwise it is text. Folders and data sets of the hub always have records, a file
+    by its extension. Standard input is recognised by the first characters, { or [{, which are not
+    consumed."""
     if path == "-":
         return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
     return (os.path.isdir(path) or records.is_hub_name(path)

@@ -10,8 +10,9 @@ VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
 
 
 def reconstruction_losses(outs, x):
-    """Return {modality: (N,)}: the mean squared error of each row. outs, x: {modality: (N, D)},
-    predictions and values; a missing value (NaN) has no error."""
+    """Return {modality: (N,)}, for the modalities in `outs`: the mean squared error of each row,
+    over all D columns. outs, x: {modality: (N, D)}, predictions and values; a missing value (NaN)
+    counts as predicted exactly."""
     return {name: (out - fill_missing(x[name], out)).square().mean(1) for name, out in outs.items()}
 
 

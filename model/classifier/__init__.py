@@ -160,10 +160,12 @@ class Classifier(nn.Module):
     """
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
-        """shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
-        positions, block_size becomes the length of the longest text. spec: Data.spec, a dict with
-        "task", "classes", "class_counts", "max_tokens" and, if above 1, "n_spans" (S). ngrams:
-        weights of NGrams per class, 0: none."""
+        """Create the model with initial values from `seed`. shape: the GPTConfig of the backbone,
+        which is built without an output layer. With rotary positions, block_size becomes the length
+        of the longest text. spec: Data.spec, a dict with "task", "classes", "class_counts",
+        "max_tokens" and, if above 1, "n_spans" (S). span_weight: factor of the evidence's loss.
+        bidirectional: each token sees the whole text, as always if the shape is not causal. ngrams:
+        weights of NGrams per class, 0: none; not used for the task "span"."""
         super().__init__()
         self.config = shape
         self.spec = spec

@@ -10,7 +10,8 @@ import torch
 def fill(model, seed, filled=()):
     """Initialise `model` in place: set each parameter and persistent buffer to model.initial(name,
     shape, seed), except names in `filled`, which an earlier call has set, and tensors on the meta
-    device. Return the set of all names, these too, for a later call that sets only new names.
+    device. Return the set of the names of all parameters and persistent buffers, also of those that
+    were not set. As `filled` of a later call, it makes that call set only new names.
 
     If initial() returns None, the tensor keeps the value from the module's __init__.
     """

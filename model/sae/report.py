@@ -86,9 +86,9 @@ def random_directions(model, k):
 
 
 def compare_with_random(model, tokens, n_batches):
-    """Return a table, rows of texts, of the numbers of an SAEModel of one layer and of the baseline
-    of random_directions() with as many features per token, on n_batches batches of the loader
-    `tokens`. Raises ConfigError for a transcoder."""
+    """Return a table, a list of rows of texts, with a column for each of NUMBERS: a header, an
+    SAEModel of one layer, and random_directions() with as many features per token, both measured on
+    n_batches batches of the loader `tokens`. Raises ConfigError for a transcoder."""
     if model.keys.target != "input":
         raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
     table = [["", *NUMBERS]]

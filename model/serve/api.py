@@ -81,8 +81,9 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 
 def parse_options(body):
-    """Return the RequestOptions in `body`, the JSON object of a request, a dict, from which "stop"
-    is removed. Raises APIError for invalid and for unsupported options."""
+    """Return the RequestOptions in `body`, the JSON object of a request, a dict. Changes `body`:
+    "stop" is removed, and "max_completion_tokens", if given, replaces "max_tokens". Raises APIError
+    for invalid and for unsupported options."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():

@@ -129,8 +129,9 @@ class Server(uvicorn.Server):
         await app(scope, receive, send)
 
     async def handle_error(self, request, error):
-        """Return the response for an exception in a request: the JSON of an APIError, or of error
-        500 for unexpected exceptions, which uvicorn logs; None if the client has disconnected."""
+        """Return the response for an exception in a request: a JSON error with the status of an
+        APIError or HTTPException, e.g. 404, or 500 for unexpected exceptions, which uvicorn logs;
+        `None` if the client has disconnected."""
         if isinstance(error, ClientDisconnect):
             return None
         headers = getattr(error, "headers", None)  # Allow, of error 405

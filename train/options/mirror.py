@@ -39,7 +39,8 @@ class Mirror:
         self.thread = None            # of the last save
 
     def copies(self):
-        """Return the paths of the copies of ckpt.pt in the store, oldest first, complete or not."""
+        """Return the paths (texts, in the store's file system) of the copies of ckpt.pt in the
+        store, oldest first, complete or not."""
         return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
 
     def fetch(self, log):

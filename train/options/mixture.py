@@ -68,8 +68,9 @@ class Mixture(Loader):
     """A Loader that mixes the samples of several `loaders` {name: Loader}: per period of
     sum(counts) samples, counts[i] are from loader i, in the order of interleave(counts).
 
-    An epoch has as many samples as all loaders together. Every validation batch is from one source,
-    in the order of the names, and equals that of a run on only this source.
+    counts: a list of int. An epoch has as many samples as all loaders together. Every validation
+    batch is from one source and equals that of a run on only this source: first all batches of the
+    first loader, then those of the next one.
     """
 
     def __init__(self, loaders, counts):

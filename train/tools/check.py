@@ -517,9 +517,10 @@ def print_result(case, name):
 
 
 def check(settings, config):
-    """Run the checks of `config` that settings.only names (default: all) and print a line for each.
-    Return the exit code: 1 if one differs, otherwise 0. Raises SetupError if the first run fails.
-    """
+    """Compare short runs of `config`, a TrainConfig, and examine the model: run settings.only,
+    names of CHECKS (default: all), and print a line for each: ok, differs or not applicable. Return
+    the exit code: 1 if a check differs or fails with an unexpected exception, otherwise 0.
+    settings: Settings. Raises SetupError if the first run fails."""
     with tempfile.TemporaryDirectory() as folder:
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))

@@ -81,7 +81,7 @@ def estimate(config):
 
 def check_memory(memory, available, ranks):
     """Raise CollectiveExit, on all ranks, if the sum of `memory` {purpose: bytes} exceeds
-    `available`, in bytes, on any rank. All ranks must call."""
+    `available`, in bytes, on any rank. ranks: a Ranks. All ranks must call."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 

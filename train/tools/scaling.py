@@ -144,9 +144,9 @@ def plan_run(arguments, config, width, data, budget, depth):
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the SmallRuns, print a table and return their losses, a list (`None` after a crash).
-    Runs with the same arguments and fingerprint that are complete in options.out are not repeated.
-    fingerprint: of the data. options: ScalingOptions."""
+    """Train the SmallRuns, print a table and return their validation losses, a list (`None` after a
+    crash). Runs with the same arguments and fingerprint that are complete in options.out are not
+    repeated. fingerprint: of the data. options: ScalingOptions."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
                          options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
