@@ -96,8 +96,9 @@ def locate_evidence(text, record, fields):
     if not (starts and ends) and (words or not starts + ends):
         return [find_words(text, part) for part in words]
     try:
-        spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
-        if spans != [(float(start), float(end)) for start, end in zip(starts, ends)]:
+        numbers = [(float(a), float(b)) for a, b in zip(starts, ends, strict=True)]  # also "4.0"
+        spans = [(int(start), int(end)) for start, end in numbers]
+        if spans != numbers:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"start {starts} and end {ends}: expected integers, as many starts as "

@@ -163,6 +163,9 @@ def csv_rows(stream, name, columns):
     # Not strict, a quote that is not closed would silently swallow the rows after it.
     rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
     check_columns(rows.fieldnames, columns)
+    header = rows.fieldnames or []
+    if twice := [column for i, column in enumerate(header) if column and column in header[:i]]:
+        yield f"{name}:1", ValueError(f"two columns {twice[0]!r}; rename or delete one")
     while True:
         first = rows.reader.line_num + 1
         try:

@@ -118,17 +118,13 @@ def split_by_group(group, fraction):
     return "test" if position < fraction else "val" if position < 2 * fraction else "train"
 
 
-def prompt_hash(ids, mask):
-    """Return a 64-bit hash, an int, of the prompt: `ids` (n,) before the first 1 of `mask` (n,)."""
-    prompt = ids[:int(mask.argmax())]
-    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "big")
-
-
 def split_by_prompt(samples, fraction):
     """Return {"train": samples, "val": samples}, about `fraction` of them in val, by a hash of the
     prompt: samples with the same prompt are in the same split. sample[0]: (ids, mask), arrays (n,);
     the prompt is the ids before the first 1 of the mask. The lowest hash is always in val."""
-    hashes = [prompt_hash(*sample[0]) for sample in samples]
+    prompts = (ids[:int(mask.argmax())].tobytes() for (ids, mask), *_ in samples)
+    hashes = [int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "big")
+              for prompt in prompts]
     limit = max(fraction * 2**64, min(hashes, default=0) + 1)
     splits = dict(train=[], val=[])
     for value, sample in zip(hashes, samples):

@@ -67,9 +67,6 @@ class Tokenizer:
     the tokens after a text, e.g. BERT's [SEP]). Subclasses implement encode_array, bytes_of and
     spec.
     """
-    kind: str
-    n_vocab: int
-    eot_token: int | None
     special = {}
     start = []
     end = []

@@ -421,9 +421,11 @@ def test_rows_are_called_rows(trained, capsys, folder, tmp_path):
 
 
 def test_no_target(tmp_path, capsys):
-    """An autoencoder alone: no match, no correlation."""
-    features.prepare_features({"a": np.random.default_rng(0).normal(size=(40, 3))}, None,
-                              str(tmp_path / "data"), 0.2, np.arange(40) // 5)
+    """An autoencoder alone: no match, no correlation. The command that is printed trains it."""
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(40, 3)))
+    assert features.main([str(tmp_path / "a.npy"), "--out", str(tmp_path / "data"), "--val_fraction",
+                          "0.2"]) == 0
+    assert "--early_stopping_metric val_loss" in capsys.readouterr().out
     last = go(tmp_path / "data", tmp_path / "out", **SYSTEM, linear_path=True)["history"][-1]
     assert "val_recon_a" in last and "val_match" not in last and "val_correlation" not in last
     assert main(["--ckpt", str(tmp_path / "out/ckpt.pt"), "--baseline"]) == 2
@@ -452,6 +454,11 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     assert numbers["targets"] == pytest.approx(wanted, abs=1e-4)
     assert evaluate_rows(model, arrays, rows=7)[0]["correlation"] == pytest.approx(
         numbers["correlation"], abs=1e-6)
+    # Numbers of arrays that the folder does not have are unknown, not perfect.
+    unknown = evaluate_rows(model, [np.full_like(a, np.nan) if i in (0, len(arrays) - 1) else a
+                                    for i, a in enumerate(arrays)])[0]
+    assert unknown["match"] is unknown[f"recon_{model.names[0]}"] is None
+    assert unknown[f"recon_{model.names[1]}"] > 0
 
 
 # -----------------------------------------------------------------------------

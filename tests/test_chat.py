@@ -256,6 +256,8 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"a": 1}\n', [], "a.jsonl:1: its fields (a) are none of"),
     ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got 3"),
     ('{"prompt": "a", "response": null}\n', [], "its fields (prompt, response: null) are none of"),
+    ('{"prompt": " ", "response": "x"}\n', [], "a.jsonl:1: no question in prompt"),
+    ('{"q": null, "a": "x"}\n', ["--field", "q", "--field", "a"], "no question in q"),
     ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),

@@ -39,7 +39,7 @@ from data.prepare.labels import main as labels_main
 from data.rows import save_arrays
 from data.tokenizer import load_tokenizer
 from model import classifier
-from model.classifier import Classifier, NGrams, classification_metrics, log_odds_counts
+from model.classifier import Classifier, NGrams, Pointer, classification_metrics, log_odds_counts
 from model.classifier.metrics import (
     auroc,
     calibration_error,
@@ -280,6 +280,18 @@ def small_model(task="joint", n_spans=1, **options):
                 vocab_size=20, n_spans=n_spans)
     shape = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=2, n_embd=16, n_hidden=32)
     return Classifier(shape, spec, span_weight=0.7, **options)
+
+
+def test_near_scores_of_evidence_differ_in_bfloat16():
+    """Beside numpy: the scores of the same keys and query, whose products are not rounded."""
+    pointer = Pointer(16)
+    x = torch.randn(3, 50, 16, generator=torch.Generator().manual_seed(0))
+    query, mask = x[:, 0] * 30, torch.ones(3, 50, dtype=torch.bool)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        scores = pointer(query, x, mask)
+        keys, query = pointer.key(x).float().numpy(), pointer.query(query).float().numpy()
+    expected = np.einsum("btc,bc->bt", keys, query) / 4
+    np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def small_batch(n=7):
@@ -751,6 +763,13 @@ def test_bad_rows_are_named(record, message, tmp_path, capsys):
     said = capsys.readouterr().err
     assert message in said and "rows.jsonl" in said or "in each row" in said
     assert not (tmp_path / "bin").exists()
+
+
+def test_positions_as_pandas_writes_them(tmp_path):
+    """4.0 in a table in which a row has no evidence."""
+    (tmp_path / "a.csv").write_text("text,label,start,end\nsome words,a,5.0,10.0\nothers,b,,\n")
+    rows = read_labelled_texts([str(tmp_path / "a.csv")])
+    assert [row.evidence for row in rows] == [["words"], []]
 
 
 def test_bad_files_and_settings_are_named(tmp_path, capsys):

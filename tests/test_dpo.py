@@ -125,6 +125,8 @@ def test_a_prompt_before_whole_turns_is_kept():
     ({"prompt": "a", "chosen": 7, "rejected": "b"}, "chosen: expected a list of messages, got '7'"),
     ({"chosen": "moo", "rejected": "boo"}, "chosen: expected a list of messages, got 'moo'"),
     ({"chosen": [], "rejected": [MOO]}, "chosen: no message"),
+    ({"prompt": ASKED, "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
+     "chosen: the prompt's system message is missing"),
 ])
 def test_what_is_no_pair_is_refused(record, message):
     with pytest.raises(ValueError, match=message):

@@ -729,6 +729,22 @@ def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):
     assert "big.csv:11: not the 1 values of the header" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, content, message", [
+    ("big.txt.gz", gzip.compress(random.Random(0).randbytes(9000).hex().encode())[:5000],
+     "end-of-stream"),
+    ("list.json", json.dumps([dict(text=f"record {i}") for i in range(9)] + [dict(texts="x")]),
+     "record 9: no field 'text'")])
+def test_a_damaged_file_in_a_folder_is_named(tmp_path, capsys, name, content, message):
+    """A part of it can be read: it is not one of the files that are no text."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.txt").write_text("some text\n" * 50)
+    path = tmp_path / "in" / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "o")]) == 2
+    said = capsys.readouterr().err
+    assert name in said and message in said
+
+
 def test_options_of_other_sources_are_refused(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("some text\n" * 50)
     (tmp_path / "x.jsonl").write_text('{"body": "some text, and more"}\n' * 50)

@@ -193,6 +193,12 @@ def test_a_quote_that_is_not_closed_swallows_no_rows(tmp_path, name, content, li
     assert isinstance(last, ValueError) and f"lines {lines} do not end with it" in str(last)
 
 
+def test_a_column_that_occurs_twice_loses_no_text(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label,text\nfirst,x,second\n")
+    (where, problem), _ = records(str(tmp_path / "a.csv"))
+    assert where.endswith("a.csv:1") and "two columns 'text'" in str(problem)
+
+
 def test_quoted_line_breaks_and_quotes_are_read(tmp_path):
     (tmp_path / "a.csv").write_text('text\n"one\n ""two"", three"\nfour\n')
     assert [row["text"] for _, row in records(str(tmp_path / "a.csv"))] == [

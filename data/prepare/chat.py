@@ -69,6 +69,8 @@ def to_messages(record, fields=(), prompt_only=False):
         messages = [message for name in fields for message in parse_messages(record[name], name)]
         return messages if messages[:1] and messages[0][0] == "system" else system + messages
     question = [parse_content(record[name]).strip() for name in questions if record[name]]
+    if not any(question):
+        raise ValueError(f"no question in {', '.join(questions)}; expected text")
     return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]
 
 

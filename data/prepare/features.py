@@ -281,7 +281,8 @@ def run(args):
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
                             sources, subjects)
     echo(f"Prepared {out}: {meta['modalities']}, target: {meta['target']}; split by whole runs")
-    report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder")
+    report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder",
+           "" if meta["target"] else " --early_stopping_metric val_loss")
 
 
 main = command(FeatureOptions, run)

@@ -17,7 +17,6 @@ import io
 import itertools
 import os
 import random
-import shlex
 import tokenize
 from collections import Counter
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import numpy as np
 
 from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays, warn_if_few
 from data.meta import Meta, write_meta
-from data.prepare.folders import FolderOptions, new_folder, report
+from data.prepare.folders import FolderOptions, new_folder, report, start_option
 from data.prepare.sources import source_name
 from data.records import SOURCES, STDLIB_SKIP, walk
 from data.rows import hash_group, save_arrays, split_by_group
@@ -97,10 +96,8 @@ def prepare_labels(args):
              f"{args.max_tokens}")
     n_rows = {split: len(part) for split, part in splits.items()}
     warn_if_few(n_rows)
-    is_model = args.tokenizer.endswith(".pt") or args.tokenizer.startswith("hf:") or os.path.exists(
-        os.path.join(args.tokenizer, "config.json"))
-    start = f" --init_from {shlex.quote(args.tokenizer)}" if is_model else ""
-    report(out, {split: dict(rows=n) for split, n in n_rows.items()}, "configs/classifier", start)
+    report(out, {split: dict(rows=n) for split, n in n_rows.items()}, "configs/classifier",
+           start_option(args.tokenizer))
 
 
 def split_rows(rows, fraction):

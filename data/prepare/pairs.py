@@ -69,8 +69,11 @@ def join_messages(prompt, answer, name):
     messages = parse_messages(answer, name)
     if not messages:
         raise ValueError(f"{name}: no message")
-    if prompt and messages[0][0] == "assistant":  # otherwise they begin with the prompt
-        messages = parse_messages(prompt, "prompt") + messages
+    before = parse_messages(prompt or [], "prompt")
+    if messages[0][0] == "assistant":
+        return before + messages
+    if any(message not in messages for message in before if message[0] == "system"):
+        raise ValueError(f"{name}: the prompt's system message is missing in this conversation")
     return messages
 
 

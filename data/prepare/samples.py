@@ -11,7 +11,7 @@ from pathlib import Path
 
 from data.chat_template import ChatTemplate, open_chat_format
 from data.meta import Meta, write_meta
-from data.prepare.folders import FolderOptions, new_folder, report
+from data.prepare.folders import FolderOptions, new_folder, report, start_option
 from data.prepare.sources import source_name
 from data.records import SOURCES, parse_records
 from data.rows import id_dtype, pad_rows, split_by_prompt
@@ -74,13 +74,11 @@ class SampleWriter:
     def __init__(self, args):
         self.args = args
         source = args.tokenizer
-        config_file = os.path.expanduser(os.path.join(source, "config.json"))
-        is_hf = source.startswith("hf:") or os.path.exists(config_file)
-        if is_hf and self.model == "chat":
+        start = start_option(source)
+        self.options = start or self.options
+        if self.model == "chat" and start and not source.endswith(".pt"):
             self.config = "configs/finetune"
             self.options = f" --backbone {shlex.quote(source)}"
-        elif is_hf or source.endswith(".pt"):
-            self.options = f" --init_from {shlex.quote(source)}"
         self.tokenizer, block_size, template = open_chat_format(args.tokenizer)
         self.template = template or ChatTemplate()
         self.block_size = args.block_size or block_size or 512

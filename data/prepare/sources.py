@@ -99,12 +99,13 @@ class Documents:
     """The documents of all sources, one after the other in a new file of UTF-8, `path`: call
     add_file() per file of a source, then file.close(). Attributes: path, file, ends (of each
     document, in bytes), size (bytes), kinds (of the sources, a set of "records", which are never
-    divided, and "text files")."""
+    divided, and "text files"), is_damaged (whether the last file could be read in part only)."""
 
     def __init__(self, path):
         self.path = path
         self.ends = array("q")
         self.kinds = set()
+        self.is_damaged = False
         self.file = open(path, "wb")
 
     @property
@@ -117,6 +118,7 @@ class Documents:
         size = self.size
         ends = array("q", [size])
         problems = []
+        self.is_damaged = False
         self.file.seek(size)  # over the documents of a file with problems
         is_record = has_records(path)
         texts = read_text(path, o.separator)
@@ -138,6 +140,7 @@ class Documents:
             if getattr(error, "errno", None) in FULL_DISK:  # that of self.file
                 raise
             problems.append((path, getattr(error, "strerror", None) or str(error)))
+            self.is_damaged = not isinstance(error, ValueError)  # otherwise it is no text
         if not problems:
             self.ends += ends[1:]
             self.kinds.add("records" if is_record else "text files")
@@ -163,10 +166,13 @@ def read_sources(o, path):
             real_paths.add(os.path.realpath(file))
             file_problems = documents.add_file(file, o)
             is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
-            # A table without the column is no text, but its bad rows would be missing unnoticed.
-            has_bad_rows = (re.search(r"\.[ct]sv(\.gz)?$", file.lower())
+            # A table without the column is no text, and neither is a .json without records, but bad
+            # rows among good ones would be missing unnoticed.
+            has_good_rows = documents.file.tell() > documents.size
+            kinds = r"\.(csv|tsv|json)(\.gz)?$" if has_good_rows else r"\.(csv|tsv)(\.gz)?$"
+            has_bad_rows = (re.search(kinds, file.lower())
                             and any(where != file for where, _ in file_problems))
-            if file == source or is_data or has_bad_rows:
+            if file == source or is_data or has_bad_rows or documents.is_damaged:
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)

@@ -38,6 +38,9 @@ def evaluate_rows(model, arrays, rows=1024):
             parts["prediction"].append(model.predict(x, z) * model.std_target + model.mean_target)
     total, _ = unpack(total, sums)
     metrics = dict(rows=len(arrays[0]), **to_numbers(model, total))
+    for name, array in zip(model.names, arrays):
+        if np.isnan(array).all():  # missing values count as predicted exactly
+            metrics["match" if name == "target" else f"recon_{name}"] = None
     outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
     if model.head is None:
         return metrics, None, outputs

@@ -108,8 +108,11 @@ class Pointer(nn.Module):
     def forward(self, query, x, mask):
         """Return the scores (B, T) float32 of tokens with states x (B, T, C) for query (B, C). mask
         (B, T) bool: false for tokens with the score -inf."""
-        scores = (self.key(x) @ self.query(query).unsqueeze(-1)).squeeze(-1)  # (B, T)
-        return (scores.float() * x.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
+        keys, query = self.key(x).float(), self.query(query).float()
+        # Not in bfloat16: near scores would be equal, and argmax takes the first of these.
+        with torch.autocast(x.device.type, enabled=False):
+            scores = (keys @ query.unsqueeze(-1)).squeeze(-1)  # (B, T)
+        return (scores * x.size(-1) ** -0.5).masked_fill(~mask, float("-inf"))
 
 
 class NGrams(nn.Module):
