@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from data.rows import open_rows
-from model import chat, gpt, lora
+from model import chat, gpt
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.formulas import warn_of_differences
 from model.core.ops import IGNORE
@@ -102,7 +102,7 @@ def answer_logps(model, tokens, mask):
 
 sample = chat.sample
 inherit_shape = gpt.inherit_shape
-as_gpt = lora.as_gpt
+as_gpt = gpt.as_gpt
 
 
 def open_data(config, ranks):

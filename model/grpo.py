@@ -32,7 +32,7 @@ import torch
 
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
-from model import chat, gpt, lora
+from model import chat, gpt
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.generate import generate
 from model.core.init import stable_hash
@@ -351,7 +351,7 @@ def load_reward(path):
 
 sample = chat.sample
 inherit_shape = gpt.inherit_shape
-as_gpt = lora.as_gpt
+as_gpt = gpt.as_gpt
 
 
 class PromptLoader(RowLoader):

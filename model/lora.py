@@ -16,7 +16,6 @@ from data.meta import prepared_model
 from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import adapters
-from model.core.load import model_of
 from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
 from train.base.errors import CheckpointError
 from train.base.fields import key
@@ -28,6 +27,7 @@ USE = "python -m model.convert --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 MUST_MATCH_TO_INIT = ("backbone", "lora_alpha")  # adapters belong to one backbone and one scale
 
 inherit_shape = gpt.inherit_shape
+as_gpt = gpt.as_gpt
 
 
 @dataclass
@@ -126,11 +126,3 @@ def base_type(data):
 
 def sample(model, data, config):
     return base_type(data).sample(model, data, config)
-
-
-def as_gpt(state, path, backbone=None, ema=False):
-    """Return ({name: tensor}, GPTConfig) of the checkpoint `state`, a dict read from `path`, as a
-    plain GPT, for export: adapters are merged into the weights. backbone: the present path of the
-    frozen model, if it was moved; ema: whether `state` has running averages (not used)."""
-    model, _ = model_of(state, path, backbone=backbone)
-    return adapters.merge(model), model.config

@@ -14,7 +14,6 @@ and ranks does not matter.
 Shapes: B, T, C as in model/gpt.py; E experts, k experts per token.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -372,4 +371,4 @@ def build_model(config, data):
     return gpt.build_model(config, data, MoE, MoEConfig)
 
 
-as_gpt = functools.partial(gpt.as_gpt, config_class=MoEConfig)
+as_gpt = gpt.as_gpt

@@ -423,8 +423,8 @@ def test_rows_are_called_rows(trained, capsys, folder, tmp_path):
 def test_no_target(tmp_path, capsys):
     """An autoencoder alone: no match, no correlation. The command that is printed trains it."""
     np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(40, 3)))
-    assert features.main([str(tmp_path / "a.npy"), "--out", str(tmp_path / "data"), "--val_fraction",
-                          "0.2"]) == 0
+    arguments = ["--out", str(tmp_path / "data"), "--val_fraction", "0.2"]
+    assert features.main([str(tmp_path / "a.npy"), *arguments]) == 0
     assert "--early_stopping_metric val_loss" in capsys.readouterr().out
     last = go(tmp_path / "data", tmp_path / "out", **SYSTEM, linear_path=True)["history"][-1]
     assert "val_recon_a" in last and "val_match" not in last and "val_correlation" not in last

@@ -5,11 +5,15 @@ import json
 import pathlib
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import REPO
 from processes import python
+
+from train.base.errors import SetupError
+from train.dataloader import Data
 
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--n_hidden", "64", "--block_size",
          "128"]
@@ -94,6 +98,13 @@ def test_methods_of_distribution_are_those_of_their_names():
     from train.tools.check import CHECKS
     assert {name: CHECKS[name].keywords["distributed"] for name in ("ddp", "fsdp")} == dict(
         ddp="ddp", fsdp="fsdp")
+
+
+def test_without_evaluations_nothing_is_killed_and_nothing_is_said_of_resume():
+    from train.tools.check import check_resume
+    case = SimpleNamespace(run=SimpleNamespace(data=Data(None)))
+    with pytest.raises(SetupError, match="no validation data"):
+        check_resume(case)
 
 
 @pytest.mark.parametrize("model", MODELS)

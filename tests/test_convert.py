@@ -209,6 +209,13 @@ def test_an_export_does_not_replace_its_checkpoint(tmp_path, capsys):
     assert "it has the files of --ckpt" in capsys.readouterr().err and path.read_bytes() == before
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make(tmp_path / "ckpt.pt")
+    assert convert.main([f"--ckpt={tmp_path}/ckpt.pt", "--to=~/a.safetensors"]) == 0
+    assert (tmp_path / "a.safetensors").exists()
+
+
 def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
     """With a tokenizer that cannot be read, no other would take the place of its file."""
     make(tmp_path / "ckpt.pt")
@@ -220,7 +227,7 @@ def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
     for ckpt, to in ((folder, f"{folder}/"), (run / "model.safetensors", run),
                      (folder, tmp_path / "hf/model.safetensors")):
         assert convert.main(["--ckpt", str(ckpt), "--to", str(to)]) == 2
-        assert "it has the files of --ckpt, which would be lost" in capsys.readouterr().err
+        assert "it has the files of --ckpt or of its backbone" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 

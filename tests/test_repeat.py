@@ -280,6 +280,7 @@ def test_a_run_whose_folder_is_taken_while_it_starts_is_no_crash(go, capsys, mon
     (["--set", "data_dir='a"], "No closing quotation"),
     (["--set", "seed=7"], "--set seed=7: this command sets seed of each run"),
     (["--set", "out_dir=x"], "--set out_dir=x: this command sets out_dir of each run"),
+    (["--size", "out_dir=x"], "--size out_dir=x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),
     (["--eval_interval=0"], "base, seed 1: needs evaluations: eval_interval above 0"),
     (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations"),

@@ -131,9 +131,10 @@ def test_at_its_ends_too_a_draw_is_a_weight_above_zero(monkeypatch, total, unifo
 
 def test_a_temperature_near_zero_is_the_most_likely_token():
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    for top_k in None, 3:
-        picked = sample_tokens(logits, 1e-40, top_k, None, [torch.Generator()])
-        assert torch.equal(picked, logits.argmax(-1))
+    for temperature in 1e-40, 1e-50:  # the second one is 0 in float32
+        for top_k in None, 3:
+            picked = sample_tokens(logits, temperature, top_k, None, [torch.Generator()])
+            assert torch.equal(picked, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("how", [(0, None, None), (1.0, None, None), (1.0, 3, None), (1.0, 3, 0.9),

@@ -177,6 +177,13 @@ def test_too_few_runs_for_a_fit_are_refused_before_training(go, capsys):
     assert "needs 6 runs" in capsys.readouterr().err and go.started == []
 
 
+def test_runs_that_determine_no_law_are_no_law(go, capsys, monkeypatch):
+    """At the bound of the fit a power of the best size can underflow."""
+    monkeypatch.setattr(scaling, "fit_law", lambda *points: Law(2.4, 3e-7, 3.4, 0.01, 0.01))
+    assert go(*SIX) == 2
+    assert "these runs determine no law" in capsys.readouterr().err
+
+
 def test_depths_that_the_configuration_excludes_are_left_out(go, capsys, monkeypatch):
     """As with n_kv_head 2, which must divide depth + 1 heads; 2 would be the best depth."""
     def load(path, values):

@@ -645,6 +645,7 @@ def say(**body):
     (ask(stream="true"), 400, "stream: expected true or false, got 'true'"),
     (ask(temperature="0.5"), 400, "temperature: expected a finite number, got '0.5'"),
     (ask(max_completion_tokens=True), 400, "max_tokens: expected an integer"),
+    (ask(max_new_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
     (ask(max_tokens=1.5), 400, "max_tokens"),
     (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a finite number"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from data.meta import Meta, read_meta, write_meta
 from train.base.errors import DataError, echo
-from train.base.fields import key
+from train.base.fields import PlainLoader, key
 from train.base.files import lock_folder, reporting_full_disk, sync_folder
-from train.config import read_with_bases
 from train.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
@@ -96,11 +97,21 @@ def move_files(folder, out):
     sync_folder(out)
 
 
+def read_settings(path):
+    """Return the settings {key: text} of a YAML configuration, `path` (a Path), merged into those
+    of the file that the key `base` names, recursively; {} if the file does not exist."""
+    if not path.exists():
+        return {}
+    settings = yaml.load(path.read_text("utf-8"), PlainLoader)
+    base = settings.pop("base", None)
+    return (read_settings(path.parent / base) if base else {}) | settings
+
+
 def is_too_long(numbers, path):
     """Return whether training with the YAML configuration `path`, a Path, would exceed WARN_EPOCHS
     (20) epochs; False if it sets max_epochs. numbers: {name: number} of the training split, with
     "rows", "pairs" or "questions", or else "tokens"."""
-    settings = {name: raw for name, raw, _ in read_with_bases(path, [])}
+    settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
     samples = [numbers[name] for name in ("rows", "pairs", "questions") if name in numbers]

@@ -192,11 +192,13 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")
         return
-    read, written = ({path, os.path.join(path, "model.safetensors")}
-                     for path in map(os.path.realpath, (ckpt, to)))
-    if read & written:
-        raise CheckpointError(f"--to {to}: it has the files of --ckpt, which would be lost")
     state = read_model(ckpt)
+    frozen = backbone or (state.get("config") or {}).get("backbone") or ckpt
+    source, base, target = ({path, os.path.join(path, "model.safetensors")}
+                            for path in map(os.path.realpath, (ckpt, frozen, to)))
+    if target & (source | base):
+        raise CheckpointError(f"--to {to}: it has the files of --ckpt or of its backbone, which "
+                              "would be lost")
     state = use_ema(state, ckpt) if ema else state
     is_merged = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
     with reporting_full_disk(to):
@@ -214,7 +216,7 @@ class ConvertOptions:
     """Convert weights from and to nanoGPT, Hugging Face and llama.cpp; merge adapters or memory."""
     to: str = key("", "FILE.pt: nanoGPT's format (of shards: one file; of adapters or a memory: "
                   "merged); FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a "
-                  "folder for transformers and vLLM", required=True)
+                  "folder for transformers and vLLM", required=True, path=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint (a file, or a folder of shards), .safetensors file, "
                     "Hugging Face folder or hf:OWNER/NAME")
     backbone: str | None = key(None, BACKBONE)

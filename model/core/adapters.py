@@ -147,7 +147,7 @@ def merge(model):
             layer = name.removesuffix(".base")
             merged[f"{layer}.weight"] = model.get_submodule(layer).weight
         elif not is_adapter(name):
-            merged[name] = t.clone()
+            merged[name] = t
     return merged
 
 

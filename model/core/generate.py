@@ -143,7 +143,7 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
     not finite, because an exception would need a synchronisation with the GPU. temperature, top_k,
     top_p, min_p: as for generate(). generators: a list of torch.Generator, each for an equal number
     of consecutive rows."""
-    if temperature == 0:
+    if temperature < 1e-38:  # zero in float32
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
     ids = None  # (B, k): the candidates, most likely first, or None: the vocabulary

@@ -97,7 +97,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
         tokenizer, model.template = open_text_format(state)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError,
             ArithmeticError) as error:
-        raise CheckpointError(f"{path}: it describes no model: {error}") from error
+        what = "" if isinstance(error, CheckpointError) else "it describes no model: "
+        raise CheckpointError(f"{path}: {what}{error}") from error
     for p in model.parameters():  # not of buffers
         p.data = p.data.to(device, dtype)
     return model.to(device).eval(), tokenizer
@@ -154,11 +155,10 @@ def upgrade_args(args):
     return args
 
 
-def read_model_args(args, weights, config_class=None):
-    """Return the GPTConfig (or `config_class`) of `args`, the dict model_args of a checkpoint.
-    Raises ValueError if `args` are not those of a GPT, do not fit `weights` {name: tensor}, or use
-    an option that was removed."""
-    config_class = config_class or load_model_type("gpt").module.GPTConfig
+def read_model_args(args, weights):
+    """Return the GPTConfig of `args`, the dict model_args of a checkpoint. Raises ValueError if
+    they are not those of a GPT, do not fit `weights` {name: tensor}, or use a removed option."""
+    config_class = load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]
     if removed:

@@ -12,7 +12,7 @@ import torch
 
 from data.tokenizer import is_same_tokenizer
 from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
-from model.core.adapters import is_adapter
+from model.core.adapters import is_adapter, merge
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError
@@ -88,16 +88,16 @@ def take_shape(config, state, path, inherit=None):
     return taken
 
 
-def as_gpt(state, path, backbone=None, ema=False, config_class=None):
-    """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports.
-    Raises ValueError if it is not a GPT's.
+def as_gpt(state, path, backbone=None, ema=False):
+    """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports:
+    adapters are merged into the weights. Raises ValueError if it is not a GPT's.
 
-    A hook of the model interface: model types whose weights can be those of a GPT define it, e.g.
-    by merging adapters. path: of the checkpoint; backbone: the present path of the frozen model;
-    ema: whether the weights are running averages; config_class: the default is GPTConfig.
+    A hook of the model interface: model types whose weights can be those of a GPT define it. path:
+    of the checkpoint; backbone: the present path of the frozen model; ema: whether the weights are
+    running averages.
     """
-    weights = convert_ddp_state(state["model"])
-    return weights, load.read_model_args(state.get("model_args") or {}, weights, config_class)
+    model, _ = load.model_of(state, path, backbone=backbone)
+    return merge(model), model.config
 
 
 def with_shape(config, model_args, path):

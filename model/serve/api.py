@@ -82,8 +82,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 def parse_options(body):
     """Return the RequestOptions in `body`, the JSON object of a request, a dict. Changes `body`:
-    "stop" is removed, and "max_completion_tokens", if given, replaces "max_tokens". Raises APIError
-    for invalid and for unsupported options."""
+    "stop" is removed, and "max_completion_tokens" or "max_new_tokens", if given, replaces
+    "max_tokens". Raises APIError for invalid and for unsupported options."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
@@ -91,8 +91,9 @@ def parse_options(body):
         if value not in (None, "", neutral) or isinstance(neutral, bool) and type(value) is int:
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
-    if body.get("max_completion_tokens") is not None:
-        body["max_tokens"] = body["max_completion_tokens"]
+    for name in ("max_new_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            body["max_tokens"] = body[name]
     options = RequestOptions(stop=parse_stop(body.pop("stop", None) or []))
     for f in fields(options):
         value = body.get(f.name)

@@ -181,6 +181,8 @@ def compare_run(case, name, **how):
 
 
 def check_resume(case):
+    if case.run.data.val is None:
+        raise SetupError("no validation data: the run is killed at an evaluation")
     train_in_process(case, "resumed", killed_at=KILLED_AT)
     try:
         train_in_process(case, "resumed", resume="must")

@@ -140,7 +140,8 @@ def repeat(options, arguments):
         changed_config = load_argv(changed)
         for name in ("seed", "out_dir"):
             if getattr(changed_config, name) != getattr(config, name):
-                raise UserError(f"--set {change}: this command sets {name} of each run")
+                option = f"--size {size}" if change == BASE else f"--set {change}"
+                raise UserError(f"{option}: this command sets {name} of each run")
         data = open_data(changed_config, Ranks())
         for seed in seeds:
             if "fold" in data.spec:  # the seed chooses the training rows

@@ -194,6 +194,9 @@ def scaling(options, arguments):
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: add --budgets, --depth")
     n, d, loss = np.array(points).T  # (P,) each
     law = fit_law(n, d, loss)
+    if min(law.alpha, law.beta) < 0.02:  # at the bound of the fit
+        raise UserError("these runs determine no law: their losses hardly depend on weights or "
+                        "tokens; choose larger --budgets")
     errors = np.abs(loss / law.loss(n, d) - 1)
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
          f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
