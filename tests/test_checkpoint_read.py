@@ -19,6 +19,7 @@ from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
 from train.base.errors import BadNumbers, CheckpointError, ConfigError, SetupError, Stopped
 from train.base.fields import parse_value
+from train.base.run_folder import find_newest_checkpoint
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import FIELDS
 from train.train import train
@@ -544,6 +545,25 @@ def test_changed_data_are_refused(out, data_dir, tmp_path, change):
         go(tmp_path / "data", out)
 
 
+def test_without_ckpt_pt_the_newest_of_the_others_is_used(tmp_path, data_dir):
+    """Not the best one, which may be much older."""
+    go(data_dir, tmp_path, keep_last=9, max_iters=10, eval_interval=5, learning_rate=1.0,
+       early_stopping_metric="val_loss", early_stopping_mode="max")
+    (tmp_path / "ckpt_best.pt").unlink()
+    os.link(tmp_path / "ckpt_0000005.pt", tmp_path / "ckpt_best.pt")
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).unlink()
+    state, path, _ = find_newest_checkpoint(str(tmp_path), print)
+    assert state["iter_num"] == 10 and path.endswith("ckpt_0000010.pt")
+
+
+def test_nothing_is_initialised_of_what_is_frozen_now(tmp_path, data_dir, capsys):
+    go(data_dir, tmp_path, max_iters=4, eval_interval=2)
+    go(data_dir, tmp_path, max_iters=6, eval_interval=2, lr_groups={"wte.*": 0},
+       allow_change=["lr_groups", "max_iters", "lr_decay_iters"])
+    assert "newly initialised" not in capsys.readouterr().out
+
+
 @pytest.mark.matrix(113)
 def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch):
     """memory runs out while the checkpoint is read -> said so; the good file is not taken for a bad
@@ -551,7 +571,6 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     def fail(*_, **__):
         raise RuntimeError("unable to mmap 123 bytes: Cannot allocate memory (12)")
     monkeypatch.setattr(torch, "load", fail)
-    from train.base.run_folder import find_newest_checkpoint
     with pytest.raises(CheckpointError, match="allocate memory"):
         find_newest_checkpoint(str(out), print)
     assert (out / "ckpt.pt").exists()

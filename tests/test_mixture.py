@@ -232,6 +232,20 @@ def test_validation_by_source_and_of_all(folders, tmp_path):
     assert "val_loss_web" in metrics(tmp_path)[0]
 
 
+def test_the_batches_of_an_evaluation_are_listed_once(folders, monkeypatch):
+    """Not for each batch: the time would be quadratic."""
+    config = configure(mixed(folders, web=0.7, code=0.3), "out")
+    val = open_data(config, Ranks()).val
+    calls = []
+    for loader in val.loaders.values():
+        monkeypatch.setattr(loader, "n_fixed", lambda n, f=loader.n_fixed: calls.append(n) or f(n))
+    n = val.n_fixed(6)
+    for i in range(n):
+        val.source_of(i, 6)
+        val.fixed_batch(i, 6)
+    assert n == 12 and len(calls) == 2 + n  # of the list, and of the loader of each batch
+
+
 def test_a_source_is_evaluated_as_it_is_alone(folders, tmp_path):
     """So numbers of mixtures with other weights compare."""
     go(mixed(folders, web=1, code=1, math=2), tmp_path / "out", max_iters=4)

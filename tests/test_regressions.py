@@ -476,12 +476,21 @@ def test_lines_by_epochs_are_whole_epochs(tmp_path, data_dir, saves, capsys):
 
 @pytest.mark.parametrize("schedule, end", [
     ("cosine", ", to 0.001"), ("linear", ", to 0.001"), ("wsd", ", to 0.001"), ("constant", ""),
-    ("none", ""), ("plateau", ""), ("step", ", to 0.005")])
+    ("none", ""), ("plateau", ""), ("step", ", to 0.0025")])
 def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys, schedule, end):
-    go(data_dir, tmp_path, max_iters=3, lr_decay_iters=3, lr_schedule=schedule)
+    go(data_dir, tmp_path, max_iters=5, lr_decay_iters=5, lr_schedule=schedule)
     text = capsys.readouterr().out
     assert f"Learning rate: 0.01, {schedule}, warm-up 2 steps{end}\n" in text
     assert "epochs of 2,498 samples" in text
+    last = metrics(tmp_path)[-2]
+    assert schedule != "step" or last["iter"] == 4 and last["lr"] == 0.0025
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path, data_dir, capsys):
+    for changes, is_warned in ((dict(), True), (dict(save_interval=2), False)):
+        go(data_dir, tmp_path, max_iters=3, eval_interval=0, resume="never", **changes)
+        said = "no checkpoint before the end of the run" in capsys.readouterr().out
+        assert said == is_warned
 
 
 # -----------------------------------------------------------------------------

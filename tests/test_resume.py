@@ -218,6 +218,23 @@ def test_a_branch_that_is_finished_is_the_latest(tmp_path, data_dir):
     assert max(m["iter"] for m in metrics(tmp_path)) == 10
 
 
+def test_a_branch_from_step_0_is_the_latest_and_its_start_may_be_the_best(tmp_path, data_dir):
+    """a run with init_from; --resume its checkpoint of step 0, killed before the next save -> the
+    next start continues at step 0; in another folder the best checkpoint is that of the run"""
+    go(data_dir, tmp_path / "base", **PLAIN)
+    keys = PLAIN | dict(keep_last=9, learning_rate=100.0, init_from=str(tmp_path / "base/ckpt.pt"))
+    go(data_dir, tmp_path / "a", **keys)
+    first = str(tmp_path / "a/ckpt_0000000.pt")
+    go(data_dir, tmp_path / "b", **keys, resume=first)
+    best = [load_checkpoint(tmp_path / name / "ckpt_best.pt")["iter_num"] for name in "ab"]
+    assert best == [0, 0]
+    code, text = run_program(data_dir, tmp_path / "a", env={"FAULT": "before_opt@2=kill9"},
+                             **keys, resume=first)
+    assert code == -9, text
+    code, text = run_program(data_dir, tmp_path / "a", **keys)
+    assert code == 0 and "a/ckpt.pt at iter 0" in text, text
+
+
 def test_metrics_after_a_torn_line(tmp_path, data_dir, whole):
     """metrics.jsonl ends in half a line, as after a power cut -> dropped, every step once"""
     go(data_dir, tmp_path, "before_step@7=sigterm", **PLAIN)

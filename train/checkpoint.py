@@ -481,6 +481,8 @@ def select_optimizer_state(optimizer, entries, config, warn):
               if isinstance(entry, dict) and entry.keys() - {"ema"} == keys.get(name)}
     new = {name for name, entry in entries.items() if entry == {}}  # had no gradient yet
     unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys() - new)
+    if config.allow_change:
+        unusable = [name for name in unusable if name in keys]  # others are frozen now
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
     if unusable and not config.allow_change:
         raise CheckpointError(f"the checkpoint in {config.out_dir} lacks the optimizer state of "

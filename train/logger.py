@@ -351,9 +351,11 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, _ = milestones(c)
-    final = get_lr(max(c.max_iters, warmup), c)
+    final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), warmup), c)
     log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
         + (f", to {final:g}" if final != c.learning_rate else ""))
+    if not (c.evaluates or c.save_interval or c.save_epochs):
+        log("Warning: no checkpoint before the end of the run (--save_interval N)")
     if warmup > c.max_iters > 0:
         log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
             "learning rate never reaches its peak")

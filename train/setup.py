@@ -302,7 +302,8 @@ class Run:
             return os.path.exists(self.folder.file("ckpt_best.pt"))
         if self.config.resume_file and not distributed.broadcast_from_rank0(find_best, self.ranks):
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
-            if p.iter_num and p.evaluated == p.iter_num:  # FILE may be the best of the new branch
+            # FILE may be the best of the new branch.
+            if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
 

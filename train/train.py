@@ -55,7 +55,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
                 validate(run)
             else:
                 run.take_folder()  # nothing can refuse the run from here on
-                if run.progress.iter_num and run.config.resume_file:
+                if run.config.resume_file:
                     save(run)  # resumed from a given FILE: make this branch the latest one
                 if run.limits_reached():
                     report_finished(run)

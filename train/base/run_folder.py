@@ -263,8 +263,9 @@ def find_newest_checkpoint(folder, log, damaged=()):
     path = os.path.join(folder, "ckpt.pt")
     problems = []
     names = [*filter(os.path.lexists, (path, prev_path(path)))]
-    others = [*map(str, numbered_checkpoints(folder)),
-              *filter(os.path.lexists, [os.path.join(folder, "ckpt_best.pt")])]
+    others = sorted([*map(str, numbered_checkpoints(folder)),
+                     *filter(os.path.lexists, [os.path.join(folder, "ckpt_best.pt")])],
+                    key=lambda path: os.lstat(path).st_mtime_ns)
     for candidate in names or reversed(others):
         try:
             if candidate in damaged:

@@ -9,6 +9,7 @@ a function of (seed, step), the same at any world size. Example, with shares 0.7
     its sample    0    0    1    2    1    3    4    5    2    6    7
 """
 
+import functools
 import math
 import os
 import re
@@ -89,6 +90,7 @@ class Mixture(Loader):
             self.n_tokens = sum(x.n_tokens for x in loaders.values())
         super().__init__(sum(x.samples for x in loaders.values()), 0, first.batch_size,
                          first.val_batch_size, first.seed, first.rank, first.world_size)
+        self.fixed_batches = functools.cache(self.fixed_batches)  # called for every batch
 
     def by_source(self, g):
         """Yield (name, loader, positions, numbers) for each source that has some of the samples

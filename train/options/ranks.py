@@ -297,7 +297,9 @@ class RankClock(Clock):
         median = sorted(all_work)[(len(all_work) - 1) // 2]
         slowest = max(all_work)
         rank = all_work.index(slowest)
-        self.numbers = dict(work_ms=median, slowest_ms=slowest, slowest_rank=rank)
+        # Without numbers until a whole step is measured, at the start.
+        self.numbers = dict(work_ms=median, slowest_ms=slowest,
+                            slowest_rank=rank) if slowest else {}
         slow_rank = rank if slowest >= SLOW_FACTOR * median + SLOW_MS else None
         if slow_rank != self.slow_rank:
             self.slow_rank = slow_rank
