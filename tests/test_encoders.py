@@ -255,7 +255,7 @@ def test_no_language_model_is_made_of_an_encoder(data_dir, tmp_path, capsys):
     assert sample.main(["--ckpt", path, "--tokenizer", "byte"]) == 2
     assert "no language model" in capsys.readouterr().err
     assert convert.main(["--ckpt", path, "--to", str(tmp_path / "out")]) == 2
-    assert "causal: False (there: True)" in capsys.readouterr().err
+    assert "an encoder, such as BERT, is no language model" in capsys.readouterr().err
     changes = dict(data_dir=str(data_dir), out_dir=str(tmp_path / "x"), init_from=path)
     with pytest.raises(SetupError, match="no language model"):
         train(load_config("train/config_test.yaml", overrides=changes))

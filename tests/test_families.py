@@ -43,6 +43,8 @@ from model.core.kv_cache import create_cache
 from model.core.load import read_weights, saved_config
 from model.core.ops import rope_frequencies
 from model.core.weights import inherit_shape
+from model.gpt import GPTConfig
+from model.moe import MoEConfig
 from model.sample import load_model
 from model.sample.compiled import compile_decoder
 from model.serve.api import parse_prompt, parse_request
@@ -1031,6 +1033,23 @@ def test_llama_cpp_writes_our_greedy_text(folders, talker, tmp_path):
         assert found == wanted, name
     for special, encode in ((False, ours.encode), (True, ours.encode_special)):
         assert theirs.tokenize(text.encode(), add_bos=False, special=special) == encode(text)
+
+
+@pytest.mark.parametrize("key, value", [
+    ("router_score", "sigmoid"), ("shared_experts", 1), ("balance_rate", 0.01)])
+def test_options_of_experts_that_other_programs_lack_are_refused(key, value):
+    """router_score changes no tensor: only the logits would be other ones."""
+    shape = dict(vocab_size=97, block_size=8, n_layer=2, n_head=2, n_embd=32, qk_norm=True)
+    assert families.find_family(MoEConfig(**shape), "x") == "qwen3_moe"
+    with pytest.raises(CheckpointError, match=f"{key}: {value} "):
+        families.find_family(MoEConfig(**shape | {key: value}), "x")
+
+
+def test_a_refused_export_names_the_class_that_lacks_one_option():
+    shape = GPTConfig(vocab_size=97, block_size=8, n_layer=2, n_head=2, n_embd=32, window=4,
+                      layer_types="FW", prev_embedding=True)
+    with pytest.raises(CheckpointError, match=r"SmolLM3ForCausalLM: prev_embedding: True \(there"):
+        families.find_family(shape, "x")
 
 
 def test_the_number_of_experts_may_have_the_name_of_mixtral():

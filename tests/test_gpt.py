@@ -555,6 +555,13 @@ def test_a_window_hides_later_keys_however_many_keys_there_are():
     assert torch.equal(mask[0, 0], torch.ones(6, 6).tril().bool())
 
 
+def test_a_window_without_order_hides_what_is_far_under_any_mask():
+    k = torch.zeros(1, 1, 10, 8)
+    _, _, mask = limit_to_window(16, k, k, torch.ones(1, 1, 10, 10, dtype=torch.bool), 10, False)
+    index = torch.arange(10)
+    assert torch.equal(mask[0, 0], (index[:, None] - index).abs() <= 8)
+
+
 @pytest.mark.parametrize("T, H, G, D", [(2, 4, 2, 16), (128, 4, 1, 16), (129, 6, 3, 16),
                                         (300, 2, 1, 32)])
 def test_shared_keys_have_the_gradients_of_copied_ones(T, H, G, D):

@@ -540,7 +540,7 @@ def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
         architecture="standard", d_in=4, d_sae=10, dtype="float32", device="cpu",
         apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
         metadata=dict(model_name="deep", hook_name="blocks.3.hook_resid_post", prepend_bos=False,
-                      context_size=32))
+                      context_size=32, sae_lens_version="6.0.0"))
 
 
 # -----------------------------------------------------------------------------
@@ -695,6 +695,12 @@ def test_sae_lens_computes_the_same(tmp_path, keys):
     if model.keys.target != "input":
         kind = dict(relu="transcoder").get(model.keys.sae, "jumprelu_transcoder")
     assert other.cfg.architecture() == kind and (features > 0).any()
+    target = model.keys.target
+    hooks = dict(input=("hook_resid_post", None), mlp=("mlp.hook_in", "blocks.0.hook_mlp_out"))
+    name, name_out = hooks.get(target, ("hook_resid_post", f"blocks.{target}.hook_resid_post"))
+    found = other.cfg.metadata
+    assert (found.hook_name, found.prepend_bos) == (f"blocks.0.{name}", False)
+    assert found.hook_name_out == name_out  # None: not set
 
 
 def test_sae_lens_has_no_transcoder_with_topk(tmp_path):

@@ -315,9 +315,10 @@ def mismatches(shape, family, changes=()):
     read back. []: the same logits."""
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
-    except ValueError as error:
-        return [str(error)]
-    names = [f.name for f in fields(GPTKeys)] + [*family.keys, *family.values]
+    except ValueError as error:  # before the comparison: further options may differ
+        return [str(error), "perhaps others"]
+    own = [f.name for f in fields(shape) if f.metadata.get("shape")]  # of experts
+    names = [f.name for f in fields(GPTKeys)] + [*own, *family.keys, *family.values]
     wrong = []
     for name in [name for name in dict.fromkeys(names) if name not in FREE]:
         ours = getattr(shape, name)

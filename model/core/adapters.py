@@ -139,8 +139,8 @@ def find_layers(model, targets):
 @torch.no_grad()
 def merge(model):
     """Return the state dict {name: tensor} of `model`, a GPT with adapters, as that of a plain GPT:
-    LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. All tensors are
-    copies."""
+    LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. Other tensors
+    are those of the model."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):

@@ -49,7 +49,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
 
     When the context is full, its last half is computed again at the first positions, and generation
-    continues. Raises ValueError if the logits are not finite.
+    continues. With `lengths` it must not become full: T + max_new_tokens is at most block_size.
+    Raises ValueError if the logits are not finite.
     """
     c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)

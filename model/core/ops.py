@@ -391,7 +391,7 @@ def limit_to_window(window, k, v, mask, T, causal=True):
     of at most window // 2. T: number of queries, at the last T positions. k, v (B, G, S, D), cut if
     possible; mask: true where a query sees a key, None: causal."""
     S = k.size(2)
-    if S <= window and (mask is None or T in (1, mask.size(2))):
+    if S <= window and causal and (mask is None or T in (1, mask.size(2))):
         return k, v, mask
     index = torch.arange(S, device=k.device)
     if T > 1:

@@ -48,10 +48,14 @@ def export_sae_lens(model, folder):
                    b_dec=sae.b_dec / scale[-1] + mean[-spec["d_in"]:])
     if hasattr(sae, "threshold"):
         tensors["threshold"] = sae.threshold.expand(c.d_sae)
-    hook = "ln2.hook_normalized" if c.target == "mlp" else "hook_resid_post"
+    # Names of TransformerBridge. Not ln2.hook_normalized, which is before the weights of the norm.
+    hook, hook_out = f"blocks.{c.layer[0]}.hook_resid_post", f"blocks.{c.target}.hook_resid_post"
+    if c.target == "mlp":
+        hook, hook_out = (f"blocks.{c.layer[0]}.{name}" for name in ("mlp.hook_in", "hook_mlp_out"))
     metadata = dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
-                    hook_name=f"blocks.{c.layer[0]}.{hook}", prepend_bos=False,
-                    context_size=spec["block_size"])
+                    hook_name=hook, prepend_bos=False, context_size=spec["block_size"],
+                    sae_lens_version="6.0.0")  # without it, the metadata would be discarded
+    metadata |= dict(hook_name_out=hook_out) if is_transcoder else {}
     cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
                device="cpu", apply_b_dec_to_input=not is_transcoder, metadata=metadata,
                normalize_activations="none", reshape_activations="none")
