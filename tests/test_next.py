@@ -93,7 +93,7 @@ def test_printed_commands_run_up_to_the_answer(chain, command):
 
 @pytest.mark.parametrize("prepare, keys", [
     ("labels rows.csv", SIZE | dict(block_size=32)),
-    ("features --synthetic", dict(d_hidden=8, d_latent=4))])
+    ("features --synthetic", dict(d_hidden=8, d_latent=4, linear_path=False))])
 def test_printed_commands_of_other_types(tmp_path, prepare, keys):
     keys = keys | dict(early_stopping_patience=0, lr_schedule="constant")  # without evaluations
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(
