@@ -63,7 +63,7 @@ class ModelType:
     # inherits from the weights that it starts from. Default: no key is inherited.
     inherit_shape = None
 
-    # as_gpt(state, path, backbone, ema) -> ({name: tensor}, GPTConfig): the GPT in a checkpoint,
+    # as_gpt(state, path, backbone) -> ({name: tensor}, GPTConfig): the GPT in a checkpoint,
     # for exports (model/convert). Default: it cannot be exported.
     as_gpt = None
 

@@ -52,18 +52,18 @@ class Source:
     template: ChatTemplate | None = None
 
 
-def read_source(state, path, backbone=None, ema=False, for_others=True):
+def read_source(state, path, backbone=None, for_others=True):
     """Return the Source of the checkpoint `state`, a dict read from `path`. backbone: the present
-    path of the model that adapters need; ema: whether the weights in `state` are running averages;
-    for_others: whether a different program will compute the logits, which requires unedited
-    formulas. Raises CheckpointError for models that cannot be exported."""
+    path of the model that adapters need; for_others: whether a different program will compute the
+    logits, which requires unedited formulas. Raises CheckpointError for models that cannot be
+    exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
         raise CheckpointError(f"{path}: a model of type {kind} cannot be exported: it is not a GPT")
     if for_others:
         check_formulas(state, path, kind)
-    weights, shape = model_type.as_gpt(state, path, backbone, ema)
+    weights, shape = model_type.as_gpt(state, path, backbone)
     check_complete(path, weights, shape)
     return Source(path, weights, shape, state.get("formulas"), *open_text_format(state))
 
@@ -205,7 +205,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         if ending == ".pt" and is_merged:  # nanoGPT's format has neither
             description = export_merged(state, ckpt, to, save_precision, backbone)
         else:
-            source = read_source(state, ckpt, backbone, ema, for_others=ending != ".safetensors")
+            source = read_source(state, ckpt, backbone, for_others=ending != ".safetensors")
             description = FORMATS.get(ending, export_folder)(source, to,
                                                              quantize or save_precision)
     echo(f"Wrote {to}: {description}")

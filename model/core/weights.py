@@ -88,13 +88,12 @@ def take_shape(config, state, path, inherit=None):
     return taken
 
 
-def as_gpt(state, path, backbone=None, ema=False):
+def as_gpt(state, path, backbone=None):
     """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports:
     adapters are merged into the weights. Raises ValueError if it is not a GPT's.
 
     A hook of the model interface: model types whose weights can be those of a GPT define it. path:
-    of the checkpoint; backbone: the present path of the frozen model; ema: whether the weights are
-    running averages.
+    of the checkpoint; backbone: the present path of the frozen model.
     """
     model, _ = load.model_of(state, path, backbone=backbone)
     return merge(model), model.config
