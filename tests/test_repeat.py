@@ -110,6 +110,15 @@ def test_a_change_is_kept_if_every_size_improves(go):
     assert [float(r["difference"]) for r in found] == pytest.approx(expected, abs=0.01)
 
 
+def test_a_change_may_be_a_configuration_file(go, tmp_path):
+    """One command compares the experts of moe.yaml with the dense models of moe_dense.yaml."""
+    file = tmp_path / "other.yaml"
+    file.write_text("planted: 0.5\nout_dir: elsewhere\nseed: 9\n")
+    code, found = go("--seeds", "2", "--set", f"config={file}")
+    assert code == 0 and [r["runs"] for r in found] == ["2 of 2"] * 2
+    assert float(found[1]["difference"]) == pytest.approx(-0.5, abs=0.01)
+
+
 def test_a_run_that_is_killed_is_a_row_and_is_tried_again(go, capsys):
     code, found = go("--seeds", "2", "--set", "fatal=2", "--set", "planted=1")
     assert code == 0 and [r["runs"] for r in found] == ["2 of 2", "1 of 2", "2 of 2"]
@@ -278,9 +287,9 @@ def test_a_run_whose_folder_is_taken_while_it_starts_is_no_crash(go, capsys, mon
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", " "], "expected KEY=VALUE, got ' '"), (["--set", "base"], "KEY=VALUE, got 'base'"),
     (["--set", "data_dir='a"], "No closing quotation"),
-    (["--set", "seed=7"], "--set seed=7: this command sets seed of each run"),
-    (["--set", "out_dir=x"], "--set out_dir=x: this command sets out_dir of each run"),
-    (["--size", "out_dir=x"], "--size out_dir=x: this command sets out_dir of each run"),
+    (["--set", "seed=7"], "seed=7: this command sets seed of each run"),
+    (["--set", "out_dir=x"], "out_dir=x: this command sets out_dir of each run"),
+    (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),
     (["--eval_interval=0"], "base, seed 1: needs evaluations: eval_interval above 0"),
     (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations"),

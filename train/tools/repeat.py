@@ -131,6 +131,9 @@ def repeat(options, arguments):
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
+        keys = {word.lstrip("-").partition("=")[0] for word in shlex.split(text)}
+        if keys := keys & {"seed", "out_dir"}:
+            raise UserError(f"{text}: this command sets {keys.pop()} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     seeds = range(config.seed, config.seed + options.seeds)
@@ -138,10 +141,6 @@ def repeat(options, arguments):
     for size, change in runs:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         changed_config = load_argv(changed)
-        for name in ("seed", "out_dir"):
-            if getattr(changed_config, name) != getattr(config, name):
-                option = f"--size {size}" if change == BASE else f"--set {change}"
-                raise UserError(f"{option}: this command sets {name} of each run")
         data = open_data(changed_config, Ranks())
         for seed in seeds:
             if "fold" in data.spec:  # the seed chooses the training rows
