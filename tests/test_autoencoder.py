@@ -842,6 +842,22 @@ def test_ridge_per_subject(holes, of_subjects):
     assert first["val_ridge"] > 0.9  # one ridge regression for both: 0
 
 
+def test_a_dimension_that_a_subject_lacks_leaves_the_fits_of_the_others(holes):
+    """A dead electrode: the target's last dimension is missing in all rows of subject 5."""
+    path = str(holes / "subjects")
+    weight, bias = fit_linear_path(path, spec := read_features_meta(path), 2)
+    dead = str(holes / "dead")
+    shutil.copytree(path, dead)
+    target = np.load(Path(dead, "train_target.npy"))
+    no_target = np.isnan(target).any(1)  # row 200 lacks one dimension: it is left out of both
+    target[np.load(Path(dead, "train_subjects.npy")) == 5, 1] = np.nan
+    target[no_target] = np.nan
+    np.save(Path(dead, "train_target.npy"), target)
+    w, b = fit_linear_path(dead, spec, 2)
+    assert torch.equal(w[:3], weight[:3]) and torch.equal(b[:3], bias[:3])
+    assert not w[3].any() and b[3] == 0
+
+
 def test_the_command_with_subjects(tmp_path, holes, of_subjects, capsys):
     """Numbers of each subject; rows of one subject alone have the same predictions."""
     path, npz = tmp_path / "n.json", tmp_path / "all.npz"

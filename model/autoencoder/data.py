@@ -138,22 +138,25 @@ def design(arrays, spec):
 def fit_linear_path(folder, spec, delays):
     """Fit ridge regression to the training rows of `folder`, separately for each of S subjects.
     Return (weight (S * T, K * P), bias (S * T,)), float32, from standardised features of a row and
-    `delays` rows before it (K = delays + 1) to the standardised target. Rows with a missing target
+    `delays` rows before it (K = delays + 1) to the standardised target. A dimension of the target
+    that all rows of a subject lack is predicted as 0, the mean; other rows with missing dimensions
     are left out. Raises DataError without a target or with fewer than 3 rows of a subject."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     arrays = open_features(folder, "train", spec, delays)
     x, y = design(arrays, spec)
     runs = open_runs(folder, "train")
-    recorded = ~np.isnan(y).any(1)
     fits = []
     for i, subject in enumerate(spec.get("subjects", [None])):
-        rows = recorded if subject is None else recorded & (arrays[-1][:, i] == 1)
+        own = np.full(len(y), True) if subject is None else arrays[-1][:, i] == 1
+        never_recorded = np.isnan(y[own]).all(0)
+        targets = np.where(never_recorded & ~never_recorded.all(), 0.0, y)
+        rows = own & ~np.isnan(targets).any(1)
         if rows.sum() < 3:
             whose = "" if subject is None else f" of subject {subject}"
             raise DataError(f"{folder}: {rows.sum()} training rows{whose} have all targets; ridge "
                             "regression (linear_path) needs 3 or more")
-        fits.append(fit_with_delays(x[rows], y[rows], runs[rows]))
+        fits.append(fit_with_delays(x[rows], targets[rows], runs[rows]))
     return tuple(torch.tensor(np.concatenate(parts), dtype=torch.float32) for parts in zip(*fits))
 
 
