@@ -284,8 +284,9 @@ def match_any(texts):
 
 
 def mark_special(text, tokenizer):
-    """Return a message's text with the tokenizer's special tokens enclosed in marks; other marks
-    are removed. tokenizer: `None` to add no marks."""
+    """Return a message's text with each special token of the tokenizer between OPEN_MARK and
+    CLOSE_MARK: encode_marked() encodes it as ordinary text. Marks that `text` already has are
+    removed. tokenizer: `None` to add no marks."""
     pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
     return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 

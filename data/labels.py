@@ -86,10 +86,10 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return [(start, end)] of the evidence of `record`, a dict, as character offsets in `text`; []
-    without evidence. fields: Fields; each field has a value or a list. Offsets in the record take
-    precedence over words; words are searched in the text, preferably as whole words, and the first
-    match is used. Raises ValueError for invalid offsets, and for words that do not occur."""
+    """Return [(start, end)], text[start:end] each, of the evidence of `record`, a dict; [] without
+    evidence. fields: Fields, the names of the record's fields; each has a value or a list. Offsets
+    in the record take precedence over words; of words, the first match in `text` is used,
+    preferably of whole words. Raises ValueError for invalid offsets, and for missing words."""
     words, starts, ends = (
         value if isinstance(value, list) else [] if value in (None, "") else [value]
         for value in map(record.get, (fields.evidence, fields.start, fields.end)))

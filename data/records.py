@@ -243,7 +243,8 @@ def records(source, columns=None):
 
 def source_records(source):
     """Yield (location, record or ValueError) of a source: a file, "-", a folder or name of a data
-    set. Raises DataError, which names the source, if it is missing or cannot be read."""
+    set. Raises DataError, which names the source, if it is missing or cannot be read, and
+    SetupError without a package that it needs."""
     try:
         yield from records(source)
     except FileNotFoundError:

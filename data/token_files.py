@@ -157,7 +157,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     if n < least:
         raise DataError(f"{paths[0]}: {n:,} tokens, but block_size {least - 1} needs {least:,}: "
                         "lower block_size, or prepare more text")
-    stream.check_places()
+    stream.check_ids()
     return stream
 
 
@@ -189,10 +189,10 @@ class TokenStream:
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
-    def check_places(self):
-        """Raise DataError for an id outside the vocabulary. Checks all tokens of a stream of up to
-        CHECKED_WHOLE bytes, otherwise 256 windows of CHECKED_WINDOW tokens, including the first and
-        the last."""
+    def check_ids(self):
+        """Raise DataError for an id outside the vocabulary, or a changed file. Checks all tokens of
+        a stream of up to CHECKED_WHOLE bytes, otherwise 256 windows of CHECKED_WINDOW tokens,
+        including the first and the last."""
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
         length = n if is_small else CHECKED_WINDOW

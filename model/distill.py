@@ -57,7 +57,8 @@ class Keys:
 
 class HasTeachers(weights.HoldsFrozen):
     """Mixin for a GPT that is compared with the mean distribution of `frozen`, a tuple of GPTs:
-    teachers, or a backbone. compare() returns the sum of the divergence over a batch."""
+    teachers, or a backbone. compare() returns the sums, over a batch, of the divergence and of the
+    teachers' cross-entropy."""
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
@@ -74,10 +75,10 @@ class HasTeachers(weights.HoldsFrozen):
         return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
-        """Return the two sums (2,) of compare() for a chunk of N tokens: of KL(teachers, student),
-        or KL(student, teachers) if self.reverse, and of the teachers' cross-entropy. x (N, C):
-        normalised states of the student; targets (N,) int64, -1: not counted in the cross-entropy;
-        weights (N,); states: normalised states (N, C') per teacher."""
+        """Return the two sums (2,) of compare() for a chunk of N tokens, times weights (N,), at the
+        softmax temperature: of KL(teachers, student), or KL(student, teachers) if self.reverse, and
+        of the teachers' cross-entropy. x (N, C): normalised states of the student; targets (N,)
+        int64, -1: not counted in the cross-entropy; states: the teachers' states, (N, C') each."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():

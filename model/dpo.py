@@ -89,7 +89,7 @@ def score_answers(model, idx, mask):
     return x, targets, -torch.stack(losses) * (targets != IGNORE).sum(1)
 
 
-def answer_logps(model, tokens, mask):
+def sum_answer_logps(model, tokens, mask):
     """Return the log probabilities (B, 2), a float32 numpy array, of both answers of B pairs under
     `model`, a GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an
     answer. The caller must switch off gradients (torch.no_grad)."""

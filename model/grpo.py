@@ -154,10 +154,10 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         return self.policy_loss(*batch), sums
 
     def policy_loss(self, tokens, weights, count):
-        """Return the loss -sum(weights * ratio) / count, whose gradient is the policy gradient.
-        Answers of weight 0 are left out, and equal ones stored once (see pack_answers).
-        tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights; count:
-        0-dim tensor, the divisor; ratio: 1, with the gradient of the targets' log probabilities."""
+        """Return the loss -sum(weights * ratio) / max(count, 1), whose gradient is the policy
+        gradient. tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as
+        weights; count: 0-dim tensor; ratio (n, T): 1, with the gradient of the targets' log
+        probabilities."""
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)

@@ -95,8 +95,9 @@ def read_yaml(path, problems, groups=()):
 def read_with_bases(path, problems, parents=()):
     """Return the settings [(key, raw value, "path:line")] in the YAML file at `path`, after those
     of the file that the key `base` names (a path relative to this file), if any. In a run's
-    training_args.json, `arguments` are the settings. Messages about problems are appended to the
-    list `problems`. parents: absolute paths of the files whose `base` led here, to detect a circle.
+    training_args.json, `arguments` are the settings, except START_KEYS. Messages about problems are
+    appended to the list `problems`. parents: absolute paths of the files whose `base` led here, to
+    detect a circle.
     """
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")

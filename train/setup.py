@@ -109,7 +109,7 @@ class Run:
     def open_data(self, data=None):
         """Set self.data, which is `data` or that of data_dir; convert epochs in self.config to
         steps; set n_micro (micro-batches per step of this rank), full_count (items per micro-batch)
-        and units_per_step (tokens or rows, over all ranks). Raises DataError, SetupError."""
+        and units_per_step (tokens or rows, over all ranks). Raises UserError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         settings = needing_evaluations(self.config)

@@ -106,8 +106,9 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks. lr: default, by the schedule. Return
-    the mean loss; `None`, without a step, after a signal before the last micro-batch."""
+    """Do one optimizer step on the global batch, on all ranks; a spike or a float16 overflow can
+    leave the weights unchanged. lr: default, by the schedule. Return the mean loss, a float;
+    `None`, without a step, after a signal before the last micro-batch. Raises BadNumbers."""
     c = run.config
     p = run.progress
     it = p.iter_num

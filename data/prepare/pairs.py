@@ -140,14 +140,14 @@ class PairWriter(SampleWriter):
             return super().write(folder, splits)
 
     def write_split(self, folder, split, pairs):
-        from model.dpo import answer_logps
+        from model.dpo import sum_answer_logps
         width = self.block_size + 1
         ids, masks = zip(*(side for pair in pairs for side in pair))
         tokens = self.pad_tokens(ids, width).reshape(-1, 2, width)  # (N, 2, T)
         mask = pad_rows(masks, width, 0, np.uint8).reshape(-1, 2, width)
         batches = (slice(i, i + PAIRS_PER_BATCH) for i in range(0, len(pairs), PAIRS_PER_BATCH))
-        logps = np.concatenate([answer_logps(self.reference, tokens[rows].astype(np.int64),
-                                             mask[rows].astype(np.int64))
+        logps = np.concatenate([sum_answer_logps(self.reference, tokens[rows].astype(np.int64),
+                                                 mask[rows].astype(np.int64))
                                 for rows in batches])  # (N, 2)
         save_arrays(folder, split, tokens=tokens.reshape(len(pairs), -1),
                     mask=mask.reshape(len(pairs), -1), logps=logps)

@@ -170,9 +170,8 @@ class MultimodalAutoencoder(nn.Module):
         return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
 
     def predict(self, x, z):
-        """Return the standardised target (N, T), including the linear path, from the standardised
-        modalities x {name: (N, D) or (N, K, D)} and the bottleneck z (N, Z), the result of
-        encode(x)."""
+        """Return the prediction (N, T) of the standardised target, including the linear path,
+        from x, the result of standardise(), and the bottleneck z (N, Z), that of encode(x)."""
         # The rest, which a linear path leaves, is not linear in the bottleneck either.
         outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
         out = of_subject(outs, x.get("subjects"))

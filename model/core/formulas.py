@@ -70,10 +70,10 @@ def edited(kind=None):
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 
 
-def find_differences(state, kind):
-    """Return a list of "DEFINITION (FILE)", the code for the logits of the model type `kind` that
-    differs between this program and the program that wrote `state`, the dict of a checkpoint or of
-    meta.json; [] if `state` has no entry "formulas", as in earlier versions."""
+def find_edits(state, kind):
+    """Return a list of "DEFINITION (FILE)": the definitions for the logits of the model type `kind`
+    that were edited, i.e. differ from formulas.json, here or in the program that wrote `state`, and
+    are not equal in both. state: the dict of a checkpoint or meta.json; [] without "formulas"."""
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
         return []
@@ -85,10 +85,10 @@ warn_once = functools.cache(warn_stderr)  # several parts of a run read the same
 
 
 def warn_of_differences(state, path, kind):
-    """Print a warning to stderr, once and on rank 0, if find_differences(state, kind) is not empty:
+    """Print a warning to stderr, once and on rank 0, if find_edits(state, kind) is not empty:
     the logits may differ from those in training. path: of the file with `state`, for the
     message."""
-    if (names := find_differences(state, kind)) and os.environ.get("RANK", "0") == "0":
+    if (names := find_edits(state, kind)) and os.environ.get("RANK", "0") == "0":
         warn_once(f"{path}: written with other formulas than this program's, and the logits may "
                   f"differ: {', '.join(names)}")
 
@@ -97,7 +97,7 @@ def check_formulas(state, path, kind):
     """Raise CheckpointError if the checkpoint `state`, a dict read from `path`, must not be
     exported: if the code for the logits of the model type `kind` in this program was edited since
     formulas.json was written, or differs from that of the program that wrote `state`."""
-    if names := [*edited(kind)] or find_differences(state, kind):
+    if names := [*edited(kind)] or find_edits(state, kind):
         raise CheckpointError(
             f"{path}: edited since exports were compared with other programs: {', '.join(names)}; "
             "if the logits are the same: python -m model.core.formulas, in the edited program")

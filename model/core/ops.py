@@ -311,8 +311,9 @@ def offset_keys(k, mask=None, before=None):
 
 
 def attend(q, k, v, dropout=0.0, mask=None, causal=True):
-    """Return causal attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B,
-    G, S, D). mask (B, 1, T or 1, S), for T = 1 (B, 1, S): keys seen, later too if not causal."""
+    """Return attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B, G, S,
+    D): causal without a mask. mask (B, 1, T or 1, S), for T = 1 (B, 1, S) bool: true where a query
+    sees a key. causal: whether the mask is false for later keys. dropout: the probability."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -330,14 +331,15 @@ def attend(q, k, v, dropout=0.0, mask=None, causal=True):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
-    """Return causal attention (B, H, T, D) of q, k, v (B, H, T, D), computed in matrix products:
-    `size` queries times all keys up to the last of these queries (all keys, if the mask is the same
-    for all queries, or without `causal`).
+    """Return attention (B, H, T, D) of q, k, v (B, H, T, D), computed in matrix products: `size`
+    queries times all keys up to the last of these queries (all keys, if the mask is the same for
+    all queries, or without `causal`). dropout: the probability.
 
-    mask (B, 1, T or 1, T) bool: true where a query sees a key, instead of the causal mask. For
-    bfloat16 on a CPU, half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms at
-    B 4, H 6, T 512, D 64, 2 cores), equal up to rounding. It stores the probabilities, so use it
-    for short T only.
+    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key; default: the causal mask, also
+    without `causal`. causal: a mask (B or 1, 1, T, T) must be false for later keys. For bfloat16 on
+    a CPU, half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms at B 4, H 6, T
+    512, D 64, 2 cores), equal up to rounding. It stores the probabilities, so use it for short T
+    only.
     """
     shape, (B, H, T, D) = q.shape, q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)

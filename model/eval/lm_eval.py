@@ -93,9 +93,9 @@ class CheckpointLM:
 
     def generate_text(self, text, options):
         """Return the continuation of `text` up to the first stop string of options["until"],
-        without this string and without special tokens. options: the generation options of a task, a
-        dict: the limit of tokens under one of LENGTH_NAMES and, with do_sample, temperature, top_k
-        and top_p; otherwise greedy."""
+        without this string and without special tokens; the start of a long `text` is cut off.
+        options: the generation options of a task, a dict: the limit of tokens under one of
+        LENGTH_NAMES and, with do_sample, temperature, top_k and top_p; otherwise greedy."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = next((n for k in LENGTH_NAMES if (n := options.get(k)) is not None), MAX_NEW_TOKENS)

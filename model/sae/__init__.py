@@ -210,7 +210,7 @@ class SparseAutoencoder(nn.Module):
     def batch_threshold(self, pre, group):
         """Return for each row of pre (N, F) the smallest value to keep (N, 1), 0 or more, so that
         each `group` consecutive rows keep k features per row on average. pre: features before the
-        nonlinearity."""
+        nonlinearity; N: a multiple of `group`."""
         n = group * self.keys.k
         smallest = []
         for values in pre.flatten().split(group * pre.size(1)):

@@ -157,8 +157,9 @@ class FeatureOptions:
 
 def show_features(options):
     """Print the contexts of the features that fire most strongly, or write them to the page
-    options.html. With options.baseline, print the numbers and those of random directions instead;
-    with options.to, export the autoencoder to this folder instead. options: FeatureOptions."""
+    options.html. With options.to, export the autoencoder to this folder instead; otherwise, with
+    options.baseline, print how well it and random directions reconstruct activations. options:
+    FeatureOptions."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
     model = model.of_layer(model.keys.layer[0] if options.layer is None else options.layer)
     if options.to:

@@ -98,9 +98,9 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 
 def printable(text):
-    """Return `text` with control characters (except newline and tab) and bidirectional overrides
-    escaped, as in \\x1b. For untrusted text, such as names of files and tensors, labels and
-    generated text, which could contain terminal escape sequences."""
+    """Return `text` with control characters (except newline, also \\r\\n, and tab), bidirectional
+    overrides and code points that UTF-8 or XML cannot represent escaped, as in \\x1b. For untrusted
+    text, such as names of files and tensors, labels and generated text."""
     return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
 
 

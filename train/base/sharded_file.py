@@ -271,9 +271,9 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Add hard links (or copies, without hard links) of the shards of the manifest `path` to the
-    folder `target`, in a subfolder of the same name. Without effect if `path` is no manifest, or
-    the files are missing."""
+    """Add hard links (or copies, without hard links) of the files in the folder that the manifest
+    `path`, a checkpoint, names, e.g. shards/0001000_ab12cd, to the same subfolder of `target`.
+    Without effect if `path` is no manifest, or that folder is missing."""
     folder = folder_named_in(path) or ""
     source = os.path.join(os.path.dirname(path), folder)
     if folder and os.path.isdir(source):

@@ -70,7 +70,7 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A file object that writes to the binary `file` and hashes the data (`sha`, SHA-256). It
+    """A file object that writes to the binary `file`. sha: hashlib's SHA-256 object of the data. It
     cannot seek: torch.save writes strictly in order."""
 
     def __init__(self, file):
