@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ from model.autoencoder import (
 from model.autoencoder.report import draw
 from model.core.ridge import fit_ridge
 from model.sample import load_model
-from train.config import load_config
+from train.config import load_argv, load_config
 from train.distributed import Ranks
 from train.evaluate import pack, unpack
 
@@ -1126,6 +1127,15 @@ def test_validation_rows_are_needed_by_evaluations_only(tmp_path, capsys):
     config = configure(folder, "unused", **SYSTEM)
     with pytest.raises(ValueError, match="val has no rows; .* --val_fraction above 0"):
         open_data(config, Ranks())
+
+
+def test_the_printed_command_without_validation_rows(tmp_path, capsys):
+    np.save(tmp_path / "a.npy", np.eye(40))
+    assert features.main([str(tmp_path / "a.npy"), "--out", str(tmp_path / "data"),
+                          "--val_fraction", "0"]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    data = open_data(load_argv(command[command.index("run_train.py") + 1:]), Ranks())
+    assert data.val is None
 
 
 def test_names_of_attributes_of_modules_are_refused(tmp_path):

@@ -784,18 +784,20 @@ def test_shakespeare_is_downloaded_once_and_checked(tmp_path, hub, monkeypatch, 
 def test_all_problems_in_one_message(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"abc\xe9def")
+    (tmp_path / "wide.txt").write_text("abc", encoding="utf-16")
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "x").write_bytes(b"\xff\xfe")
     (tmp_path / "d.jsonl").write_text(
         '{"text": "ok"}\n\n{"text": 3}\n{"body": "x"}\n[1]\n{"text"\n')
     code, stdout, stderr = run(
-        *(tmp_path / name for name in ("nope.txt", "empty.txt", "latin.txt", "folder", "binary",
-                                       "d.jsonl")), "--out", tmp_path / "o")
+        *(tmp_path / name for name in ("nope.txt", "empty.txt", "latin.txt", "wide.txt",
+                                       "folder", "binary", "d.jsonl")), "--out", tmp_path / "o")
     assert code == 2 and stdout == "" and "Traceback" not in stderr
     lines = stderr.replace(str(tmp_path) + os.sep, "").splitlines()
-    assert lines[0] == "data.prepare: 6 problems"
+    assert lines[0] == "data.prepare: 7 problems"
     for expected in (
+            "wide.txt: a binary file or UTF-16, expected UTF-8 text",
             "nope.txt: No such file or directory", "latin.txt: not UTF-8 text; give text",
             "d.jsonl:3: field 'text' is a int",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",

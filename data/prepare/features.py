@@ -281,8 +281,11 @@ def run(args):
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
                             sources, subjects)
     echo(f"Prepared {out}: {meta['modalities']}, target: {meta['target']}; split by whole runs")
+    options = "" if meta["target"] else " --early_stopping_metric val_loss"
+    if not meta["rows"]["val"]:  # the configuration's own values need evaluations
+        options = " --eval_interval 0 --early_stopping_patience 0 --lr_schedule cosine"
     report(out, {split: dict(rows=n) for split, n in meta["rows"].items()}, "configs/autoencoder",
-           "" if meta["target"] else " --early_stopping_metric val_loss")
+           options)
 
 
 main = command(FeatureOptions, run)

@@ -67,7 +67,7 @@ def read_text(path, separator):
     document). Raises ValueError if the file is binary or not UTF-8."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
-            raise ValueError("a binary file, expected text")
+            raise ValueError("a binary file or UTF-16, expected UTF-8 text")
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         lines = []
         try:
