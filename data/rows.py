@@ -121,8 +121,11 @@ def split_by_group(group, fraction):
 def split_by_prompt(samples, fraction):
     """Return {"train": samples, "val": samples}, about `fraction` of them in val, by a hash of the
     prompt: samples with the same prompt are in the same split. sample[0]: (ids, mask), arrays (n,);
-    the prompt is the ids before the first 1 of the mask. The lowest hash is always in val."""
-    prompts = (ids[:int(mask.argmax())].tobytes() for (ids, mask), *_ in samples)
+    the prompt is the ids before the first 1 of the mask, or all ids if these are equal in all
+    samples. The lowest hash is always in val."""
+    prompts = [ids[:int(mask.argmax())].tobytes() for (ids, mask), *_ in samples]
+    if len(set(prompts)) == 1:  # e.g. every conversation begins with the same greeting
+        prompts = [ids.tobytes() for (ids, _), *_ in samples]
     hashes = [int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "big")
               for prompt in prompts]
     limit = max(fraction * 2**64, min(hashes, default=0) + 1)

@@ -122,3 +122,11 @@ def test_a_prompt_is_in_one_split_whatever_else_is_prepared(fraction):
     more = split_by_prompt([sample(i) for i in range(3000)], fraction)
     assert fraction < 0.01 or prompts(more["val"]) > val
     assert split_by_prompt([], fraction) == dict(train=[], val=[])
+
+
+def test_a_greeting_that_all_conversations_share_does_not_decide_the_split():
+    mask = np.array([0, 0, 1, 0, 0, 1])  # the assistant begins
+    samples = [((np.array([1, 2, 7, i % 500, 3, 9]), mask),) for i in range(1000)]
+    splits = split_by_prompt(samples, 0.1)
+    questions = [{ids[3] for (ids, _), in part} for part in splits.values()]
+    assert not questions[0] & questions[1] and 80 < len(splits["val"]) < 120
