@@ -39,8 +39,9 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists `problems`, [(location, problem)] texts, with the locations of
-    equal problems in one line, and ends with `hint`. Return if the list is empty."""
+    """Raise a DataError that lists `problems`, [(location, problem)] texts, or the first of many. A
+    line has up to three locations of equal problems; `hint` is the end. Return if the list is
+    empty."""
     locations = {}
     for where, problem in problems:
         locations.setdefault(problem, []).append(where)

@@ -52,9 +52,10 @@ def identify(stat):
 
 
 def find_files(data_dir, split):
-    """Return the sorted paths of the token files of one split, at least one. data_dir: a folder, a
-    file or a glob pattern, in which {split} is replaced. Raises DataError if there is no file, and
-    for a file or pattern without {split} if the split is not train."""
+    """Return the sorted paths of the token files of one split, at least one. data_dir: a file or a
+    glob pattern, in which {split} is replaced, or a folder with SPLIT.bin or shards, *SPLIT*.bin
+    and *SPLIT*.npy (no letter before SPLIT). Raises DataError if there is none, and for a file or
+    pattern without {split} if the split is not train."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         shards = [f"*{split}*.bin", f"*{split}*.npy"]

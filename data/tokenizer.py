@@ -80,8 +80,9 @@ def gpt2_ranks():
 
 
 def is_same_tokenizer(spec_a, spec_b):
-    """Return whether two dicts of `Tokenizer.spec` give every id the same meaning, also if the
-    dicts differ: GPT-2's tokenizer, for example, may be a rank file or a tokenizer.json."""
+    """Return whether two dicts of `Tokenizer.spec` give every id the same bytes, also if the dicts
+    differ: GPT-2's tokenizer, for example, may be a rank file or a tokenizer.json. An id that is
+    special in either is not compared, except that the end of text must be the same."""
     if spec_a == spec_b:
         return True
     a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)

@@ -184,9 +184,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer of a block, (B, T, C) -> (B, T, C). The key mlp selects SwiGLU or
-    GeGLU (arXiv:2002.05202), GELU (gelu: GPT-2's tanh form; gelu_exact: nanoGPT's), or squared
-    ReLU, relu2 (arXiv:2109.08668)."""
+    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm. The
+    key mlp selects swiglu or geglu (arXiv:2002.05202), gelu, or relu2 (squared ReLU,
+    arXiv:2109.08668). GELU is GPT-2's tanh form; geglu_exact, gelu_exact: exact, as in nanoGPT."""
 
     activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
                        geglu_exact=F.gelu,
@@ -308,8 +308,9 @@ class GPT(nn.Module):
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, from states
-        x (B, T, C). Sums: "count" of targets; in eval mode "bytes" of text, 0 if unknown."""
+        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, from x
+        (B, T, C), normalised states. Sums: "count" of targets; in eval mode "bytes" of their text,
+        0 if unknown."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())

@@ -115,7 +115,8 @@ class Logger:
         self.write(line, line)
 
     def store(self, record):
-        """Append a record {name: number} to metrics.jsonl and the trackers, unless eval_only."""
+        """Append a record {"iter": step, name: number} to metrics.jsonl and the trackers, unless
+        eval_only, on rank 0."""
         if self.writes_files:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
@@ -298,7 +299,8 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap; warn if batches.seconds is large."""
+        """Return the mean seconds per step since the last lap, at the end of step `it`. warn(text)
+        if get() of the loader `batches` has waited long; its `seconds` become 0."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

@@ -16,7 +16,7 @@ from train.distributed import is_sharded, local
 def build_optimizer(model, config, log=print):
     """Return the optimizer of a run, AdamW or Muon, over the parameters of `model`, with the
     settings of the TrainConfig. lr_groups may freeze parameters. log(line): for a summary. Raises
-    ConfigError."""
+    ConfigError for invalid lr_groups, or if they freeze all."""
     c = config
     muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
     return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),

@@ -229,7 +229,9 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Log a step if log_interval is reached; add the loss to the mean of the next evaluation."""
+    """Log a step every log_interval steps and at the end, and add its loss to the mean of the next
+    evaluation; without effect after an overflow. lr, loss, norm (of the gradient): floats. sums:
+    {name: tensor}, the model's sums over the step and all ranks, with "count"."""
     c = run.config
     p = run.progress
     it = p.iter_num

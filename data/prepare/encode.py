@@ -124,8 +124,8 @@ def read_piece(f, piece):
 # tokens
 
 def sample_texts(documents, max_bytes):
-    """Yield pieces of text that are spread evenly over the Documents, about `max_bytes` in all, or
-    all text if there is less."""
+    """Yield texts, of about PIECE_BYTES (1 MiB) or less, that are spread evenly over the Documents:
+    every k-th MiB, with the smallest k for which these have about `max_bytes` or less in all."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):

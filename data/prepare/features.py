@@ -78,10 +78,11 @@ def mean(x):
 
 
 def noise_ceiling(repeats, chosen):
-    """Return the noise ceiling (dims,) of the mean of n repeats, arrays (rows, dims), in the rows
-    `chosen`, (n,) indices: the square root of the reliability n r / (1 + (n - 1) r) (Spearman and
-    Brown), where r is the mean correlation of two repeats; 0 if r is negative, NaN if a repeat is
-    constant. It is the correlation of the mean with the signal that the repeats share."""
+    """Return the noise ceiling (dims,) of the mean of n > 1 repeats, arrays (rows, dims), in the
+    rows `chosen`, an array of indices: sqrt(n r / (1 + (n - 1) r)), the root of the reliability
+    (Spearman and Brown), where r is the mean correlation of two repeats without rows that are NaN
+    in either; 0 if r is negative, NaN if a repeat is constant. It is the correlation of the mean
+    with the signal that the repeats share."""
     r = []
     for pair in itertools.combinations(repeats, 2):
         x = np.stack([array[chosen] for array in pair]).astype(np.float64)

@@ -59,7 +59,8 @@ class PromptWriter(SampleWriter):
         """Return [(ids, mask), list of ids of the prompt, line of SPLIT_rows.jsonl as a dict] of a
         record, a dict, or `None`, counted in self.notes, if the prompt is too long. (ids, mask) are
         for split_by_prompt: the conversation before the first answer, as in data.prepare.chat, and
-        one token in place of the answer, the only one with mask 1. Raises ValueError."""
+        one token in place of the answer, the only one with mask 1. Raises ValueError for an
+        invalid record."""
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)

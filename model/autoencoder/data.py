@@ -137,10 +137,11 @@ def design(arrays, spec):
 
 def fit_linear_path(folder, spec, delays):
     """Fit ridge regression to the training rows of `folder`, separately for each of S subjects.
-    Return (weight (S * T, K * P), bias (S * T,)), float32, from standardised features of a row and
-    `delays` rows before it (K = delays + 1) to the standardised target. A dimension of the target
-    that all rows of a subject lack is predicted as 0, the mean; other rows with missing dimensions
-    are left out. Raises DataError without a target or with fewer than 3 rows of a subject."""
+    Return (weight (S * T, K * P), bias (S * T,)), float32, from P standardised features of a row
+    and `delays` rows before it (K = delays + 1) to the T standardised dimensions of the target.
+    spec: the dict of read_features_meta(). A dimension of the target that all rows of a subject
+    lack is predicted as 0, the mean; other rows with missing dimensions are left out. Raises
+    DataError without a target or with fewer than 3 rows of a subject."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     arrays = open_features(folder, "train", spec, delays)

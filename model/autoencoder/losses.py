@@ -78,7 +78,7 @@ def correlations(sums, prefix=""):
 
 
 def mean_correlation(r):
-    """Return the mean, a float, of the finite ones of the correlations r; None if there is no
-    finite one."""
+    """Return the mean, a float, of the finite values of r, a tensor of correlations of any shape;
+    None if there is none."""
     r = r[r.isfinite()]
     return float(r.mean()) if len(r) else None

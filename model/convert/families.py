@@ -280,8 +280,8 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(config_json):
-    """Return {field: value} for the model_args of an older checkpoint, which has the sizes in these
-    fields and all others in the key "family", the text of a config.json."""
+    """Return {field: value}, all fields of a GPTConfig in config_json, the text of a config.json,
+    except SIZES. Older checkpoints have this text as "family" in model_args, besides the sizes."""
     _, new = read_config(json.loads(config_json), "family")
     new["max_positions"] = new["max_positions"] or new["block_size"]
     return {k: v for k, v in new.items() if k not in SIZES}

@@ -67,7 +67,8 @@ class CheckpointLM:
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return a list of (log probability, whether greedy decoding generates it) of the
         continuation in each of `requests` (texts, context ids, continuation ids), in batches of
-        batch_size. The texts are not used. Contexts that are too long are cut at the start."""
+        batch_size. The texts are not used. Of context + continuation, the last block_size + 1 ids
+        count."""
         size = self.model.config.block_size + 1
         sequences = [((context + ids)[-size:], len(ids)) for _, context, ids in requests]
         results = []

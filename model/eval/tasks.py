@@ -62,7 +62,7 @@ class Example(NamedTuple):
 def score_sequences(model, sequences):
     """Return a list of (log probability of the last n ids, whether greedy decoding generates them),
     one per element (list of ids, n) of `sequences`, under `model`, a GPT, in one forward pass. If n
-    is not less than the number of ids, all ids but the first are scored."""
+    is 0, or not less than the number of ids, all ids but the first are scored."""
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)

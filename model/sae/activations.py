@@ -179,7 +179,8 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations (B, T - N_SKIPPED, L D).
+    """Loader of activations (B, T - N_SKIPPED, L D) of `backbone`, a Backbone, for windows of T
+    tokens of the loader `tokens`: of L layers D channels each, without the first N_SKIPPED tokens.
 
     Each position of the global batch has a ring buffer. Every step adds the activations of a
     window of tokens to it and samples the same number of rows from it, so that a batch mixes the

@@ -18,8 +18,8 @@ class Average:
     @torch.no_grad()
     def update(self, it):
         """Update the averages with the weights after step `it` (0-based), for parameters that have
-        a gradient. The decay is at most (1 + it) / (10 + it), so that the initial weights are soon
-        forgotten (as in TensorFlow's ExponentialMovingAverage)."""
+        a gradient; the first time an average is a copy of the weights. The decay is at most
+        (1 + it) / (10 + it), so that early weights are soon forgotten (as in TensorFlow)."""
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in params:

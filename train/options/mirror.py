@@ -44,11 +44,11 @@ class Mirror:
         return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
 
     def fetch(self, log):
-        """Copy the newest complete copy in the store, if any, to ckpt.pt in the run folder, and the
-        best checkpoint to ckpt_best.pt, unless the run folder has a checkpoint or
-        config.resume_file is set. log(text) is called per file. CheckpointError if the store cannot
-        be used, if all copies are incomplete, or if there are copies although config.resume is
-        "never"."""
+        """Copy the newest complete copy in the store to ckpt.pt in the run folder, and the best
+        checkpoint to ckpt_best.pt; without copies, write an empty file to the store as a test. No
+        effect if the run folder has a checkpoint or config.resume_file is set. log(text) is called
+        per file. CheckpointError if the store cannot be used, if all copies are incomplete, or if
+        there are copies although config.resume is "never" (not in a job torchrun restarted)."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
@@ -102,7 +102,8 @@ class Mirror:
         return True
 
     def update(self, logger):
-        """Start to copy the ckpt.pt just saved, in the background; a failure is a warning."""
+        """Start to copy the ckpt.pt just saved, and ckpt_best.pt, to the store, in the background.
+        logger.warn(text) reports a failure."""
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 

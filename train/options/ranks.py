@@ -283,9 +283,9 @@ class RankClock(Clock):
 
     def lap(self, it, batches, warn):
         """Return the mean seconds per step since the last call, at the end of step `it`; arguments
-        as for Clock.lap. Set the attribute `numbers` for the log line: work_ms (median of the
-        ranks), slowest_ms, slowest_rank. Call warn(text) if a rank is slow for many steps. All
-        ranks must call."""
+        as for Clock.lap. Set the attribute `numbers`, a dict for the log line: slowest_ms, the work
+        per step of the rank slowest_rank, and work_ms, that of the median rank; {} if unknown. Call
+        warn(text) if a rank is slow for many steps. All ranks must call."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -81,9 +81,9 @@ def fit_law(n, d, loss):
 def prediction_interval(law, n, d, loss, at):
     """Return (low, high): the 95% interval of the loss of a run at = (N, D), by residual bootstrap.
 
-    law: fitted to the runs n, d, loss (P,). The fit is repeated with errors that are sampled from
-    the residuals of these runs, scaled up because five parameters are fitted; such an error is also
-    added to each prediction.
+    law: fit_law(n, d, loss), of P > 5 runs. N, n (P,): FLOPs per token / 6; D, d (P,): tokens. The
+    fit is repeated with errors that are sampled from the residuals of these runs, scaled up because
+    five parameters are fitted; such an error is also added to each prediction.
     """
     rng = np.random.default_rng(0)
     fitted = law.loss(n, d)
@@ -123,9 +123,9 @@ def depth_keys(depth, width, config):
 
 def plan_run(arguments, config, width, data, budget, depth):
     """Return the SmallRun of a model of `depth` layers for `budget` FLOPs. arguments: a list, those
-    of run_train.py. config: the TrainConfig of `arguments`. width: per head. data: the Data of the
-    run. Raises UserError if the model does not define the number of FLOPs, ConfigError if the
-    configuration excludes this depth."""
+    of run_train.py. config: the TrainConfig of `arguments`. width: of each of the depth + 1 heads.
+    data: the Data of the run. Raises UserError if the model does not define the number of FLOPs,
+    ConfigError if the configuration excludes this depth."""
     keys = depth_keys(depth, width, config)
     c = load_config(None, vars(config) | keys)
     with torch.device("meta"):
