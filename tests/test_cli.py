@@ -146,8 +146,8 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_dashes_and_underscores_are_equivalent():
-    assert underscores(("--a-b", "c-d", "-g-h", "--e-f=g-h", "-1", "--", "--i-j")) == [
-        "--a_b", "c-d", "-g-h", "--e_f=g-h", "-1", "--", "--i-j"]
+    assert underscores(("--a-b", "-- c-d", "-g-h", "--e-f=g-h", "-1", "--", "--i-j")) == [
+        "--a_b", "-- c-d", "-g-h", "--e_f=g-h", "-1", "--", "--i-j"]
 
 
 def test_a_missing_package_is_one_line():

@@ -166,13 +166,15 @@ def test_the_newest_runs_are_shown(at_once, tmp_path):
 
 
 def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
-    """Of real runs: finished, also after a second start; stopped; and one that goes on, which is
-    stale once nothing has changed for long. The last one that was started is the first one."""
+    """Of real runs: finished, also after a second start and an evaluation; stopped; and one that
+    goes on, which is stale once nothing has changed for long. The last one that was started is the
+    first one."""
     def cards(get):
         return {os.path.basename(run["name"]): run for run in state(get)["runs"]}
     for name in "ab":
         go(data_dir, tmp_path / name, **LONG)
     go(data_dir, tmp_path / "a", **LONG)
+    go(data_dir, tmp_path / "b", eval_only=True, **LONG)
     log = tmp_path / "b/train.log"
     text = log.read_text()
     with watching(tmp_path) as (get, _):
@@ -184,7 +186,7 @@ def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
         assert texts(parse(get("/chart")[1]))[0].startswith("b: loss")
         go(data_dir, tmp_path / "c", "before_step@5=sigterm", **LONG)
         assert cards(get)["c"]["state"] == "stopped"
-        log.write_text(text + "Device: cpu\niter 8: loss 1.0, 30 tok/s, eta 0:04:10\n")
+        log.write_text(text + "Learning rate: 0.1\niter 8: loss 1.0, 30 tok/s, eta 0:04:10\n")
         assert cards(get)["b"]["state"] == "running" and cards(get)["b"]["eta"] == "0:04:10"
         now, version = watch.time.time(), state(get)["version"]
         monkeypatch.setattr(watch.time, "time", lambda: now + watch.STALE_SECONDS - 20)

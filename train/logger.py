@@ -354,8 +354,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
         log(line)
     warmup, _, _ = milestones(c)
     final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), warmup), c)
-    log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
-        + (f", to {final:g}" if final != c.learning_rate else ""))
+    if not c.eval_only:  # for train.tools.watch this line is the start of training
+        log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
+            + (f", to {final:g}" if final != c.learning_rate else ""))
     if not (c.evaluates or c.save_interval or c.save_epochs):
         log("Warning: no checkpoint before the end of the run (--save_interval N)")
     if warmup > c.max_iters > 0:

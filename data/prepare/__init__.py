@@ -36,8 +36,9 @@ class Options(FolderOptions):
                              "these; - for standard input", positional=True, metavar="SOURCE")
     field: list[str] = key([], "field of records with the text (default: text); the texts of "
                            "several fields are joined by newlines", text=True)
-    separator: str = key(None, "the line between documents in text files; \"\": blank lines "
-                         "(default: a file is one document)", metavar="LINE", text=True)
+    separator: str = key(None, "the line between documents in text files, e.g. "
+                         "--separator=---; \"\": blank lines (default: a file is one document)",
+                         metavar="LINE", text=True)
     num_samples: int | None = key(None, "use the first N documents only", ge=1)
     val_fraction: float | None = key(
         None, "fraction of the text for validation: documents chosen by a hash, or the end of the "

@@ -39,7 +39,7 @@ def underscores(argv):
     underscores. Values, and everything after a bare --, are not changed."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
-    return [re.sub(r"^--[^=]*", lambda m: "--" + m[0][2:].replace("-", "_"), a)
+    return [re.sub(r"^--[\w.-]+(?==|$)", lambda m: "--" + m[0][2:].replace("-", "_"), a)
             for a in argv[:end]] + argv[end:]
 
 

@@ -32,8 +32,8 @@ TAIL_BYTES = 1 << 14       # of the log and of the samples
 MIN_INTERVAL_SECONDS = 2.0  # between two updates
 STALE_SECONDS = 120.0      # without a change
 # The last of these in the log of a run, and its state (none at a start).
-ENDS = {"Device: ": None, "Training complete!": "finished", "This run is finished": "finished",
-        "Stopped at iter": "stopped"}
+ENDS = {"Learning rate: ": None, "Training complete!": "finished",
+        "This run is finished": "finished", "Stopped at iter": "stopped"}
 TYPES = {"/": "text/html; charset=utf-8", "/state": "application/json", "/chart": "image/svg+xml"}
 CONTENT_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                   "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'")
