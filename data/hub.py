@@ -141,9 +141,11 @@ def run_download(function, max_bytes, max_seconds, arguments):
         import resource
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
         signal.alarm(max_seconds)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
-        limit = min(16 * max_bytes, MAX_MEMORY_BYTES)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        limits = {resource.RLIMIT_FSIZE: max_bytes,
+                  resource.RLIMIT_DATA: min(16 * max_bytes, MAX_MEMORY_BYTES)}
+        for kind, limit in limits.items():
+            lower = {limit, resource.getrlimit(kind)[1]} - {resource.RLIM_INFINITY}
+            resource.setrlimit(kind, (min(lower), min(lower)))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")

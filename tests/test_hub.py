@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
+from processes import REPO
 
 from data import hub as data_hub
 from data.hub import download, local_folder
@@ -284,3 +285,22 @@ def test_a_folder_with_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(DataError, match="config.json: expected a file, got a named pipe"):
         local_folder(str(tmp_path))
+
+
+def test_a_lower_limit_of_the_user_stays(hub, tmp_path):
+    """The program may not raise it: the download would end with an error."""
+    program = """
+import resource
+from data.hub import run_download
+import huggingface_hub
+def show(repo_id):
+    print(resource.getrlimit(resource.RLIMIT_FSIZE), resource.getrlimit(resource.RLIMIT_DATA))
+    return __file__
+huggingface_hub.show = show
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+run_download("show", 1 << 22, 60, dict(repo_id="some/one"))
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(REPO)))
+    assert f"{(1 << 20,) * 2} {(1 << 26,) * 2}" in done.stdout, done

@@ -16,6 +16,7 @@ from model.core.generate import encode_prompt, generate
 from model.core.load import load_model
 from model.eval import lm_eval, tasks
 from model.gpt import GPT, GPTConfig
+from train.base.errors import DataError
 from train.checkpoint import save_checkpoint
 
 TASKS = {
@@ -208,6 +209,15 @@ def test_a_task_that_samples_draws_at_its_temperature_or_1(folder):
         return scorer.generate_text("a", dict(max_gen_toks=20, **how))
     assert answer(do_sample=True) == answer(do_sample=True, temperature=1.0) != answer()
     assert answer(do_sample=True, temperature=1e-4) == answer(temperature=1.0) == answer()
+
+
+@pytest.mark.parametrize("n", [0, 33])
+def test_a_continuation_has_1_to_block_size_ids(folder, n):
+    """As for `hf`, which asserts it: a context can merge with the continuation into one token."""
+    scorer = lm_eval.CheckpointLM(*load_model(folder / "ckpt.pt"), 1)
+    assert len(scorer._loglikelihood_tokens([(("", "a"), [1], [5] * 32)])) == 1
+    with pytest.raises(DataError, match="'in th', 'e'.*no token of its own, or more than 32"):
+        scorer._loglikelihood_tokens([(("in th", "e"), [1, 2], [5] * n)])
 
 
 @pytest.mark.parametrize("n, kept", [(6, 26), (20, 16), (999, 16)])

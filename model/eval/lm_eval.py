@@ -67,9 +67,12 @@ class CheckpointLM:
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return a list of (log probability, whether greedy decoding generates it) of the
         continuation in each of `requests` (texts, context ids, continuation ids), in batches of
-        batch_size. The texts are not used. Of context + continuation, the last block_size + 1 ids
-        count."""
+        batch_size. Of context + continuation, the last block_size + 1 ids count. Raises DataError
+        for a continuation without ids, or with more than block_size."""
         size = self.model.config.block_size + 1
+        if wrong := [texts for texts, _, ids in requests if not 0 < len(ids) < size]:
+            raise DataError(f"{wrong[0]!r:.200}: the continuation has no token of its own, or more "
+                            f"than {size - 1}")
         sequences = [((context + ids)[-size:], len(ids)) for _, context, ids in requests]
         results = []
         for start in range(0, len(sequences), self.batch_size):
