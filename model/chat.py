@@ -92,9 +92,9 @@ class ChatGPT(GPT):
         return numbers
 
     def first_prompts(self, tokens, mask, *rest):
-        """Return, per row of a batch, the list of ids before the first answer, a prompt for
-        samples. tokens, mask: (B, ..., T + 1), with one row per index of B; mask is 1 for tokens of
-        answers. rest: other tensors of the batch, not used."""
+        """Return, per sample of a batch, the list of ids before the first answer, a prompt for
+        samples of text. tokens, mask: (B, T + 1) or, for pairs of answers, (B, 2, T + 1); mask is 1
+        for tokens of answers. rest: other tensors of the batch, not used."""
         rows = zip(tokens.flatten(1), mask.flatten(1))
         return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 

@@ -62,11 +62,11 @@ class HasTeachers(weights.HoldsFrozen):
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return (2,) float32: the sums of the KL divergence between the teachers and this model
-        (the direction is that of divergence()), and of the teachers' cross-entropy, over tokens
-        with weights (B, T), in nats, at the softmax temperature. x (B, T, C): normalised states of
-        this model; states: a list of normalised states, one (B, T, C') per teacher; targets (B, T)
-        int64, -1: not counted in the cross-entropy."""
+        """Return (2,) float32: the sums over all tokens, times weights (B, T), of KL(teachers, this
+        model), or KL(this model, teachers) if self.reverse, and of the teachers' cross-entropy, in
+        nats, both at the softmax temperature. x (B, T, C): normalised states of this model; states:
+        a list of normalised states, one (B, T, C') per teacher; targets (B, T) int64, -1: not
+        counted in the cross-entropy."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))

@@ -54,8 +54,9 @@ class GPTConfig(GPTKeys):
         return (self.vocab_size + 127) // 128 * 128
 
     def layer_type(self, layer):
-        """Return the type of layer `layer` (an index), a letter of layer_types: F full attention, W
-        the last `window` tokens; f, w: the same without rotary positions."""
+        """Return the type of layer `layer` (an index), a letter of layer_types, which is repeated
+        up to n_layer: F full attention, W the last `window` tokens; f, w: the same without rotary
+        positions."""
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
@@ -115,8 +116,9 @@ class NormAllHeads(Norm):
 
 
 def qk_norm(c, n_head):
-    """Return the module that normalises queries or keys (B, T, n_head, D) according to the
-    GPTConfig c: per head, or over all heads (qk_norm_type "all"); nn.Identity without qk_norm."""
+    """Return the module that normalises queries or keys (B, T, n_head, D) according to
+    qk_norm_type of the GPTConfig c: "plain" per head, without a weight; "head" per head, "all" over
+    all heads, with weights; nn.Identity without qk_norm."""
     if not c.qk_norm:
         return nn.Identity()
     if c.qk_norm_type == "all":
@@ -126,15 +128,16 @@ def qk_norm(c, n_head):
 
 def stream_norm(c, position):
     """Return the norm over C channels before ("pre") or after ("post") attention or MLP;
-    nn.Identity if norm_position of the GPTConfig c does not include `position`."""
+    nn.Identity if norm_position of the GPTConfig c does not include `position`: "both" includes
+    both, "stream" (BERT) "pre" only."""
     if c.norm_position not in dict(pre=("pre", "both", "stream"), post=("post", "both"))[position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C).
-    layer: the index of the block."""
+    """Self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C), causal
+    unless `causal` of the GPTConfig is False. layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -156,8 +159,9 @@ class Attention(nn.Module):
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, ropes=(), cache=None, mask=None):
-        """x (B, T, C) -> (B, T, C). ropes: of GPTConfig.rope_tables. cache: a KVCache, updated; or
-        mask (B or 1, 1, T or 1, T): true where a query sees a key, instead of the causal mask."""
+        """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables() at the T
+        positions, a tuple; () only without rotary positions. cache: a KVCache, updated; or mask (B
+        or 1, 1, T or 1, T): true where a query sees a key, instead of the causal mask."""
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
@@ -219,8 +223,8 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 class Block(nn.Module):
     """A transformer block: attention and MLP, each added to the residual stream x (B, T, C),
     through which gradients reach every layer unchanged. forward(x, *context) -> x; context: the
-    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer, to
-    which compute() passes of_mlp."""
+    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer.
+    compute(x, *context, **of_mlp), which forward() calls, passes of_mlp to the layer's forward."""
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
@@ -250,10 +254,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT: forward(idx, targets) -> (mean loss, sums); forward(idx) -> logits (B, T, vocab_size).
 
-    idx, targets: int64 (B, T). trunk() computes the states of the last layer, logits() the logits
-    of states. seed: of the initial weights. token_bytes (n_vocab,), a numpy array: bytes of text
-    per id, for bits per byte. is_backbone: only trunk() is used; otherwise SetupError is raised for
-    an encoder (causal: false), which has no logits.
+    idx, targets: int64 (B, T). sums: {name: tensor}, sums over the targets, for the log. trunk()
+    computes the states of the last layer, logits() the logits of states. seed: of the initial
+    weights. token_bytes (n_vocab,), a numpy array: bytes of text per id, for bits per byte.
+    is_backbone: only trunk() is used; otherwise SetupError is raised for an encoder (causal:
+    false), which has no logits.
     """
     block_class = Block  # other model types have other blocks
 
@@ -296,15 +301,17 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (mean loss, sums) of idx, targets (B, T), as score() does; without targets logits
-        (B, T or 1 if last_only, vocab_size). cache: a KVCache of earlier tokens, updated."""
+        """Return (mean loss, sums), the result of compute_loss(idx, targets, *others), where others
+        are further tensors of a subclass's batch; without targets logits (B, T, vocab_size), or
+        (B, 1, vocab_size) if last_only. cache: a KVCache of earlier tokens, updated."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, sums) of idx, targets (B, T), as score(). Subclasses override it."""
+        """Return (mean loss, {name: sum}) of idx, targets (B, T), the result of score(). Subclasses
+        override it."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
@@ -321,7 +328,8 @@ class GPT(nn.Module):
     def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
         """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
         sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
-        from 0; previous (B, T): the token before each, -1: none, default: from idx."""
+        from 0; previous (B, T): the token before each (for prev_embedding), -1: none, default: from
+        idx. Raises ValueError if T exceeds block_size, or the cache has no room."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -357,7 +365,9 @@ class GPT(nn.Module):
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: mean} of sums; of an evaluation also "ppl", "bpb" (bits per byte)."""
+        """Return {name: number} for the log from `sums` {name: CPU tensor} over all batches: every
+        scalar but "loss" and "count" divided by the count. In evaluations "bytes" is replaced by
+        "ppl" and "bpb" (bits per byte), which are `None` without targets or bytes of text."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
@@ -425,9 +435,9 @@ class GPT(nn.Module):
 def build_model(config, data, kind=GPT, shape=GPTConfig):
     """Return the model of a run, kind(shape(...), seed, token_bytes), with initial weights.
 
-    config: a TrainConfig, with the fields of `shape`, seed and gradient_checkpointing. data.spec: a
-    dict with vocab_size and, for text, the tokenizer. kind: GPT, or a class with the same
-    arguments. shape: GPTConfig or a subclass.
+    config: a TrainConfig, with the fields of `shape` (block_size: config.context), seed and
+    gradient_checkpointing. data.spec: a dict with vocab_size and, for text, the tokenizer. kind:
+    GPT, or a class with the same arguments. shape: GPTConfig or a subclass.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None

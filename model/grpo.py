@@ -105,9 +105,10 @@ class AnsweringGPT(chat.ChatGPT):
         return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of answers, lists of ids that include the end token, if any:
-        samples_per_row per prompt, next to each other. prompts (B, P): ids, right-padded to lengths
-        (B,). seeds: a list, one per prompt, to sample at temperature 1; default: greedy."""
+        """Return a list of answers, lists of ids that include the end token, if any, of at most
+        keys.answer_tokens ids: samples_per_row per prompt, next to each other. prompts (B, P): ids,
+        right-padded to lengths (B,). seeds: a list, one per prompt, to sample at temperature 1;
+        default: greedy. The caller must set eval mode."""
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.

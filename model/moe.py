@@ -65,7 +65,7 @@ class Keys(RouterKeys):
 @dataclass
 class MoEConfig(GPTConfig, Keys):
     """Shape of a GPT with experts: the fields of GPTConfig and of Keys. expert_hidden is set if it
-    was None: n_hidden divided by the experts that a token uses."""
+    was None: n_hidden // (experts_per_token + shared_experts), at least 1."""
 
     def __post_init__(self):
         super().__post_init__()
