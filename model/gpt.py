@@ -137,7 +137,7 @@ def stream_norm(c, position):
 
 class Attention(nn.Module):
     """Self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C), causal
-    unless `causal` of the GPTConfig is False. layer: the index of the block."""
+    unless forward() gets a mask. layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -329,7 +329,7 @@ class GPT(nn.Module):
         """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
         sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
         from 0; previous (B, T): the token before each (for prev_embedding), -1: none, default: from
-        idx. Raises ValueError if T exceeds block_size, or the cache has no room."""
+        idx. Raises ValueError if T, or with a cache the length of a row, exceeds block_size."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:

@@ -45,12 +45,12 @@ class LoRALinear(nn.Linear):
 
 
 class _LoRAFunction(torch.autograd.Function):
-    """The autograd function of LoRALinear: x W^T + bias + scale * (x A^T) B^T for x (..., in), with
-    the frozen weight W = base (out, in).
+    """The autograd function of LoRALinear: apply(x (..., in), base (out, in), bias, A (r, in),
+    B (out, r), scale) returns x base^T + bias + scale * (x A^T) B^T, in the dtype of x.
 
     The merged weight is never computed: it would need a float32 copy of the backbone in each pass,
-    and in bfloat16 a small adapter would be lost to rounding. W is converted to the dtype of x in
-    both passes and gets no gradient, which saves a third of a training step's matrix products.
+    and in bfloat16 a small adapter would be lost to rounding. `base` is converted to the dtype of x
+    in both passes. A frozen one gets no gradient, which saves a third of a step's matrix products.
     """
 
     @staticmethod

@@ -37,7 +37,7 @@ class Detokenizer:
 class TextStreamer:
     """Prints the text of a single sequence during generation: an instance is the argument on_token
     of generate(), which calls streamer(tokens (1,)) for each token. stop_tokens: ids that are not
-    printed."""
+    printed. Control characters are escaped; an incomplete character at the end is not printed."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens

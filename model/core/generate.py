@@ -40,10 +40,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
     model: a GPT in eval mode. temperature 0: the most likely token. top_k, top_p, min_p: restrict
     the candidates, None: all (arXiv:1904.09751, arXiv:2407.01082).
-    seed: one seed, or a list of seeds, one per equal group of consecutive rows: the tokens of a
-    group are independent of the other groups.
+    seed: one seed, None (random), or a list of these, one per equal group of consecutive rows: the
+    tokens of a group are independent of the other groups.
     stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
-    on_token: called with each new column of tokens (B,). Generation stops if it returns true.
+    on_token: called with each new column of tokens (rows,). Generation stops if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
     lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
     samples_per_row: continuations per prompt, next to each other; the prompt is computed once.

@@ -69,7 +69,8 @@ class KVCache:
 
         Return (positions, previous): the tokens' positions (B, T), or (1, T) if all rows have the
         same length, and the ids of the tokens before them (B, T), -1 at the beginning of a text.
-        Raises ValueError if the tokens do not fit, or for T > 1 if the rows differ in length.
+        Raises ValueError if a row would exceed block_size (a smaller `size` of the cache is not
+        checked), or for T > 1 if the rows differ in length.
         """
         T = idx.size(1)
         size = self.config.block_size

@@ -116,7 +116,8 @@ def open_text_format(state):
 
 def build_empty_model(state):
     """Return the model that a checkpoint `state`, a dict, describes, on the current default device,
-    without its weights. Raises ValueError if the checkpoint describes no model."""
+    without the weights in `state`. A frozen model that it needs is loaded from its own file. Raises
+    ValueError if the checkpoint describes no model, or that file does not fit."""
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
     if kind == "gpt":

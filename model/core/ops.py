@@ -132,7 +132,8 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows per chunk: a power of two that fits in 256 MB (CPU: 32), 256 if below 128."""
+    """Return the rows per chunk of n_columns float32 numbers: the largest power of two that fits in
+    256 MB (on a CPU 32 MB), or 256 if this is below 128."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -225,8 +226,9 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), side by side: of many
-    tokens by one product. In a model for decoding, the first is a ConcatLinear (core/packed.py)."""
+    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), concatenated along the
+    last dimension; for many tokens they are computed by one product. In a model for decoding,
+    layers[0] is a ConcatLinear (core/packed.py), which computes all outputs by itself."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)

@@ -52,9 +52,9 @@ class PackedLinear(ConcatLinear):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a subclass of
-    ConcatLinear, and the layers q, k, v of each attention by one such layer, as q; return the
-    model, which can no longer be trained. The experts of a mixture are not nn.Linear, and are
-    kept."""
+    ConcatLinear, and the layers q, k, v of each attention by one such layer, q (k and v are then
+    None). A tied embedding is kept, with a copy of it as lm_head. Return the model, which can no
+    longer be trained. The experts of a mixture are not nn.Linear, and are kept."""
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:

@@ -34,8 +34,9 @@ def inherit_shape(config, model_args):
     inherits from `model_args`, the dict of a GPT's checkpoint, and the contradictions, as messages.
 
     The weights override a value of a configuration file; a value from the command line that differs
-    is a contradiction. From {}, the model_args of a bare state dict, no key is inherited; the
-    shapes of the tensors are checked later in any case.
+    is a contradiction. The run keeps its dropout and, if set, its vocab_size and block_size (with
+    learned positions, only a smaller block_size than the weights'). From {}, the model_args of a
+    bare state dict, no key is inherited; the shapes of the tensors are checked later in any case.
     """
     taken = {}
     wrong = []

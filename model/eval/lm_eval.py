@@ -45,7 +45,8 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        """The id that the harness puts before a text whose first token is scored, too."""
+        """The id that the harness puts before a text whose first token is scored, too: the start
+        token (BOS) of the tokenizer if it has one, otherwise its end of text."""
         return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
@@ -54,7 +55,8 @@ class CheckpointLM:
     def apply_chat_template(self, messages, add_generation_prompt=True):
         """Return the text of a conversation, `messages` [{"role", "content"}], up to the start of
         the next answer. Without add_generation_prompt, the last message is the start of an answer:
-        the text ends with it. Special tokens in the other messages are marked as ordinary text."""
+        the text ends with it. Special tokens in the other messages are enclosed in marks, with
+        which tok_encode() encodes them as ordinary text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render(turns, True, self.tok) + start

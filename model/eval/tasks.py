@@ -46,7 +46,9 @@ CORE_NAMES = dict(query="question", gold="answer")
 
 class Example(NamedTuple):
     """An example of a task. The model is correct if the correct choice has the highest log
-    probability or, if there is only one choice, if greedy decoding generates it."""
+    probability or, if there is only one choice, if greedy decoding generates it. sequences: per
+    choice (question and choice as ids, the number n of ids at the end that are scored); lengths:
+    characters per choice; answer: index of the correct choice."""
     task: int        # index of the task
     sequences: list  # [(ids, n)] per choice, with the last n ids scored
     lengths: list    # characters per choice

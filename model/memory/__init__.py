@@ -234,8 +234,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 
 class PairedLoader:
     """Loader of pairs of batches: the tuple of the batch of the loader `new`, followed by the tuple
-    of the same step of the loader `old` (old text). The number of samples per epoch is that of
-    `new`."""
+    of the same step of the loader `old` (old text). The numbers of samples per epoch and of
+    validation batches are those of `new`. If `old` has fewer validation batches, they are repeated
+    with all targets -1, so that each one is counted once."""
 
     def __init__(self, new, old):
         self.new, self.old = new, old
