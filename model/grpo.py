@@ -282,7 +282,8 @@ class RewardFunction:
     ends: ids of end tokens, which are removed from the answer. function(question, answer, row) ->
     number: reward() of the user's file at `path`; default: 1.0 if the answer equals the reference
     answer, else 0.0. The caller sets `lines`: per row number, the JSON line of SPLIT_rows.jsonl
-    with question, answer and row. Raises UserError for errors in `function`.
+    with question, answer and row. Raises UserError for errors in `function`, and if its result is
+    not finite or its absolute value exceeds MAX_REWARD.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):

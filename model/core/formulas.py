@@ -33,9 +33,9 @@ def read_record():
 
 @functools.cache
 def digests(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the present source code that computes the logits of
-    the model type `kind`, e.g. "moe" (default: of all). DEFINITION is the name of a function or
-    class, or "statements" for the code outside of them."""
+    """Return {"DEFINITION (FILE)": digest} of the present source code, in the "files" of
+    formulas.json, that computes the logits of the model type `kind`, e.g. "moe" (default: of all).
+    DEFINITION is the name of a function or class, or "statements" for the code outside of them."""
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)
