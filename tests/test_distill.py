@@ -140,6 +140,19 @@ def test_what_cannot_be_taught_is_refused(data_dir, tmp_path, teacher, more, mes
                           | changes(teacher) | more))
 
 
+@pytest.mark.parametrize("of_file, of_run", [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_a_teacher_in_the_other_half_precision(data_dir, tmp_path, teacher, of_file, of_run):
+    """Its file may be in float16, as many published ones, and the run in bfloat16."""
+    file = str(tmp_path / "half.safetensors")
+    convert(["--ckpt", teacher, "--to", file, "--save_precision", of_file])
+    losses = []
+    for path in (teacher, file):
+        keys = changes(path, dtype=of_run, batch_size=16, max_iters=1)
+        run = go(data_dir, tmp_path / str(len(losses)), **keys)
+        losses.append(run["history"][0]["val_teacher_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
 def test_a_space_after_the_comma_is_not_part_of_a_path(data_dir, tmp_path, teacher):
     go(data_dir, tmp_path, **changes(f"{teacher}, {teacher}", max_iters=1))
     assert len(set(load_checkpoint(tmp_path / "ckpt.pt")["spec"]["teacher"].split(","))) == 1
