@@ -74,8 +74,8 @@ def muon_parameters(model):
     the output layer (a module whose name ends in "head") and matrices with a side below 16 (too
     thin to orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
-    return {f"{name}.weight" for name, m in model.named_modules()
-            if isinstance(m, nn.Linear) and not name.endswith("head") and min(m.weight.shape) >= 16}
+    return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)
+            and not name.endswith("head") and min(m.in_features, m.out_features) >= 16}
 
 
 def matches(name, pattern):
