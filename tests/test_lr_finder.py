@@ -156,8 +156,11 @@ def test_a_sweep_shows_that_it_moves(tmp_path, data_dir, capsys):
 
 @pytest.mark.parametrize("needs", [dict(early_stopping_patience=2), dict(lr_schedule="plateau")])
 def test_keys_that_need_evaluations_are_no_obstacle(tmp_path, data_dir, needs):
-    config = load_config(None, arguments(data_dir, tmp_path, **needs))
-    assert len(lr_finder.find_lr(config, 1e-5, 1e-4, 10)["loss"]) == 10
+    """Also not of a run that starts from weights, whose shape is checked together with the keys."""
+    train(load_config(None, arguments(data_dir, tmp_path / "a", max_iters=0)))
+    for start in ({}, dict(init_from=tmp_path / "a/ckpt.pt")):
+        config = load_config(None, arguments(data_dir, tmp_path / "b", **needs, **start))
+        assert len(lr_finder.find_lr(config, 1e-5, 1e-4, 10)["loss"]) == 10
 
 
 def test_a_length_in_epochs_is_enough_and_a_refusal_leaves_no_folder(tmp_path, data_dir, capsys):

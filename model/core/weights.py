@@ -80,7 +80,7 @@ def take_shape(config, state, path, inherit=None):
     try:
         taken = {name: check_value(known[name], value, name) for name, value in taken.items()}
         shape = config.replace(**taken)
-        if problems := find_conflicts(shape):
+        if problems := sorted({*find_conflicts(shape)} - {*find_conflicts(config)}):
             raise ValueError("; ".join(problems))
         if taken and "model" in state:
             check_size(shape, state["model"])
