@@ -234,7 +234,8 @@ def fused_linear(x, *layers):
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
     if not is_plain or x.numel() <= 64 * x.size(-1):
         return torch.cat([layer(x) for layer in layers], dim=-1)
-    with torch.autocast(x.device.type, enabled=False):  # its cat refuses the other half precision
+    kind = "cpu" if x.is_meta else x.device.type
+    with torch.autocast(kind, enabled=False):  # its cat refuses the other half precision
         bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
         weight = torch.cat([m.weight for m in layers])
     return F.linear(x, weight, bias)
