@@ -28,8 +28,8 @@ ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
-    """A text with an optional label and optional evidence: the parts of the text that support the
-    label."""
+    """A text with an optional label and optional evidence: `spans`, [(start, end)] in characters,
+    of the parts of the text that support the label. Texts of one `group` are in the same split."""
     text: str
     label: str | None
     spans: list         # [(start, end)] of the evidence, text[start:end] each
@@ -59,8 +59,9 @@ class Fields:
 # records
 
 def parse_labelled_text(record, fields):
-    """Return a LabelledText of a record, a dict. fields: Fields, the names of its fields. Raises
-    ValueError for a missing or invalid text, label, group or evidence."""
+    """Return a LabelledText of a record, a dict; without a label or evidence, its label is `None`
+    or its spans are []. fields: Fields, the names of the record's fields. Raises ValueError for a
+    missing text or group, and for an invalid text, label or evidence."""
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
@@ -156,8 +157,9 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
     (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens, including
     the tokens that the tokenizer puts before and after a text, if `framed`. labels: indices in the
     list `classes`, 0 for other labels. spans: indices of the first and last token of each span of
-    the evidence, where spans with a token in common are one; -1 if it is missing or cut. Raises
-    DataError if max_tokens leaves no token for a text."""
+    the evidence, where spans with a token in common are one, padded with -1; all are -1 in a row
+    without evidence, or of which a span is cut or has no token. Raises DataError if max_tokens
+    leaves no token for a text."""
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     before, after = (tokenizer.start, tokenizer.end) if framed else ([], [])
@@ -196,7 +198,8 @@ def merge_spans(spans):
 
 def to_token_span(text, span, ids, token_bytes, tokenizer):
     """Return the indices (first, last) of the tokens of text[start:end], where span is (start,
-    end). ids: (n,) of the text. token_bytes: (V,) number of bytes per id."""
+    end); last < first if no token has a part of it. ids: (n,) of the text. token_bytes: (V,) number
+    of bytes per id."""
     if tokenizer.kind == "json":
         starts, ends = tokenizer.offsets(text).T  # (n,) each, in characters
         return int(np.searchsorted(ends, span[0], "right")), int(

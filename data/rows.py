@@ -105,7 +105,7 @@ def documents_in_val(first, count, fraction):
 
 
 def hash_group(group):
-    """Return a hash of the text `group`, an int below GROUPS."""
+    """Return a hash of the text `group`, an int: 0 <= hash < GROUPS (2**56)."""
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
