@@ -100,8 +100,9 @@ class ChatTemplate:
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
         """Return the rendered text of messages [(role, text), ...], followed by the start of an
         answer if `add_prompt`. With `tokenizer`, special tokens in messages and variables are
-        enclosed in marks, see encode_marked. variables: {name: text, number or bool} for the
-        template, e.g. enable_thinking. Raises DataError if the template fails."""
+        enclosed in marks, see encode_marked; without, the built-in template writes no end of text.
+        variables: {name: text, number or bool} for the template, e.g. enable_thinking. Raises
+        DataError if the template fails."""
         mark = functools.partial(mark_special, tokenizer=tokenizer)
         turns = [dict(role=role, content=mark(text)) for role, text in messages]
         names = {name: mark(value) if isinstance(value, str) else value
@@ -144,7 +145,8 @@ class ChatTemplate:
         `max_tokens` tokens. It has the system messages at the start and the latest messages,
         beginning with one of the user. The last question is always included, even if it does not
         fit. messages: [(role, text), ...]; if the last is the assistant's, the prompt ends with it,
-        and the model continues it. variables: {name: value} for the template. Raises DataError."""
+        and the model continues it. variables: {name: value} for the template. Raises DataError if
+        the template fails."""
         answer = ""
         if messages[-1][0] == "assistant":
             *messages, (_, answer) = messages
@@ -187,7 +189,8 @@ class ChatTemplate:
     def encode_answer(self, messages, tokenizer):
         """Return (ids of the prompt, ids of the answer, number of answer ids to learn, up to and
         including the end token) of messages [(role, text), ...]; the last message is the answer.
-        Raises DataError if the answer cannot be located in the rendered text."""
+        Raises DataError unless, in the rendered text, the answer and an end token follow the
+        prompt."""
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])

@@ -43,7 +43,7 @@ class Renderer:
     def render(self, template, variables):
         """Return the text that `template`, a Jinja template as a text, writes with `variables`
         {name: value of a JSON type}. Starts the child process if necessary. Raises DataError if the
-        template fails, UserError if it exceeds a limit."""
+        template fails or writes too much, UserError if it exceeds the limit of time or memory."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -83,7 +83,7 @@ def renderer(pid):
 def render(template, variables):
     """Return the text that `template`, a Jinja template as a text, writes with `variables` {name:
     value of a JSON type}, in a child process with limits on time and memory. Raises DataError if
-    the template fails, UserError if it exceeds a limit."""
+    the template fails or writes too much, UserError if it exceeds the limit of time or memory."""
     return renderer(os.getpid()).render(template, variables)
 
 
