@@ -39,8 +39,8 @@ class Meta:
     extra: dict = field(default_factory=dict)
 
     def to_dict(self):
-        """Return the content of meta.json, a dict: format_version, fields that are not None,
-        `extra`."""
+        """Return the content of meta.json, a dict: format_version, the fields that are not `None`,
+        and the keys in `extra`."""
         common = {name: getattr(self, name) for name in COMMON_KEYS}
         return {"format_version": 1} | {
             name: value for name, value in common.items() if value is not None} | self.extra
@@ -51,7 +51,7 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 def write_meta(folder, meta):
     """Write a Meta to meta.json in `folder`, atomically. Call this after all other files are
-    written: a folder without meta.json is incomplete."""
+    written, unless `meta.incomplete` is True."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 
@@ -75,8 +75,8 @@ def read_meta(folder, allow_incomplete=False):
 
 
 def parse_meta(content):
-    """Return the Meta of `content`, the content of a meta.json or meta.pkl. Raises ValueError if it
-    is no dict, or the dtype or vocab_size in it is invalid; `read_meta_for` checks the rest."""
+    """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Raises ValueError
+    if it is no dict, or the dtype or vocab_size in it is invalid; other values are not checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
@@ -124,15 +124,16 @@ def has_type(value, kind):
 
 
 def is_prepared(folder):
-    """Return whether a folder has a train.bin whose preparation was not interrupted. Raises
-    DataError for a damaged meta.json."""
+    """Return whether a folder has a train.bin, and no meta.json that states that its preparation
+    was interrupted. Raises DataError for a damaged meta.json."""
     return (os.path.exists(os.path.join(folder, "train.bin"))
             and not read_meta(folder, allow_incomplete=True).incomplete)
 
 
 def prepared_model(folder):
     """Return the model type that a folder of data was prepared for, e.g. "gpt"; `None` if that is
-    unknown or meta.json is damaged. A folder with a train.bin is always for gpt."""
+    unknown, or meta.json is damaged or that of an interrupted preparation. A folder with a
+    train.bin is always for gpt."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:

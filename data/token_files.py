@@ -36,8 +36,9 @@ def mix64(x):
 
 @dataclass
 class Shard:
-    """Where the tokens of one file are: path, dtype, number of tokens, offset in bytes. It contains
-    no tokens; TokenStream reads the file."""
+    """Where the tokens of one file are: path, dtype, number of tokens, offset of the first in
+    bytes; and identity, the result of `identify`, by which TokenStream, which reads the tokens,
+    notices that the file has changed."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -93,10 +94,10 @@ def open_npy(path):
 
 
 def read_layout(path, f, raw_dtype):
-    """Return (dtype, offset of the tokens in bytes, number of tokens) of the token file `path`,
-    open as `f`: a .npy file, a shard of llm.c, or else raw tokens of raw_dtype. Raises DataError
-    for text, a .npy array that is not a row of ids, and uint32 tokens that would be read as uint16.
-    """
+    """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of the token file
+    `path`: a .npy file, a shard of llm.c, or else raw tokens of raw_dtype. f: this file, open in
+    binary mode. Raises DataError for text, a .npy array that is not a row of ids, and uint32 tokens
+    that would be read as uint16."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -137,8 +138,8 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """Open the token files of one split as a TokenStream. data_dir: a folder, a file or a glob
-    pattern.
+    """Open the token files of one split as a TokenStream. data_dir: a folder, or a file or glob
+    pattern, in which {split} is replaced (without {split}: training data only).
 
     Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
     below `least`, and for ids of vocab_size (default: meta.json's) or more. Of large files, only
