@@ -138,7 +138,7 @@ def find_vocabulary(data_dir, name=None, size=None):
 
     The tokenizer is that of the files or, if they have none, open_tokenizer(name). The vocabulary
     size is the first that is known: `size`, the tokenizer's, that of meta.json, GPT-2's. Raises
-    DataError if `size` is below the tokenizer's, and if there are no files.
+    DataError if `size` is below the tokenizer's, and without a tokenizer if there are no files.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:

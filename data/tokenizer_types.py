@@ -48,9 +48,9 @@ def split_long_spaces(text):
 
 @contextlib.contextmanager
 def library_errors(message):
-    """Context manager that converts every error in a Rust library, also a panic (which is no
-    Exception), to a DataError: `message`, a colon and the error. Ctrl-C and SystemExit are not
-    converted."""
+    """Context manager that converts every exception in its block, which calls a Rust library, also
+    a panic (which is no Exception), to a DataError: `message`, a colon and the error. Ctrl-C and
+    SystemExit are not converted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
