@@ -50,9 +50,11 @@ class ChatOptions(SampleOptions):
 
 def to_messages(record, fields=(), prompt_only=False):
     """Return the conversation [(role, text), ...] of a record, a dict. fields: the field with the
-    messages, or the question's and, last, the answer's; by default the first of FORMATS that the
-    record has. prompt_only: a single question without an answer is accepted. Raises ValueError for
-    a record without these fields or with values other than text and messages."""
+    messages, or the question's, joined by a blank line, and, last, the answer's; by default the
+    first of FORMATS that the record has. The text of the field `system`, if it exists, becomes the
+    first message unless the messages begin with one of the system. prompt_only: a single question
+    without an answer is accepted. Raises ValueError for a record without these fields or with
+    values other than text and messages."""
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
     fields = fields or next((names for names in formats
@@ -83,9 +85,9 @@ class ChatWriter(SampleWriter):
 
     def encode(self, record):
         """Return [(ids, mask), ...] of a record, a dict: sequences of at most block_size + 1
-        tokens, mask 1 for tokens to learn. `None` if the record has no answer or no sequence fits;
-        this is counted in self.notes. Prints the first args.show conversations. Raises ValueError
-        for an invalid record."""
+        tokens, cut to the first exchanges that fit; mask 1 for tokens to learn. `None` if an answer
+        is empty, there is none, or no sequence fits; this is counted in self.notes. Prints the
+        first args.show conversations. Raises ValueError for an invalid record."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer)
@@ -108,7 +110,7 @@ class ChatWriter(SampleWriter):
     def write_split(self, folder, split, samples):
         """Pack `samples`, results of `encode`, into rows of block_size + 1 tokens, filled up with
         end tokens, and write SPLIT_tokens, SPLIT_mask and SPLIT_chat.npy to `folder`; SPLIT is
-        `split`. Return the numbers for meta.json: sequences, rows, tokens, tokens to learn."""
+        `split`. Return {"chats", "rows", "tokens", "learned_tokens": number}, for meta.json."""
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)

@@ -41,8 +41,9 @@ class PairOptions(SampleOptions):
 
 def to_pair(record):
     """Return [messages with the chosen answer, messages with the rejected answer] of a record, a
-    dict; messages: [(role, text), ...] that end with the answer. Raises ValueError for missing or
-    invalid fields, different messages before the answers, or equal answers."""
+    dict with chosen, rejected and perhaps prompt (see join_messages) and system, a text; messages:
+    [(role, text), ...] that end with the answer. Raises ValueError for missing or invalid fields,
+    different messages before the answers, or equal answers."""
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -59,9 +60,10 @@ def to_pair(record):
 
 def join_messages(prompt, answer, name):
     """Return the conversation [(role, text), ...] of a prompt (a text, list of messages or `None`)
-    and an answer (a text, list of messages, or the whole conversation with the prompt). Messages
-    are dicts. name: the field of the answer, for error messages. Raises ValueError for other
-    values."""
+    and an answer: a text if there is a prompt, a list of messages that begins with the assistant's,
+    or the whole conversation, which is returned as it is. Messages are dicts. name: the field of
+    the answer, for error messages. Raises ValueError for other values, and for a whole conversation
+    without the prompt's system message."""
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):

@@ -36,9 +36,10 @@ class PromptOptions(SampleOptions):
 
 def to_question(record, fields=()):
     """Return (messages [(role, text), ...] up to the last question, reference answer or `None`,
-    record) of `record`, a dict. fields: the field of the prompt, or the fields of the question and,
-    last, of the answer (default: those of a known format). Raises ValueError for other fields or
-    without a question."""
+    record) of `record`, a dict. The reference answer, a text, is the answer to the last question
+    or, without one, the field `answer`. fields: the field of the prompt, or the fields of the
+    question and, last, of the answer (default: those of a known format). Raises ValueError for
+    other fields or without a question."""
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":

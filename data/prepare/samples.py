@@ -87,7 +87,9 @@ class SampleWriter:
         self.extra = {}  # keys of meta.json
 
     def run(self):
-        """Write the folder of prepared samples and print a summary. Raises DataError."""
+        """Write the folder of prepared samples, args.out or by default one in data/bin, and print a
+        summary. Raises DataError for a tokenizer without an end of text, bad records (see `read`),
+        and a folder with other data unless args.force is True."""
         args = self.args
         name = source_name(args.sources[0]) + self.suffix
         out = args.out or os.path.join("data", "bin", name)
