@@ -68,8 +68,9 @@ def choose_tokenizer(o):
 
 
 def make_tokenizer(o, documents):
-    """Return a tokenizer made from the text of `documents`, a Documents: a RankTokenizer of
-    o.vocab_size tokens if o.tokenizer is bpe, else a CharTokenizer of its characters."""
+    """Return a tokenizer made from the text of `documents`, a Documents: a RankTokenizer of up to
+    o.vocab_size tokens if o.tokenizer is bpe, else a CharTokenizer of its characters and, if there
+    are several documents, the newline, which ends each."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")

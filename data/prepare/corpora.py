@@ -42,8 +42,9 @@ def download_shakespeare():
 
 def prepare_tokens(o):
     """Download o.dataset (the first o.shards training files, default: all) into the folder o.out,
-    and write meta.json. o: Options of data.prepare. Return {"train": {"tokens", "files"}, "val":
-    {"tokens"}}. Raises DataError, also for options that only apply to text."""
+    write meta.json and remove files of an earlier preparation. o: Options of data.prepare. Return
+    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError, also for options that only
+    apply to text, and for a folder with data of other sources unless o.force is True."""
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
         raise DataError(f"dataset {o.dataset} has GPT-2's tokens, already split: leave out "

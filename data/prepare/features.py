@@ -57,8 +57,9 @@ def open_array(path):
 
 
 class Mean:
-    """The mean of repeats, a list of arrays (rows, dims), without missing values, as an array that
-    is computed when rows are read. Raises DataError if their shapes differ."""
+    """The mean of repeats, a list of arrays (rows, dims), without NaN. Like a memory-mapped array,
+    it has a `shape` and is indexed by rows, whose mean is computed only then. Raises DataError if
+    the shapes of the repeats differ."""
 
     def __init__(self, repeats):
         self.repeats = repeats
@@ -143,7 +144,9 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 def rows_in_val(runs, subjects, fraction):
     """Return bool (rows,): the rows for validation, whole runs, about `fraction` of the runs of
-    each subject. runs, subjects: as of prepare_features(). Raises DataError."""
+    each subject and at least one, or none if `fraction` is 0. runs, subjects: as of
+    prepare_features(). Raises DataError for subjects other than integers from 0 to 2**31 - 1, a run
+    of several subjects and, unless `fraction` is 0, a subject with only one run."""
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
@@ -177,7 +180,8 @@ def read_chunks(name, array, chosen):
 
 def statistics(name, array, chosen):
     """Return (mean, standard deviation), each (dims,) float64, of the rows `chosen`, (n,) indices,
-    of `array` (rows, dims), without NaN. Raises DataError, with `name`, for infinite values."""
+    of `array` (rows, dims), without NaN; both are 0 for a dimension of NaN only. Raises DataError,
+    with `name`, for infinite values."""
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, (np.fmax.reduce(x) for x in
                                          read_chunks(name, array, chosen)))

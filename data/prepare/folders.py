@@ -120,8 +120,9 @@ def is_too_long(numbers, path):
 
 
 def start_option(source):
-    """Return the option that starts a run from `source`, the --tokenizer of a command, if that is a
-    model: a checkpoint (.pt), hf:OWNER/NAME or a Hugging Face folder; otherwise ""."""
+    """Return the text " --init_from SOURCE", the option of run_train.py to start from `source`, the
+    --tokenizer of a command, if that is a model: a checkpoint (.pt), hf:OWNER/NAME or a Hugging
+    Face folder; otherwise ""."""
     config = os.path.expanduser(os.path.join(source, "config.json"))
     is_model = source.startswith("hf:") or source.endswith(".pt") or os.path.exists(config)
     return f" --init_from {shlex.quote(source)}" if is_model else ""

@@ -29,7 +29,8 @@ MIN_BYTES = 4  # of text: two for each split
 def find_files(source, skipped_folder):
     """Return the list of paths to read for a source. A folder: the files below it, in a fixed
     order, without hidden ones and without `skipped_folder` (an absolute path). dataset:stdlib: the
-    files of Python's library. Any other source (a file, hf:NAME, -): [source]."""
+    .py files of Python's library. Any other source (a file, hf:NAME, -, a folder that the package
+    datasets saved): [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
