@@ -262,8 +262,8 @@ def builtin_jinja(spec):
 def open_chat_format(source):
     """Return (tokenizer, block_size, ChatTemplate) of a checkpoint (.pt), hf:OWNER/NAME or another
     name for `open_tokenizer`, e.g. gpt2. block_size is `None` unless the source is a checkpoint;
-    the ChatTemplate is `None` if the source has no chat template. Raises DataError,
-    CheckpointError."""
+    the ChatTemplate is `None` if the source has no chat template. Raises DataError if there is no
+    tokenizer or it cannot be read, CheckpointError for such a checkpoint."""
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])

@@ -197,8 +197,8 @@ def parquet_rows(stream, name, columns):
 
 def dataset_rows(source):
     """Yield (location, row as a dict) of a data set of the package datasets: from the hub, streamed
-    (hf:NAME, hf:NAME:CONFIG:SPLIT), or from a folder; default split: train. Raises ValueError, or
-    SetupError without the package."""
+    (hf:NAME, hf:NAME:CONFIG:SPLIT), or from a folder; default split: train. Raises ValueError if it
+    cannot be read, SetupError without the package."""
     is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
     hint = "" if is_known else " (there is no file or folder of this name)"
     datasets = require("datasets", f"reading {source}{hint}")
@@ -277,8 +277,9 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
     """Yield parse(record) for the records of all sources, at most `limit` results.
 
     sources: names, or iterables of (location, record). `parse` raises ValueError for a bad record.
-    All bad records are reported at the end: by a DataError, whose message ends with `hint`, or with
-    skip_bad by log(text). Raises DataError for a source that cannot be read.
+    Bad records are reported at the end: by a DataError that lists them and ends with `hint`
+    (reading stops after MANY, 1000), or with skip_bad by log(text), which states their number and
+    the first. Raises DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)

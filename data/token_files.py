@@ -120,7 +120,8 @@ def read_layout(path, f, raw_dtype):
 
 def open_shard(path, raw_dtype):
     """Read the header of a token file and check the file's size; return its Shard. raw_dtype: the
-    type of the tokens in a file without a header. Raises DataError."""
+    type of the tokens in a file without a header. Raises DataError for a file without tokens, of
+    another size, or that read_layout does not accept."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))

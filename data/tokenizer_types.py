@@ -349,7 +349,8 @@ def byte_table():
 
 def parse_ranks(text, where):
     """Return {bytes of a token: rank} of the text of a rank file: lines of `base64 rank`, which
-    include all 256 single bytes. where: its path, for error messages. Raises DataError."""
+    include all 256 single bytes. where: its path, for error messages. Raises DataError for any
+    other text, and for negative or equal ranks."""
     ranks = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:

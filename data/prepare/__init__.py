@@ -82,7 +82,8 @@ def make_tokenizer(o, documents):
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
     """Write train.bin, val.bin and meta.json of `sources`, a list of names, to the folder `out`.
     Return the content of meta.json. tokenizer: as --tokenizer. log: is called with each line of the
-    report. options: other fields of Options, e.g. val_fraction, force. Raises UserError."""
+    report. options: other fields of Options, e.g. val_fraction, force. Raises UserError for sources
+    that cannot be read or have too little text, and as choose_tokenizer and new_folder."""
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)
@@ -124,7 +125,7 @@ def report_text(out, splits):
 def ensure_dataset(data_dir, log=echo):
     """Prepare the built-in data, Python's standard library, in `data_dir` unless it is prepared.
     Several processes may call this at once: the first one prepares. log(line): for a message.
-    Raises DataError."""
+    Raises DataError if data_dir cannot be written, has other files, or has a damaged meta.json."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)

@@ -71,9 +71,10 @@ def seek_character(f, position):
 
 
 def find_cut(f, position):
-    """Return a byte position near `position` at which the text in the binary file `f` can be cut
-    without changing a token: before a blank that follows a visible character, because no token of
-    GPT-2 extends over such a place. If no blank is near, between any two characters."""
+    """Return the first byte position after `position` at which the text in the binary file `f` can
+    be cut without changing a token: before a space or newline that follows a visible character,
+    because no token of GPT-2 extends over such a place. Without one in LOOKAHEAD_BYTES (4096), the
+    start of the character that contains `position`."""
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)

@@ -100,7 +100,8 @@ def noise_ceiling(repeats, chosen):
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
     """Write prepared arrays for --model autoencoder to the folder `out`; return the keys of this
-    model in meta.json, a dict. Raises DataError.
+    model in meta.json, a dict. Raises DataError for different numbers of rows, infinite values, and
+    as rows_in_val and new_folder.
 
     arrays: {name: (rows, dims)}; target: (rows, dims), a Mean or `None`; runs: (rows,) the run of
     each row. val_fraction: of the runs; 0: no validation rows. sources: names of the files;
@@ -253,7 +254,9 @@ class FeatureOptions(FolderOptions):
 def open_arrays(args):
     """Return ({name: array (rows, dims)}, target or `None`, runs (rows,), subjects (rows,) or
     `None`) of the files that `args`, a FeatureOptions, names. Default of args.runs: about 20 equal
-    runs, divided where the subject changes. Raises DataError."""
+    runs, divided where the subject changes. Raises DataError for files that open_array does not
+    accept, repeats of different shapes, and names of modalities that are equal, reserved or not of
+    letters, digits and _, a letter first."""
     arrays = {source_name(path): open_array(path) for path in args.arrays}
     names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"
     wrong = [name for name in arrays if not re.fullmatch(names, name)]
