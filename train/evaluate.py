@@ -18,8 +18,9 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return a batch's sums as one vector (n,), to be added over batches and ranks: "count"
-    (default: `count`), "loss" (the mean `loss` times count), then those of `sums`, by name."""
+    """Return a batch's sums as one float64 vector (n,), to be added over batches and ranks: the
+    number of items, sums["count"] or by default `count`; the mean `loss` times this number; the
+    other tensors in `sums` {name: tensor}, flattened, sorted by name. float32 on MPS."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -39,8 +40,9 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number or `None`} for a log line: "loss" (`None` if the count is 0) and the
-    model's numbers(sums); ValueError for a reserved name. sums: {name: tensor} over all batches."""
+    """Return {name: number, list or `None`} for a log line: "loss", the mean (`None` if the count
+    is 0), and the model's numbers(sums), in which tensors become numbers or lists. sums: {name:
+    tensor} over all batches. ValueError if the model uses a name of log lines (LINE_NAMES)."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -52,13 +54,14 @@ def to_numbers(model, sums):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, all if it has fewer.
+    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, all if it has fewer; of
+    a mixture of data sources also val_loss_SOURCE, the loss of each source.
 
     forward(*batch) -> (loss, sums); the model, in eval mode, turns the sums into numbers. Rank r
     computes batches r, r + world_size, ... After each round the sums of all ranks are added in the
     order of the batches, so the result does not depend on the number of ranks. autocast(): context
     of forward. stop(done, total) is called before each round; if it is true on any rank, `None` is
-    returned on every rank. All ranks must call. SetupError if the count of a source is 0.
+    returned on every rank. All ranks must call. SetupError if no item of a source counts.
     """
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source

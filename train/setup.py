@@ -274,8 +274,8 @@ class Run:
 
     def restore(self, start):
         """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). The scale of
-        the plateau schedule is reset if this run has another schedule, and the best metric if it
-        has another early_stopping_metric or early_stopping_mode. Raises CheckpointError."""
+        the plateau schedule is reset if this run has another schedule; best metric and early
+        stopping are reset if early_stopping_metric or _mode differ. Raises CheckpointError."""
         p = self.progress
         c = self.config
         old = start.state["config"]  # the state is freed below
@@ -293,8 +293,9 @@ class Run:
 
     def take_folder(self):
         """Make the files of out_dir those of this run: remove the steps that will be repeated from
-        metrics.jsonl; after --resume FILE, move later checkpoints to a subfolder. Call it when no
-        check that could refuse the run remains. All ranks must call."""
+        metrics.jsonl; after --resume FILE, move later checkpoints to a subfolder and, if no
+        ckpt_best.pt is left, reset the best metric. Call it when no check that could refuse the run
+        remains. All ranks must call."""
         p = self.progress
 
         def find_best():

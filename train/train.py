@@ -32,8 +32,9 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
           on_evaluation: Callable[[int, dict], object] | None = None,
           data: Data | None = None) -> dict[str, Any]:
     """Resume or start the run that `config` describes, and train it until it is finished. Return a
-    dict: iter_num, val_loss, best_val_loss, finished (the reason), history (the numbers of each
-    evaluation) and test (numbers on the test data, {} if not evaluated).
+    dict: iter_num, val_loss and best_val_loss (`None` and inf without an evaluation), finished (the
+    reason), history (a list with a dict of numbers per evaluation) and test (numbers on the test
+    data, {} if not evaluated).
 
     model: an nn.Module to train instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after each evaluation with {val_NAME: number}, on every
@@ -69,8 +70,8 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 def training_loop(run):
     """Evaluate, save and train an opened Run until it is finished, then save, evaluate the test
-    data and log a summary. Raises Stopped after a signal (the state is saved then), BadNumbers,
-    CollectiveExit."""
+    data and log a summary. Raises UserError, e.g. Stopped after a signal (the state is saved then),
+    BadNumbers or CollectiveExit."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
@@ -255,8 +256,9 @@ def log_step(run, lr, loss, norm, sums):
 # evaluation, and how the run reacts to it
 
 def validate(run):
-    """Evaluate a Run on fixed validation batches; all ranks must call. Log the numbers, and update
-    the best metric, the plateau schedule and early stopping; also write samples and loss.svg.
+    """Evaluate a Run on fixed validation batches; all ranks must call. Log the numbers, update the
+    best metric, the plateau schedule and early stopping, call run.on_evaluation, and write samples
+    and loss.svg.
 
     Return {val_NAME: number}, or `None` after a signal: nothing is recorded then.
     """
@@ -328,7 +330,7 @@ def must_stop_evaluation(run, done, total):
 def update_best_and_schedules(run, numbers):
     """Update a Run after an evaluation, `numbers` {val_NAME: number}: the best metric (run.best_due
     is set if this is the best), the plateau schedule, and early stopping, which sets
-    run.progress.finished."""
+    run.progress.finished. Best metric and early stopping ignore untrained weights (step 0)."""
     c = run.config
     p = run.progress
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
