@@ -79,7 +79,8 @@ def weights_module():
 
 def find_start(folder, config, ranks, log):
     """Create and lock `folder` (a RunFolder) and return the Start of the run: a checkpoint that
-    --resume selects, otherwise the weights of --init_from, otherwise from scratch. log(text): for
+    --resume selects, otherwise the weights of --init_from, otherwise from scratch. With
+    config.mirror, a folder without a checkpoint first gets that of the mirror. log(text): for
     messages. All ranks must call. Raises CheckpointError, or UserError if the folder is locked, on
     all ranks."""
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
@@ -248,7 +249,8 @@ def check_fits(start, config, data, model, ranks):
 def find_changes(state, config, data):
     """Return {name: (old value, new value)} of all differences between the run of the checkpoint
     `state` (a dict) and this one, with `config` and `data` (a Data): keys of the configuration that
-    affect the results, "data" (fingerprint of the training data), entries of Data.spec."""
+    affect the results, "data" (fingerprint of the training data), entries of Data.spec (`None`: not
+    in that spec)."""
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
@@ -393,8 +395,8 @@ def find_drift(tensors, ranks):
 
 
 def add_bits(tensor):
-    """Return the sum of the bits of a tensor, read as integers: an int, modulo 2**64, the same on
-    each device. Tensors with different sums differ."""
+    """Return the sum of the bits of a tensor, read as integers: a signed 64-bit int, which may
+    overflow, the same on each device. Tensors of equal storage offset and different sums differ."""
     flat = tensor.detach().reshape(-1)
     # As int64 if possible: torch copies smaller integers before it adds them.
     is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)

@@ -51,10 +51,10 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 class Data:
     """The data of a run.
 
-    train, val: loaders, or torch Datasets for train(data=...); val `None`: no evaluation. spec:
-    facts about the data that the model needs (vocabulary, tokenizer, classes, sizes), plain Python
-    types, saved in ckpt.pt. test: a loader that is evaluated once, at the end of the run. use: the
-    command that uses the trained model, printed at the end of the run ("": the model type's USE).
+    train, val, test: loaders, or torch Datasets for train(data=...). val `None`: no evaluation.
+    test: evaluated once, at the end of the run. spec: facts about the data that the model needs
+    (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt. use: the command
+    that uses the trained model, printed at the end of the run ("": the model type's USE).
     """
     train: object
     val: object = None
@@ -156,11 +156,12 @@ class Loader:
     """Base class of loaders: it computes which samples a batch contains. get_batch(device, step)
     returns a batch.
 
-    samples: number per epoch. val_samples: number of validation samples, which do not overlap.
-    batch_size: of this rank's batches. val_batch_size: of validation batches, equal at any world
-    size. A subclass has positions(g) -> where the samples numbered g (m,) int64, ascending, are in
-    the data, (m,) int64; rows(positions) -> arrays of the samples there; tensors(arrays, device) ->
-    a batch; identity() -> plain types that identify the data.
+    samples: number per epoch. val_samples: number of validation samples, which do not overlap:
+    sample i is at position i * stride (1 by default). batch_size: of this rank's batches.
+    val_batch_size: of validation batches, equal at any world size. A subclass has positions(g) ->
+    where the samples numbered g (m,) int64, ascending, are in the data, (m,) int64; rows(positions)
+    -> arrays of the samples there; tensors(arrays, device) -> a batch; identity() -> plain types
+    that identify the data.
     """
     calls_per_chunk = 1  # batches that are read at once
     places = "rows"      # what positions() returns, for messages
@@ -181,9 +182,9 @@ class Loader:
 
     def get_batch(self, device: str | torch.device = "cpu",
                   step: int | None = None) -> tuple[torch.Tensor, ...]:
-        """Return this rank's batch of `step` (default: the next one) on `device`, a tuple of
-        tensors (B, ...). The same (seed, step) gives the same batch. Read-only: do not modify it.
-        DataError if step < 0."""
+        """Return this rank's batch of `step` on `device`, a tuple of tensors (B, ...). Calls
+        without `step` return the batches of steps 0, 1, 2, ... The same (seed, step) gives the same
+        batch. Read-only: do not modify it. DataError if step < 0."""
         index = self.step if step is None else step
         if index not in self.chunk_steps or device != self.chunk_device:
             self.read_chunk(index, device)
@@ -228,9 +229,9 @@ class Loader:
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
     def fixed_samples(self, count, index):
-        """Return the numbers of the validation samples in batch `index` of the `count` requested
-        ones, spread evenly over the data. (<= val_batch_size,) int64, ascending. IndexError if
-        there is no such batch."""
+        """Return the numbers, in 0..val_samples-1, of the validation samples in batch `index` of
+        the `count` requested ones; together the batches are spread evenly over the data.
+        (<= val_batch_size,) int64, ascending. IndexError if there is no such batch."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
@@ -240,9 +241,9 @@ class Loader:
         return chosen * self.val_samples // n
 
     def fixed_batch(self, index, count, device="cpu"):
-        """Return validation batch `index` of the `count` requested ones, a tuple of tensors:
-        samples without overlap, spread evenly over the data, always the same. IndexError if there
-        is no such batch."""
+        """Return validation batch `index` of the `count` requested ones, a tuple of tensors. The
+        batches are always the same: samples without overlap, together spread evenly over the data.
+        IndexError if there is no such batch."""
         positions = self.fixed_samples(count, index) * self.stride
         return self.tensors(self.rows(positions), torch.device(device))
 
@@ -301,8 +302,8 @@ class DataLoader(Loader):
 
     def identity(self):
         """Return a dict that identifies the tokens, independently of file names: their number, the
-        dtype, the bytes of all shards, and one SHA-256 of the first and last MiB of every shard in
-        order, which is fast for 1 TB. A change elsewhere in a shard is not noticed."""
+        dtype, the size of all shards in bytes, and one SHA-256 of the first and last MiB of every
+        shard in order, which is fast for 1 TB. A change elsewhere in a shard is not noticed."""
         # Content, not names or times: a copy on a different disk is the same data.
         digest = hashlib.sha256()
         shards = self.stream.shards

@@ -223,8 +223,9 @@ def gathered_numel(n_matrices, size, n_ranks):
 
 def orthogonalize_together(matrices):
     """Return the list [orthogonalize(matrix)] for N matrices of equal (or transposed) shape that
-    every rank holds. Each rank computes ceil(N / ranks) of them and sends the results, so that all
-    ranks have the same bits. All ranks must call."""
+    every rank holds. Each rank computes ceil(N / ranks) of them (if there are fewer matrices than
+    ranks, one or two) and sends its part of the results, so that all ranks have the same bits. All
+    ranks must call."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
