@@ -146,9 +146,10 @@ def parse_options(argv, problems):
 
 class Aliases:
     """The tables in train/aliases.yaml, which translate names and values of other trainers, as
-    attributes: names {name: key}, words {name: {word: value}}, switches [name], per_epoch {name:
-    key in epochs}, models {key: model type that has it}, hints {name: why there is no key}. The
-    YAML file is read when the first attribute is needed."""
+    attributes: names {name: key; or a list of keys, of which the model has one; or a template for
+    fill()}, words {name: {word: value, or {key: value}}}, switches [name], per_epoch {name: key in
+    epochs}, models {key: model type that has it}, hints {name: why there is no key}. A key or value
+    "ignored" has no effect. The YAML file is read when the first attribute is needed."""
 
     def __getattr__(self, name):
         path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
@@ -274,7 +275,7 @@ def read_settings(path, overrides, problems):
     file at `path` (the key `config` in `overrides` replaces the path), the file that the key
     `best_config` in `overrides` names, and `overrides` (command-line arguments, or a dict). Later
     sources take precedence. Values are not parsed yet. Messages are appended to the list
-    `problems`."""
+    `problems`; ConfigError for an unknown model type."""
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}

@@ -307,7 +307,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def unused_keys(self):
         """Return {key: condition} of the keys without effect that the user set, or that differ from
         the default. The condition, a text, states when the key would have an effect: if another key
-        is set ("NAME") or has one of the values ("NAME=A|B")."""
+        is set ("NAME"), or is A or B or contains the letter A or B ("NAME=A|B")."""
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
                 if not self.has_effect(f) and (

@@ -78,7 +78,8 @@ class ModelHooks:
     """
 
     def numbers(self, sums):
-        """Return {name: number} for a log line. sums: {name: CPU tensor}, over all batches, with
+        """Return {name: number, list of numbers or `None`} to be logged, without the names of log
+        lines (LINE_NAMES in train/logger.py). sums: {name: CPU tensor}, over all batches, with
         "loss" and "count". Default: every other scalar sum divided by the count (`None` if that is
         0)."""
         return {name: float(value / sums["count"]) if sums["count"] else None
@@ -101,8 +102,8 @@ class ModelHooks:
         state that is a function of the step. Also called for submodules. Default: nothing."""
 
     def after_step(self, it, sums):
-        """Run after optimizer step `it`, also if the update was skipped. sums: {name: CPU tensor}
-        of the step, over all ranks. Default: nothing."""
+        """Run after optimizer step `it`, also if the update was skipped. Not called for submodules.
+        sums: {name: CPU tensor} of the step, over all ranks. Default: nothing."""
 
     def flops_per_unit(self):
         """Return FLOPs, forward and backward, per token or row. The MFU needs it. Default: 0,
@@ -171,7 +172,8 @@ def load_model_type(name):
 
 
 def model_types():
-    """Return the names that `--model` accepts, sorted: the Python files and folders in model/."""
+    """Return the names that `--model` accepts, sorted: the Python files and packages in model/,
+    except NOT_MODEL_TYPES, which have other purposes."""
     folder = os.path.join(REPOSITORY, "model")
     names = {entry.removesuffix(".py") for entry in os.listdir(folder)
              if entry.endswith(".py") or os.path.isfile(os.path.join(folder, entry, "__init__.py"))}
