@@ -25,10 +25,11 @@ ON_OFF = {True: "on (the first step takes a while)", False: "off"}
 def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
-    """Return the torch.device for `name`. auto: cuda (unless prefer_cuda is false), then mps (for
-    one rank only), then cpu. The GPU with the index device_id (default: local_rank) becomes torch's
-    current device. local_world_size: number of ranks on this machine. report: print the
-    capabilities. Raises SetupError if the device is missing."""
+    """Return the torch.device for `name`: auto, cpu, mps, cuda or, for one rank, cuda:N. auto: cuda
+    (unless prefer_cuda is false), then mps (for one rank only), then cpu. The GPU with the index N
+    (default: device_id, otherwise local_rank) becomes torch's current device. local_world_size:
+    number of ranks on this machine. report: print the capabilities. Raises SetupError if the device
+    is missing or `name` invalid."""
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         name = ("cuda" if prefer_cuda and torch.cuda.is_available() else

@@ -80,7 +80,8 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, each line with the time; on the console show(line, live)."""
+        """Append `text` to train.log, each line with the time, and print `line`, if any, on the
+        console. live: new text of the line at the bottom of a terminal (`None`: unchanged)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
@@ -299,8 +300,9 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, at the end of step `it`. warn(text)
-        if get() of the loader `batches` has waited long; its `seconds` become 0."""
+        """Return the mean seconds per step since the last lap, at the end of step `it`. Call
+        warn(text) if get() of `batches`, a Prefetcher, has waited for a large part of this time
+        (batches.seconds, which is set to 0)."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))

@@ -13,7 +13,9 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up, then args.lr_schedule.
     Cosine (arXiv:1608.03983), linear and wsd (warm-up, stable, decay: linear in the last part,
-    arXiv:2404.06395) reach min_lr at lr_decay_iters. args: as for read_schedule()."""
+    arXiv:2404.06395) reach min_lr at lr_decay_iters; step multiplies by lr_factor every step_iters,
+    down to min_lr; the others, also plateau, are constant (the caller multiplies by the scale of
+    ReduceOnPlateau). args: as for read_schedule()."""
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak

@@ -43,9 +43,10 @@ class Signals:
     """Context in which SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run
     (`stop`: the signal's number, or 0), and SIGUSR1 a checkpoint (`save`). agree() returns the
     requests of all ranks. The handler only sets these flags; the loop reads them between
-    micro-batches and drops a partial step. A second request exits at once, except under torchrun,
-    where one request causes two signals (Slurm signals torchrun and all ranks, torchrun the ranks)
-    and torchrun kills slow ranks."""
+    micro-batches and drops a partial step (a model with persistent buffers, e.g. BatchNorm,
+    completes it). A second request exits at once, except under torchrun, where one request causes
+    two signals (Slurm signals torchrun and all ranks, torchrun the ranks) and torchrun kills slow
+    ranks."""
 
     def __init__(self):
         self.stop = 0
