@@ -37,7 +37,7 @@ def get_lr(it: int, args) -> float:
 def read_schedule(args):
     """Return a TrainConfig for an object with the attributes learning_rate, warmup_iters (or
     warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate, e.g.
-    min_lr. KeyError if one of the first three is missing."""
+    min_lr, all in vars(args). KeyError if one of the first three is missing there."""
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
