@@ -237,9 +237,10 @@ def describe_mismatches(tensors, expected, dtypes=True):
 
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
     """Raise CheckpointError with a list of the `changes` {name: (value in the checkpoint, new
-    value)} whose names are not in `allowed`, the value of --allow_change ("all" allows every name).
-    path: of the checkpoint. alternatives: more remedies, a text for the message. fits: whether the
-    tensors would fit with the changes; if so, the message recommends --allow_change."""
+    value)} whose names are not in `allowed`, the list of names of the key allow_change (["all"]
+    allows every name). path: of the checkpoint. alternatives: more remedies, a text for the
+    message. fits: whether the tensors would fit with the changes; if so, the message recommends
+    --allow_change."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:

@@ -60,7 +60,8 @@ def add_dashes(argv, parser):
 
 def make_parser(cls, prog, epilog=None):
     """Return the argparse.ArgumentParser of the dataclass `cls`, whose fields are made by key().
-    The docstring of `cls` is the description.
+    The docstring of `cls` is the description. The parsed values are texts or lists of texts, `None`
+    if not given: make_options() converts them to the types of the fields.
 
     A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
     several times. Metadata of a field: positional, required, metavar, option (the option's name if

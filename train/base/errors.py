@@ -52,8 +52,8 @@ class CollectiveExit(UserError):
 
 
 class BadNumbers(CollectiveExit):
-    """Non-finite loss, gradients or weights; training has stopped before updating the model or
-    replacing a checkpoint."""
+    """Non-finite loss, gradients or weights: training stops before it updates the model with them
+    or replaces a checkpoint."""
 
 
 class Stopped(CollectiveExit):

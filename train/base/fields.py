@@ -165,8 +165,8 @@ def check_limits(value, meta):
 
 def parse_mixture(data_dir):
     """Return {folder: weight} of the text "folder:weight,folder:weight", a value of the key
-    data_dir, or {} if there is no comma or no weight (a single folder). ValueError for an invalid
-    weight and for a missing or repeated folder."""
+    data_dir, or {} if there is no comma or no weight (a single folder). ValueError for a weight
+    that is not a positive number, and for an empty or repeated name of a folder."""
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
         return {}

@@ -141,9 +141,9 @@ def next_free_path(folder, stem, suffix=".pt"):
 
 
 def lock_folder(folder):
-    """Lock `folder` for this process and return the open lock file: close() releases the lock, as
-    does the end of the process. UserError, which names the process with the lock, if that is a
-    different one. Without effect if the system or the file system has no locks."""
+    """Lock `folder` and return the open lock file: close() releases the lock, as does the end of
+    the process. UserError, which names the process with the lock, if it is locked already, also by
+    this process. Without effect if the system or the file system has no locks."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

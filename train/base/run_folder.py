@@ -60,7 +60,7 @@ class RunFolder:
 
     def open(self):
         """Create and lock the folder, and remove incomplete files of killed processes.
-        CheckpointError if it cannot be used; UserError if it is locked by a different process."""
+        CheckpointError if it cannot be used; UserError if it is locked already."""
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)

@@ -111,10 +111,10 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """The collectives of one kind in a training step: `count` calls, e.g. of "all_reduce". nbytes:
-    bytes of the tensors of all calls together (all_gather and reduce_scatter: of the whole tensors;
-    all_to_all: of one rank's part). ranks: a range, the members of the process group that contains
-    rank 0."""
+    """The collectives of one kind in a training step: `count` calls of `kind`, e.g. "all_reduce".
+    nbytes: bytes of the tensors of all calls together (all_gather and reduce_scatter: of the whole
+    tensors; all_to_all: of one rank's part). ranks: a range, the members of the process group that
+    contains rank 0."""
     kind: str
     ranks: range
     count: int

@@ -197,9 +197,9 @@ def check_resume(case):
 
 
 def check_weights(case):
-    """Check that the weights in a checkpoint have the loss that the run has logged for them, unlike
-    those of an optimizer that evaluates with other weights. Return a text for the report, or raise
-    AssertionError; SetupError without validation data."""
+    """Check that the weights in the first run's ckpt.pt have the validation loss that this run has
+    logged; not so if an optimizer evaluates with other weights, e.g. averages, than it saves.
+    Return a text for the report, or raise AssertionError; SetupError without validation data."""
     data, model = case.build()
     if data.val is None:
         raise SetupError("no validation data")
@@ -254,9 +254,10 @@ class FixedChoices(TorchFunctionMode):
 
 
 def check_gradients(case):
-    """Compare the slope of the loss along a random half of the gradient of each kind of parameter
-    (the same name but for numbers) with central differences. Return a text for the report, or raise
-    AssertionError; SetupError if the loss is too flat."""
+    """Compare gradients with central differences of the loss, along a random half of the elements
+    of the gradient of one parameter of each kind (names that differ in digits only). Return a text
+    for the report, or raise AssertionError, also if a trained parameter has no gradient; SetupError
+    if the loss is too flat."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
     with FixedChoices() as fixed:
@@ -289,11 +290,12 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare three forms of a GPT's loss and their gradients: in chunks, compiled for a GPU, and
-    from samples that are all ids. In eval mode, also compare with the cross-entropy of the logits;
-    this is also done for the loss of a batch (tokens, targets). The logits are made large, because
-    a cap has no effect on small ones. Return a text for the report, or raise AssertionError;
-    SetupError if the model is no GPT."""
+    """Compare three forms of a GPT's loss, and the norms of their gradients: LinearCrossEntropy, in
+    chunks; whole_cross_entropy, which a GPU compiles (here it is not compiled);
+    SampledCrossEntropy, with all ids of the vocabulary as the sample. In eval mode, also compare
+    them with the cross-entropy of the logits, as is the model's loss of a batch (tokens, targets).
+    The logits are made large: a cap has no effect on small ones. Return a text for the report, or
+    raise AssertionError; SetupError if the model is no GPT."""
     def differentiate(loss):
         model.zero_grad()
         value = loss()
@@ -420,8 +422,8 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a list of a few valid values, other than `value`, of the configuration key whose
-    dataclass field is `field`."""
+    """Return a list of values, other than `value`, to try for the configuration key of the
+    dataclass `field`; its limits may refuse some. [] unless it is bool, a number or has choices."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", ())
     if kind is bool:

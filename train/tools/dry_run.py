@@ -33,8 +33,9 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Measure and print the memory and time of the run that `config` describes; with world_size,
-    print a plan for that many GPUs instead. Raises CollectiveExit if it does not fit."""
+    """Measure and print the memory and time of the run of `config`, a TrainConfig; if
+    config.world_size is set, print a plan for that many GPUs instead. Raises CollectiveExit if it
+    does not fit."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
@@ -88,8 +89,8 @@ def check_memory(memory, available, ranks):
 
 def measure_step(config, data, ranks, dtype, compiled, available):
     """Return (seconds per optimizer step, peak bytes of memory without weights, gradients and
-    optimizer state). data: a Data. dtype: of autocast. compiled: whether to compile the model.
-    available: bytes of memory.
+    optimizer state; on a CPU with the memory of the program itself). data: a Data. dtype: of
+    autocast. compiled: whether to compile the model. available: bytes that may be used.
 
     On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and a part of a
     micro-batch as large as time and memory allow; the rest is extrapolated.

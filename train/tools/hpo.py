@@ -226,10 +226,11 @@ def finished_trials(study):
 
 
 def run_trial(study, config, space, stage, out):
-    """Train the next trial of a stage and return it, an optuna.FrozenTrial; arguments as for
-    open_study(), which returned `study`. If training fails, e.g. with a non-finite loss or out of
-    memory, the trial is marked as pruned, so that the sampler avoids these parameters. After
-    interrupts and other exceptions, which are raised, the trial is queued to be repeated."""
+    """Train the next trial of `study`, a result of open_study(), and return it, an
+    optuna.FrozenTrial. space: {key: Optuna distribution}, narrowed for this stage; other arguments
+    as for open_study(). If training fails, e.g. with a non-finite loss or out of memory, the trial
+    is marked as pruned, so that the sampler avoids these parameters. After interrupts and other
+    exceptions, which are raised, the trial is queued to be repeated."""
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),

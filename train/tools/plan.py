@@ -19,8 +19,9 @@ from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 @dataclass
 class Gpu:
-    """A type of GPU: memory in GiB, and bandwidths in GB/s per GPU in one direction: to GPUs of the
-    same node (link), to other nodes (network), to the memory of the host (host)."""
+    """A type of GPU: `name` (a key of PEAK_TFLOPS), memory in GiB, and bandwidths in GB/s per GPU
+    in one direction: to GPUs of the same node (link), to other nodes (network), to the memory of
+    the host (host)."""
     name: str  # in PEAK_TFLOPS
     memory: float
     link: float
@@ -78,10 +79,11 @@ def log_table(log, config, data, model, flops):
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
     """Return the estimated costs of a run with config.distributed, {name: number}: memory (bytes
-    per rank); per step: collectives (calls), within and between (bytes sent within and between
-    nodes), seconds, efficiency (share of the time that computes); save (bytes of a checkpoint),
-    stall (seconds per save), sensible (bool: fits, and is efficient). gpu: a Gpu. dtype: of matrix
-    products. activations: bytes per sample. flops: per step. per_node: ranks per node."""
+    per rank); per step: collectives (calls), within (bytes that a rank sends within its node),
+    between (bytes that a node sends to others), seconds, efficiency (share of the time that
+    computes); save (bytes of a checkpoint), stall (seconds that training waits per save), sensible
+    (bool: fits, and is efficient). gpu: a Gpu. dtype: of matrix products. activations: bytes per
+    sample. flops: per step, over all ranks. per_node: ranks per node."""
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -136,8 +138,8 @@ def copied_weights(model, shards, dtype):
 
 def activation_bytes(model, batch, dtype):
     """Return the bytes per sample that the forward pass of `model` stores for the backward pass.
-    model: on the meta device; it is changed. batch: a tuple of tensors. dtype: of autocast.
-    SetupError if the bytes depend on the values in the batch."""
+    model: on the meta device; its weights become fake tensors, so pass a copy. batch: a tuple of
+    tensors. dtype: of autocast. SetupError if the bytes depend on the values in the batch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

@@ -66,9 +66,10 @@ def student_quantile(freedom):
 
 
 def make_table(results, n_seeds, config):
-    """Return a table, a list of rows of strings with a header, of `results`, {(size, change):
-    {seed: ChildRun}}. The verdict on a change is that of all sizes if they agree, otherwise
-    unclear. n_seeds: number of seeds per setting."""
+    """Return a table of `results`, {(size, change): {seed: ChildRun}}: a list of rows of strings,
+    COLUMNS and a row per (size, change). The verdict on a change is that of all sizes if they
+    agree, otherwise unclear. n_seeds: seeds per setting. config: a TrainConfig, with the name of
+    the metric and its mode (early_stopping_metric, early_stopping_mode)."""
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
     comparisons = {(size, change): compare(values[size, change], values[size, BASE],

@@ -51,9 +51,11 @@ class WatchOptions:
 # files
 
 def read_run(folder, stamps):
-    """Return (records of metrics.jsonl, {name: value for the page}) of the run in the folder
-    `folder`, a Path. stamps: [(modification time, size)] of the run's files, at least one; the
-    values "started" and "changed" are the first and the last of these times."""
+    """Return (records of metrics.jsonl, values for the page) of the run in the folder `folder`, a
+    Path. stamps: [(modification time, size)] of the run's files, at least one. The values are a
+    dict: name; started and changed, the first and the last of these times; step and evaluation, the
+    last record of each kind or {}; end: finished, stopped or `None`; eta; lines, the last of the
+    log; sample, the last generated text."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
@@ -78,9 +80,10 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: [(modification time, size), ...]} of the `n` newest runs below the folder
-    `top`, the newest last, with a pair per existing file in FILES. A run is a folder with
-    metrics.jsonl or train.log."""
+    """Return {folder: [(modification time, size), ...]} of the `n` newest runs in the folder `top`,
+    the last changed one last, with a pair per existing file in FILES. A run is a folder with
+    metrics.jsonl or train.log: `top` itself or up to MAX_DEPTH levels below, but not in hidden
+    folders and old_N."""
     found = {}
     for folder, subfolders, files in os.walk(top):
         is_last = len(Path(folder).relative_to(top).parts) == MAX_DEPTH
