@@ -57,9 +57,9 @@ def compare(values, base, mode="min"):
 
 
 def student_quantile(freedom):
-    """Return the 97.5% quantile of Student's t distribution, to 0.1%. freedom: degrees of freedom,
-    1 or more. Computed by the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5), which is
-    too low for 1 and 2: these are tabulated."""
+    """Return the 97.5% quantile of Student's t distribution, within 0.13%. freedom: degrees of
+    freedom, 1 or more. Computed by the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5),
+    which is too low for 1 and 2: these are tabulated."""
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
