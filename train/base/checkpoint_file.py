@@ -36,7 +36,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
                     links: Sequence[str] = ()) -> None:
     """Write `state`, plain tensors and builtin types, to the file `path` durably, with a digest.
     The old file becomes *_prev.pt, and each path in `links` becomes a hard link to the new file.
-    CheckpointError if that fails; the old file is then unchanged."""
+    CheckpointError if that fails: the file `path` is then unchanged, but links may be new."""
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -48,8 +48,8 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
 def replace_checkpoint(path, write, links=(), size=0):
     """Replace the file `path`, durably and atomically, with the bytes that write(file) writes. The
     old file becomes *_prev.pt, and each path in `links` a hard link to the new one. size: in bytes,
-    for the message about a full disk, 0: unknown. CheckpointError if that fails; the old file is
-    then unchanged."""
+    for the message about a full disk, 0: unknown. CheckpointError if that fails: the file `path` is
+    then unchanged, but links may be new."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
