@@ -192,8 +192,8 @@ def mix(data, weights):
 
 
 def check_compatible(a, data_a, b, data_b):
-    """Raise DataError unless the Data of folders a and b have samples of the same shape and the
-    same spec, and their model type supports mixtures."""
+    """Raise DataError unless data_a and data_b, the Data of the folders a and b, have samples of
+    the same shape and the same spec, e.g. the tokenizer, and their model type supports mixtures."""
     # An attribute of the model type, e.g. a reward function, belongs to one folder.
     if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "

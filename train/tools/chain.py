@@ -32,8 +32,8 @@ class ChainOptions:
 
 def train_chain(options, arguments):
     """Train all models and the student, and print a table. Return the exit code: 1 if a run has
-    crashed, otherwise 0. options: ChainOptions; arguments: a list, those of run_train.py. Raises
-    UserError."""
+    crashed, otherwise 0. options: ChainOptions; arguments: a list, those of run_train.py. UserError
+    for a model type other than gpt, and for a configuration without evaluations."""
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")

@@ -173,10 +173,11 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the Optuna study of stage `number` in out/study.db. The first trial has the
-    parameters `start` {key: value}. Each stage is a study, as results of runs of different lengths
-    are not comparable. ConfigError if the study was created with a different `config`, `space` or
-    `stage` (its max_iters and narrow)."""
+    """Open or create, and return, the Optuna study of stage `number` (from 1) in out/study.db.
+    space: {key: Optuna distribution}; stage: an item of read_space()'s stages. The first trial of a
+    new study has the parameters `start` {key: value}. Each stage is a study, as results of runs of
+    different lengths are not comparable. ConfigError if the study was created with a different
+    `config`, `space` or `stage` (its max_iters and narrow)."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4

@@ -90,8 +90,9 @@ def make_table(results, n_seeds, config):
 
 
 def make_test_table(results):
-    """Return a table of the numbers on the test data, mean and spread over the seeds, of the
-    results {(size, change): {seed: ChildRun}}; only a header if there are none."""
+    """Return a table of the numbers on the test data, mean and standard deviation over the seeds,
+    of the results {(size, change): {seed: ChildRun}}: a list of rows of strings, after a header;
+    only the header if there are no such numbers."""
     table = [("change", "on test data", "runs", "mean", "spread")]
     for (size, change), by_seed in results.items():
         tests = [run.test for run in by_seed.values() if run.value is not None]
@@ -125,9 +126,10 @@ class RepeatOptions:
 
 
 def repeat(options, arguments):
-    """Run all settings with all seeds, print the table and append it to results.tsv. Return the
-    exit code: 1 if every run has crashed. options: RepeatOptions; arguments: a list, those of
-    run_train.py. Raises UserError."""
+    """Train every setting (a size, with and without a change) with every seed, print the table and
+    append it to results.tsv in the parent folder of options.out. Return the exit code: 1 if every
+    run has crashed, otherwise 0. options: RepeatOptions; arguments: a list, those of run_train.py.
+    UserError for a change of seed or out_dir, and for a configuration without evaluations."""
     config = load_argv(arguments)  # of run_train.py
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):

@@ -176,9 +176,10 @@ class ScalingOptions:
 
 
 def scaling(options, arguments):
-    """Train the runs, fit the law and print the prediction for the larger run. Return the exit
-    code: 1 if the larger run, trained with options.check, crashed. options: ScalingOptions;
-    arguments: a list, those of run_train.py. Raises UserError."""
+    """Train a run per budget and depth, fit the law and print the prediction for the larger run.
+    Return the exit code: 1 if the larger run, trained with options.check, crashed, otherwise 0.
+    options: ScalingOptions; arguments: a list, those of run_train.py. UserError for fewer than two
+    budgets, and if fewer than MIN_RUNS runs end with a loss or they determine no law."""
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:
