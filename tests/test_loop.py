@@ -160,6 +160,11 @@ def test_lengths_in_epochs_are_told_in_epochs(run):
     assert result["history"] == records
 
 
+def test_a_step_of_several_epochs_ends_at_max_epochs(run):
+    _, told = run(max_epochs=0.001, eval_epochs=0.0005, lr_decay_iters=None)
+    assert [r["epoch"] for name, r, *_ in told if name == "evaluation"] == [0, 0.001]
+
+
 @pytest.mark.parametrize("changes, evaluated, saved", [
     ({}, [0, 5, 10, 12], [5, 10, 12]), (dict(eval_on_start=False), [5, 10, 12], [5, 10, 12]),
     (dict(save_interval=4), [0, 5, 10, 12], [4, 8, 12]),

@@ -31,9 +31,9 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 def parse_rope_scaling(text):
     """Return the numbers in "8" or "8,1,4,8192" (the factor; or factor, low, high, original
     length), the value of the key rope_scaling, as a tuple of floats. ValueError for any other text
-    and for numbers of 0 or less."""
+    and for numbers that are not positive and finite."""
     numbers = tuple(float(number) for number in text.split(","))
-    if len(numbers) not in (1, 4) or not all(number > 0 for number in numbers):
+    if len(numbers) not in (1, 4) or not all(0 < x < math.inf for x in numbers):
         raise ValueError
     return numbers
 

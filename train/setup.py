@@ -422,7 +422,7 @@ class Run:
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.completes(epochs=c.eval_epochs):
-            return math.floor(epochs / c.eval_epochs + 1e-9) * c.eval_epochs
+            epochs = math.floor(epochs / c.eval_epochs + 1e-9) * c.eval_epochs
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
