@@ -343,7 +343,8 @@ def test_norms_of_16_bits_keep_them_all(folders, tmp_path):
     (dict(layer_types="FX"), "layer_types: 'FX': expected a letter per layer"),
     (dict(layer_types="FW"), "window: missing"), (dict(head_dim=5), "must be even for pos: rope"),
     (dict(rope_scaling="8,1"), "rope_scaling: expected FACTOR .*got '8,1'"),
-    (dict(rope_scaling="-2"), "got '-2'"), (dict(rope_scaling="inf"), "got 'inf'"), (dict(rope_scaling="a"), "expected FACTOR"),
+    (dict(rope_scaling="-2"), "got '-2'"), (dict(rope_scaling="inf"), "got 'inf'"),
+    (dict(rope_scaling="a"), "expected FACTOR"),
     (dict(eos_ids="1,x"), "eos_ids: expected end-of-text ids, .*got '1,x'"),
     (dict(norm_position="none"), "norm_position"), (dict(family="{}"), "unknown key 'family'")])
 def test_fields_that_were_typed_wrongly_are_refused(keys, named):
