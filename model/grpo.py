@@ -412,7 +412,7 @@ def open_prompts(config, ranks, needs_answers):
         loader.rows_digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return loader
     data = Data(load("train"), load("val") if c.eval_interval else None,
-                spec | dict(row_tokens=width + c.answer_tokens))
+                spec | dict(row_tokens=width + c.answer_tokens), use=USE)
     data.reward_function = rewards
     return data
 

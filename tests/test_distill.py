@@ -297,7 +297,7 @@ def test_loss_of_own_answers_is_that_of_trl():
     assert float(loss) == pytest.approx(4 * float(expected), rel=1e-4)
 
 
-def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path):
+def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path, capsys):
     """The divergence falls; the result is a chat model, which needs no teacher."""
     last = train(load_config(None, answering | dict(out_dir=str(tmp_path / "out"), max_iters=30,
                                                     sample_tokens=4)))
@@ -305,6 +305,7 @@ def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path):
     assert loss[-1] < 0.5 * loss[0]
     assert {"val_exact", "val_length"} <= last["history"][0].keys()
     assert "### Assistant:" in (tmp_path / "out/samples.txt").read_text()
+    assert capsys.readouterr().out.rstrip().endswith("ckpt.pt --chat")  # the next command
     said = python("-m", "model.sample", "--ckpt", tmp_path / "out/ckpt.pt", "--chat", "--prompt",
                   "7?", "--max_new_tokens", "3")
     assert said.returncode == 0, said.stderr
