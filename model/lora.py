@@ -80,12 +80,12 @@ def open_data(config, ranks):
     backbone = describe_backbone(path, "backbone", ranks)
     kind = backbone["kind"]
     shape = backbone["shape"]
+    c = with_shape(config, shape, path)  # above all block_size
     if kind not in ("gpt", "chat", "distill") or "n_layer" not in shape:
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
                               "model with its model_args; of dpo, grpo or lora, convert it: python "
                               f"-m model.convert --ckpt {path} --to gpt.safetensors")
     vocab_size = shape["vocab_size"]
-    c = with_shape(config, shape, path)  # above all block_size
     data = open_text(c, ranks)
     check_tokenizer(backbone["tokenizer"], path, data.spec, c)
     if data.spec["vocab_size"] > vocab_size:

@@ -192,6 +192,17 @@ def test_a_run_that_starts_from_weights_has_its_own_balance_rate(tmp_path, data_
             assert code == 2 and "balance_rate: it has 0.01, the configuration says 0.0" in text
 
 
+@pytest.mark.parametrize("changes", [
+    dict(model="gpt", init_from="{}"), dict(model="lora", backbone="{}")])
+def test_other_model_types_train_no_experts(tmp_path, data_dir, changes):
+    path = tmp_path / "ckpt.pt"
+    model = build_model(tiny(), SPEC)
+    torch.save(dict(model=model.state_dict(), model_args=vars(model.config), config=OWN), path)
+    changes = {key: value.format(path) for key, value in changes.items()}
+    code, text = run_program(data_dir, tmp_path / "out", **changes)
+    assert code == 2 and f"{path}: a mixture of experts, which only --model moe trains" in text
+
+
 def test_split_into_micro_batches_changes_no_gradient():
     model, (x, y) = build_model(tiny(load_balance_coef=1.0, z_loss_coef=0.1), SPEC), batch()
     found = []

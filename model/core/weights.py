@@ -73,7 +73,11 @@ def take_shape(config, state, path, inherit=None):
     if inherit is None:
         return {}
     known = fields_by_name(config)
-    taken, wrong = inherit(config, load.upgrade_args(state.get("model_args") or {}))
+    model_args = load.upgrade_args(state.get("model_args") or {})
+    if "n_experts" in model_args and "n_experts" not in known:
+        raise CheckpointError(f"{path}: a mixture of experts, which only --model moe trains; "
+                              f"--model {config.model} needs the weights of a dense model")
+    taken, wrong = inherit(config, model_args)
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
                               "remove these keys to use the checkpoint's")
