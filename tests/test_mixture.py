@@ -192,7 +192,8 @@ def test_forms_of_the_key(given, tmp_path):
 
 
 def test_folders_of_old_stay_folders():
-    for name in ("data/bin/a", "x/{split}_*.bin", "a,b", "C:/data", "C:/a,b", "a:1", "{split}"):
+    for name in ("data/bin/a", "x/{split}_*.bin", "a,b", "C:/data", "C:/a,b", "a:1", "{split}",
+                 "data/bin/Report, 2024"):
         assert load_config(None, [f"--data_dir={name}"]).data_dir == name
     home = os.path.expanduser("~")
     config = load_config(None, ["--data_dir=~/a:1,~/b:2"])

@@ -168,7 +168,7 @@ def parse_mixture(data_dir):
     data_dir, or {} if there is no comma or no weight (a single folder). ValueError for a weight
     that is not a positive number, and for an empty or repeated name of a folder."""
     parts = [part.rpartition(":") for part in data_dir.split(",")]
-    if len(parts) < 2 or not any(re.match(r"\s*[-+.\d]", weight) for _, _, weight in parts):
+    if len(parts) < 2 or not any(re.match(r":\s*[-+.\d]", colon + n) for _, colon, n in parts):
         return {}
     weights = {os.path.expanduser(folder.strip()): to_float(weight) for folder, _, weight in parts}
     if len(weights) < len(parts) or "" in weights or min(weights.values()) <= 0:
