@@ -75,8 +75,8 @@ def take_shape(config, state, path, inherit=None):
     known = fields_by_name(config)
     model_args = load.upgrade_args(state.get("model_args") or {})
     if "n_experts" in model_args and "n_experts" not in known:
-        raise CheckpointError(f"{path}: a mixture of experts, which only --model moe trains; "
-                              f"--model {config.model} needs the weights of a dense model")
+        raise CheckpointError(f"{path}: a mixture of experts, which --model {config.model} cannot "
+                              "train; expected the weights of a dense model")
     taken, wrong = inherit(config, model_args)
     if wrong:
         raise CheckpointError(f"{path}: shape mismatch:\n{bullets(wrong)}\n"
