@@ -55,6 +55,8 @@ def parse_messages(value, name):
         role = message.get("role", message.get("from"))
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
+        if message.get("weight") == 0:  # of OpenAI's format
+            raise ValueError("weight 0: answers that are not learned are not supported")
         turns.append((ROLES[role], parse_content(message.get("content", message.get("value")))))
     return turns
 

@@ -259,6 +259,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"prompt": " ", "response": "x"}\n', [], "a.jsonl:1: no question in prompt"),
     ('{"q": null, "a": "x"}\n', ["--field", "q", "--field", "a"], "no question in q"),
     ('{"messages": [{"role": "tool", "content": ""}]}', [], "role 'tool': expected one of"),
+    ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', [], "weight 0: answers"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),
     ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are"),
