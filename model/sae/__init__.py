@@ -103,15 +103,16 @@ def keep_largest(x, k):
 
 class SparseAutoencoder(nn.Module):
     """A sparse autoencoder: forward(activations (N, D), group) -> (mean loss, sums, reconstruction
-    (N, C)). D is C, or for a transcoder 2C (input and target).
+    (N, C) in the units of the activations). D is C, or for a transcoder 2C (input and target).
+    sums {name: tensor}: the parts of the loss and statistics for numbers(), summed over N.
 
     Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
     1, and the squared error is about the share of variance that is not explained. Outliers (the
     first newline or comma in many published models) are replaced by the mean before encoding, and
     the reconstruction leaves each unchanged.
 
-    group: of batchtopk, the number of activations that keep k features each on average in training
-    (default: all). A run has groups of one sample, the same at any number of ranks.
+    group: of batchtopk in training, the number of consecutive rows that keep k features each on
+    average (default: all). SAEModel passes the rows of one window, independent of the batch size.
     """
 
     def __init__(self, config, spec):
@@ -134,8 +135,9 @@ class SparseAutoencoder(nn.Module):
         self.may_have_dead = True  # updated after each step; True only costs time
 
     def initial(self, name, shape, seed):
-        """Return the initial value of the tensor `name`: random directions for the decoder, and the
-        transpose for the encoder, as in sae-lens; `None` for an unknown name."""
+        """Return the initial value of the parameter or buffer `name`: W_dec, random directions, and
+        W_enc, the transpose, as in sae-lens; biases and `silent` 0; thresholds 1; mean and scale of
+        `spec`. `None` for an unknown name."""
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
@@ -190,8 +192,10 @@ class SparseAutoencoder(nn.Module):
 
     def batch_topk(self, x, group):
         """Return, of batchtopk in training (arXiv:2412.06410), the features (N, F) before the
-        nonlinearity, without gradient; a tuple of reconstructions (N, C), one per prefix; and sums
-        {name: tensor}. x (N, C): normalised activations. group: as for batch_threshold()."""
+        nonlinearity, without gradient; a tuple of reconstructions (N, C) of normalised activations,
+        one per prefix, the last from all features; and {"fired": (F,) how often each feature fired,
+        "threshold": sum over rows}. x (N, C): normalised activations. group: as for
+        batch_threshold()."""
         bias = self.bias()
         with torch.no_grad():
             pre = torch.addmm(bias, x, self.W_enc).float()  # (N, F)
@@ -274,13 +278,14 @@ class SparseAutoencoder(nn.Module):
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
 
     def numbers(self, sums):
-        """Return the metrics of a log line. sums {name: tensor}: over all batches.
+        """Return the metrics {name: float} of a log line. sums {name: tensor}: those of forward(),
+        added over all batches, and "count", the number of activations.
 
         explained_variance: over all activations and dimensions together, because a mean of ratios
-        would be biased. l0: features per token. dead: in training the features that have not fired
-        for dead_after steps, in evaluations all that never fired. In evaluations also the
-        backbone's lm_loss, spliced_loss with the reconstruction, and loss_recovered: 1 if both are
-        equal, 0 if the reconstruction is no better than zeros.
+        would be biased; `None` if they are constant. l0: features per token. dead: in training
+        those that have not fired for dead_after steps, in evaluations all that never fired. In
+        evaluations also the backbone's lm_loss, spliced_loss with the reconstruction, and
+        loss_recovered: 1 if both are equal, 0 if the reconstruction is no better than zeros.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -322,7 +327,8 @@ class SAEModel(nn.Module):
         return getattr(self, module).initial(own_name, shape, seed)
 
     def compile(self, *args, **kwargs):
-        """Compile the autoencoders only: an evaluation adds hooks to the backbone."""
+        """Compile the autoencoders, except batchtopk, whose shapes depend on the data. The backbone
+        is not compiled, because evaluations add hooks to it."""
         for sae in self.children():
             if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
                 sae.compile(*args, **kwargs)
@@ -334,8 +340,8 @@ class SAEModel(nn.Module):
         return len(c.layer) * rows * self.spec["d_in"]
 
     def of_layer(self, n):
-        """Return an SAEModel that shares the autoencoder of layer n and has no other. Raises
-        ConfigError if there is no such layer."""
+        """Return an SAEModel, in eval mode, that shares the autoencoder of layer n and has no
+        other. Raises ConfigError if there is no such layer."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])
@@ -358,8 +364,9 @@ class SAEModel(nn.Module):
         return backbone
 
     def forward(self, x, targets=None):
-        """Return (sum of the layers' mean losses, sums {name: tensor}). Training: x (B, T, L D)
-        activations. Evaluation: x, targets (B, T) tokens, with sums of the backbone's loss:
+        """Return (sum of the layers' mean losses, sums {name: tensor}). Without targets (training,
+        or no backbone), x is activations (B, T, L D). With targets (evaluation), x and targets are
+        tokens (B, T), and sums also has the backbone's loss, times the number of activations:
         unchanged, spliced with the reconstruction, and with zeros instead."""
         total, sums, rows = 0.0, {}, x
         if targets is not None:

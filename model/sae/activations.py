@@ -89,8 +89,8 @@ class Backbone:
     @torch.no_grad()
     def activations(self, idx):
         """Return the activations (B, T - N_SKIPPED, L D), float32, for tokens idx (B, T), without
-        the first N_SKIPPED tokens: of each of the L layers D channels, C, or for a transcoder 2C
-        (input and target)."""
+        the first N_SKIPPED tokens of a window (one: its activations are far larger than others): of
+        each of the L layers D channels, C, or for a transcoder 2C (input and target)."""
         seen = {}  # {module: (input, output)}
         def record(module, args, out):
             seen[module] = args[0], out
@@ -114,8 +114,9 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return (mean, scale), the result of measure_scale(), of the activations of n_windows
-        windows that are evenly spaced in the loader `tokens`; of several layers, two lists."""
+        """Return (mean, scale) of the activations of n_windows windows, evenly spaced in the
+        loader `tokens`: mean, a list of D floats; scale, the factor for a mean variance of 1, as in
+        measure_scale(). Of several layers, each is a list with an element per layer."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
@@ -210,9 +211,9 @@ class ActivationLoader:
         return (torch.stack(rows),)
 
     def fill(self, step, device):
-        """Return the B ring buffers of the micro-batch with number `step`, one per position in the
-        batch, filled with the windows up to that step; if steps were skipped, new ones on `device`,
-        which are refilled."""
+        """Return the B ring buffers of micro-batch `step` (counted over the whole run), one per
+        position in the batch, after adding the activations of the windows at the same positions of
+        the global batch up to this step. If any were skipped: new buffers on `device`, refilled."""
         n = self.accumulation
         micro = step % n
         last, buffers = self.filled.get(micro, (-math.inf, []))
@@ -233,8 +234,9 @@ class ActivationLoader:
 
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir: activations of the backbone for training and windows of
-    tokens for evaluations; without a backbone, prepared activations for both."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder of tokens: the backbone's
+    activations for training and windows of tokens for evaluations. Without a backbone, the result
+    of open_activations()."""
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
@@ -250,8 +252,9 @@ def open_data(config, ranks):
 
 
 def open_activations(config, ranks):
-    """Return the Data of a folder with activations: {train,val}_activations.npy, float32 (windows,
-    T, C). The T activations of a window should be a random sample. Raises DataError."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder with activations:
+    {train,val}_activations.npy, float32 (windows, T, C). The T activations of a window should be
+    drawn at random from all texts: the loader shuffles windows only. Raises DataError."""
     def load(split, d_in=None):
         loader = RowLoader(open_rows(config.data_dir, split, activations=((None, d_in), None,
                                                                           None)), config, ranks)
