@@ -42,8 +42,10 @@ from train.system import load_model_type
 
 @dataclass
 class Source:
-    """A model to export: path of the checkpoint, weights {our name: tensor}, GPTConfig or
-    MoEConfig, formulas (model/core/formulas.py), tokenizer and chat template, if any."""
+    """A model to export: path of the checkpoint; weights {our name: tensor}; shape, the GPTConfig
+    or MoEConfig; tokenizer and chat template, if any. formulas: {"DEFINITION (FILE)": digest} of
+    the functions and classes for the logits that were edited when the checkpoint was written, or
+    None (model/core/formulas.py)."""
     path: str
     weights: dict
     shape: object
@@ -53,10 +55,10 @@ class Source:
 
 
 def read_source(state, path, backbone=None, for_others=True):
-    """Return the Source of the checkpoint `state`, a dict read from `path`. backbone: the present
-    path of the model that adapters need; for_others: whether a different program will compute the
-    logits, which requires unedited formulas. Raises CheckpointError for models that cannot be
-    exported."""
+    """Return the Source of the checkpoint `state`, a dict read from `path`, with adapters merged.
+    backbone: the present path of the model that adapters need; for_others: whether a different
+    program will compute the logits: then the code that computes them must not have been edited.
+    Raises CheckpointError for models that cannot be exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -92,8 +94,9 @@ def write_json(folder, name, content):
 
 def export_folder(source, to, precision):
     """Write a Source to the folder `to` in the format of Hugging Face, for transformers, vLLM and
-    llama.cpp's converter; return a description. precision: dtype of the weights, a name. Raises
-    CheckpointError for options that no family of models has."""
+    llama.cpp's converter; return a description, e.g. "a LlamaForCausalLM". Deletes files of a
+    different model in it. precision: dtype of the weights, a name. Raises CheckpointError for
+    options that no family of models has."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -122,8 +125,9 @@ def export_folder(source, to, precision):
 
 
 def export_weights(source, to, precision):
-    """Write the weights of a Source by our names, and a description of the model, to the
-    .safetensors file `to`; return a description. precision: dtype of the weights, a name."""
+    """Write the weights of a Source by our names to the .safetensors file `to`, with configuration,
+    formulas, tokenizer and chat template as JSON in the header; return a text that says what was
+    written. precision: dtype of the weights, a name."""
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
@@ -146,9 +150,9 @@ def export_nanogpt(source, to, precision):
 
 def export_merged(state, path, to, precision, backbone):
     """Write the checkpoint `state`, a dict read from `path`, as one checkpoint of this program with
-    the backbone to the file `to`: adapters are merged into the weights, a memory is included.
-    backbone: present path of the backbone; precision: dtype of the weights, a name. Return a
-    description."""
+    the backbone to the file `to`: adapters are merged into the weights; the layers of model/memory
+    stay beside it. backbone: present path of the backbone; precision: dtype of the weights, a name.
+    Return a text that says what was written, and the next command."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -174,9 +178,10 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
     """Write the model at `ckpt`, a path that read_model() accepts, to `to`, in the format that the
-    name implies: .pt, .safetensors, .gguf, otherwise a Hugging Face folder. backbone: present path
-    of the frozen model; ema: write running averages; quantize: "q8_0", for .gguf. Raises
-    UserError."""
+    name implies: .pt (nanoGPT's; this program's for shards, adapters and model/memory),
+    .safetensors, .gguf, otherwise a Hugging Face folder. backbone: present path of the frozen
+    model; ema: write the running averages of the weights; quantize: "q8_0", for .gguf. Prints what
+    was written. Raises UserError."""
     ending = os.path.splitext(to)[1]
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).

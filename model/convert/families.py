@@ -71,9 +71,10 @@ FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window",
 class Family:
     """A model_type: the class in `transformers`, the keys of config.json and their implied values.
 
-    keys: {our field: key of config.json}. values: {our field: [values]} of these models, if not the
-    default. defaults: {key: the meaning if it is missing}. layers: the letters that layer_types may
-    have. activations: {name there: our mlp}. constants: {key: value} that is always written.
+    keys: {our field: key of config.json}. values: {our field: [values]} that these models imply,
+    without a key, if not our default; the first is read, any is exported. defaults: {key: the value
+    if it is missing}. layers: the letters of read_layers() that these models may have.
+    activations: {name there: our mlp}. constants: {key: value} that is always written.
     experts: whether it is a mixture of experts. is_encoder: whether it is a backbone for
     classifiers, which is read and not written.
     """
@@ -265,9 +266,10 @@ def read_layers(c, n):
 
 
 def read_rope(given, theta):
-    """Return (rope_theta, rope_scaling or None), fields of a GPTConfig, of `given`, an entry of
-    rope_parameters in a config.json. theta: the default of rope_theta. Raises CheckpointError for
-    unsupported types."""
+    """Return (rope_theta, rope_scaling), fields of a GPTConfig, of `given`, an entry of
+    rope_parameters in a config.json. rope_scaling: a text, "FACTOR" or Llama 3's four numbers,
+    "8,1,4,8192", or None. theta: the default of rope_theta. Raises CheckpointError for unsupported
+    types."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
         raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3")

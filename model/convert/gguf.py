@@ -92,8 +92,8 @@ def gguf_tensors(weights, c, kind, arch, names):
 
 
 def write_shape(writer, source, arch):
-    """Write the shape of a Source to `writer`, a GGUFWriter, in the keys of llama.cpp's
-    architecture `arch`."""
+    """Write the name and configuration (sizes, positions) of a Source to `writer`, a GGUFWriter, in
+    the keys of llama.cpp's architecture `arch`. The context is at most one attention window."""
     c = source.shape
     # No windows in llama.cpp: only texts that fit into one are computed the same.
     windows = [c.window for letter in list_layers(c) if letter in "Ww"]

@@ -79,9 +79,9 @@ def rename(name, table, known_only=True):
 
 def complete_weights(weights, shape, kind):
     """Return `weights` {our name: tensor} as other programs have them: without the padding of the
-    vocabulary, with all norms of queries and keys; for "gpt2" and "nanogpt" with q, k, v
-    concatenated, for "gpt2" with all biases. shape: the GPTConfig. kind: a key of NAMES, e.g.
-    "llama"."""
+    vocabulary; ones for norms of queries and keys without weights; for "gpt2" and "nanogpt" q, k, v
+    concatenated; for "gpt2" zeros for missing biases. shape: the GPTConfig. kind: a key of NAMES,
+    e.g. "llama"."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -97,8 +97,9 @@ def complete_weights(weights, shape, kind):
 
 
 def write_weights(weights, shape, kind):
-    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}. Raises
-    CheckpointError for a name that has no counterpart there.
+    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}, in the
+    layout there (e.g. q, k, v concatenated, experts separate). Raises CheckpointError for a name
+    that has no counterpart there.
 
     shape: their GPTConfig. kind: a key of NAMES, e.g. "llama".
     """
