@@ -178,8 +178,8 @@ class MultimodalAutoencoder(nn.Module):
         return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
-        """Return the part of the prediction (N, T) that is a ridge regression, in float32, from
-        standardised modalities x {name: (N, D) or (N, K, D)}."""
+        """Return the part of the prediction (N, T) that is a ridge regression, in float32, from x,
+        the result of standardise(). NaN counts as 0, the mean."""
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             # Sharded, the parameters may be in bfloat16.
@@ -209,8 +209,9 @@ class MultimodalAutoencoder(nn.Module):
     def numbers(self, sums):
         """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
         of the loss per row; "correlation", Pearson's r over all rows of a subject, as a mean over
-        the dimensions of the target and the subjects; in evaluations with a linear path also
-        "ridge", the correlation of the linear path without the network."""
+        the dimensions of the target and the subjects for which it is defined, `None` if there are
+        none; in evaluations with a linear path also "ridge", the correlation of the linear path
+        without the network."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))
@@ -220,8 +221,9 @@ class MultimodalAutoencoder(nn.Module):
 
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir, a folder that data.prepare.features wrote. With
-    linear_path, its attribute linear_path is the result of fit_linear_path(). Raises UserError."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
+    wrote. With config.linear_path and a target, the Data has an attribute linear_path, the ridge
+    regression (weight, bias) of fit_linear_path(). Raises UserError."""
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
     if unknown := weighted - meta["modalities"].keys():

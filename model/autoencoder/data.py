@@ -18,8 +18,9 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
 def read_features_meta(folder):
     """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
-    "modalities" {name: D}, "target" (D or `None`), "mean", "std" and, if present, "shift",
-    {name: [D floats]} each, and "subjects", a list of integers. Raises DataError."""
+    "modalities" {name: D}; "target" (D or `None`); "mean" and "std" over the training rows and, if
+    present, "shift", the offset that was subtracted from an array, {name: [D floats]} each; if
+    present, "subjects", a list of integers. Raises DataError."""
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
@@ -116,9 +117,10 @@ def scale_of(spec, name):
 
 
 def open_ceiling(folder, split, spec):
-    """Return the noise ceiling (S, T), a float32 tensor, that data.prepare.features computed from
-    repeats of the target in this split; `None` without repeats, or if the subjects of `folder` are
-    not those of `spec`, the dict of read_features_meta(). Raises DataError."""
+    """Return the noise ceiling (S, T), a float32 tensor: the correlation with the target that a
+    perfect model would have, which data.prepare.features estimated from repeats of the target in
+    this split. `None` without repeats, or if the subjects of `folder` are not those of `spec`, the
+    dict of read_features_meta(). Raises DataError."""
     own = read_features_meta(folder).get("subjects")
     if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
         return None

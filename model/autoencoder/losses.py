@@ -42,8 +42,9 @@ def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modali
 
 
 def row_correlation(a, b):
-    """Return Pearson's r (N,) between the rows of a and b, both (N, D); 0 for a constant row. Each
-    row has a value, so that the mean over rows can be a training loss."""
+    """Return Pearson's r (N,) between the rows of a and b, both (N, D), with VARIANCE_EPS added to
+    their variances: 0 for a constant row, so that the mean over rows can be a training loss. Values
+    should be standardised, with variances of about 1."""
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     # The epsilon is inside the root: the gradient of a constant row is finite.
     return (a * b).mean(1) / ((a.square().mean(1) + VARIANCE_EPS)

@@ -21,7 +21,8 @@ def evaluate_rows(model, arrays, rows=1024):
     """Return (metrics, r, outputs) of a MultimodalAutoencoder on all rows of `arrays`, numpy arrays
     in the order of its forward(), in batches of `rows`.
 
-    metrics: {name: number}. r: the result of correlations(), `None` without a target. outputs:
+    metrics: {name: number}, `None` for the loss of an array without values and an undefined
+    correlation. r: the result of correlations(), `None` without a target. outputs:
     {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the model has a
     target, the prediction of it in the units of the original array.
     """

@@ -165,8 +165,10 @@ class Classifier(nn.Module):
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
         """Create the model with initial values from `seed`. shape: the GPTConfig of the backbone,
         which is built without an output layer. With rotary positions, block_size becomes the length
-        of the longest text. spec: Data.spec, a dict with "task", "classes", "class_counts",
-        "max_tokens" and, if above 1, "n_spans" (S). span_weight: factor of the evidence's loss.
+        of the longest text. spec: Data.spec, a dict with "task" ("class", "span" for evidence, or
+        "joint" for both), "classes", "class_counts", "max_tokens" and, if present, "n_spans" (S)
+        and "frame" (numbers of tokens that the tokenizer puts before and after a text, never
+        evidence). span_weight: for "joint", factor of the evidence's loss.
         bidirectional: each token sees the whole text, as always if the shape is not causal. ngrams:
         weights of NGrams per class, 0: none; not used for the task "span"."""
         super().__init__()
@@ -234,8 +236,8 @@ class Classifier(nn.Module):
     def predict_spans(self, x, ends):
         """Return spans (B, 2S), without overlaps, the best first: the most probable last token of
         the evidence and, given it, the most probable first token; then the same among the tokens
-        that are left, -1 below SPAN_SHARE. x (B, T, C): states; ends (B, T): scores of last
-        tokens."""
+        that are left, -1 if the last token is less than SPAN_SHARE times as probable as that of the
+        first span. x (B, T, C): states; ends (B, T): scores of last tokens."""
         position = torch.arange(x.size(1), device=x.device)
         limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)
         spans = []
@@ -264,10 +266,11 @@ class Classifier(nn.Module):
         return total / (spans[:, ::2] >= 0).sum(1).clamp(min=1) / 2
 
     def losses(self, x, scores, ends, labels, spans):
-        """Return the mean loss and the sums {name: tensor} of a batch; in eval mode also those of
-        numbers(): "confusion" (K, K), "odds" (log_odds_counts), span_sums(). x: states (B, T, C).
-        scores (B, K): of classes. ends (B, T): of the last token. labels (B,), spans (B, 2S): the
-        truth."""
+        """Return the mean loss and the sums {name: tensor} of a batch: "count", the number of rows,
+        for evidence alone of those that have some; with the task "joint" also the two losses; in
+        eval mode also those of numbers(): "confusion" (K, K), "odds" (log_odds_counts),
+        span_sums(). x: states (B, T, C). scores (B, K): of classes. ends (B, T): of the last token.
+        labels (B,), spans (B, 2S): the truth."""
         losses = {}  # (B,) each
         if self.head is not None:
             losses["label_loss"] = F.cross_entropy(scores, labels, reduction="none")
@@ -322,8 +325,9 @@ class Classifier(nn.Module):
 
 def log_odds_counts(scores, labels):
     """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins), for AUROC:
-    first the rows of other classes, then the rows of the class. scores (B, K): logits; labels (B,):
-    class indices."""
+    first the rows of other classes, then the rows of the class. The bins, LOG_ODDS_BINS
+    // K, are evenly spaced between -MAX_LOG_ODDS and MAX_LOG_ODDS. scores (B, K): logits; labels
+    (B,): class indices."""
     K = scores.size(1)
     logp = scores.log_softmax(1)
     bins = LOG_ODDS_BINS // K

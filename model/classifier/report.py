@@ -89,8 +89,8 @@ def evaluate_checkpoint(args):
 
 def load_rows(args, model, tokenizer):
     """Read the rows of args.data: files, or args.split of a prepared folder. Return ([tokens,
-    lengths, labels, spans], arrays as in data/labels.py; [{"id", "text", "true_label",
-    "true_evidence"} of each row]), None where unknown. Raises DataError."""
+    lengths, labels, spans], arrays as of to_arrays() in data/labels.py; [{"id", "text",
+    "true_label", "true_evidence"} of each row], the last two None if unknown). Raises DataError."""
     path = args.data[0]
     names = model.spec["classes"]
     frame = model.spec.get("frame", (0, 0))
@@ -127,8 +127,8 @@ def load_rows(args, model, tokenizer):
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return the list of the texts of the evidence in a text with the tokens `ids` (T,). spans
-    (2S,): first and last token of each span, or -1, in any order."""
+    """Return the list of the texts of the evidence in a text with the tokens `ids` (T,), in their
+    order there. spans (2S,): first and last token of each span, or -1, in any order."""
     pairs = sorted(zip(spans[::2], spans[1::2]))
     return [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
 
@@ -153,7 +153,8 @@ def calibrate(args, own_data, model, tokenizer):
 
 
 def rate_scores(targets, scores):
-    """Return classification_metrics() and "ece" of scores (N, K), probabilities. targets: (N,)."""
+    """Return classification_metrics() and "ece", the calibration_error(), as one dict. targets
+    (N,): true classes; scores (N, K): probabilities."""
     return metrics.classification_metrics(targets, scores) | dict(
         ece=metrics.calibration_error(targets, scores))
 

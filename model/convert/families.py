@@ -345,7 +345,7 @@ def list_layers(shape):
 def write_config(shape, kind, dtype, end):
     """Return the content of config.json, a dict, as transformers 4 and 5 read it. shape: a
     GPTConfig or MoEConfig; kind: a key of FAMILIES; dtype: of the weights, a name; end: the id of
-    the tokenizer's end of text, or None."""
+    the tokenizer's end of text, or None, for eos_token_id and bos_token_id if `shape` has none."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     fields = write_fields(shape, FAMILIES[kind])
     if shape.pad_id is not None:

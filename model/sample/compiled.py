@@ -67,8 +67,8 @@ class CompiledDecoder(nn.Module):
 def next_logits(model, idx, kv, positions, previous):
     """Return the logits (1, 1, V) after one token idx (1, 1) by `model`, a GPT, and store the
     token's keys and values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions,
-    previous: (1, 1) each, results of KVCache.start. To be compiled: all inputs and outputs are
-    tensors of fixed shapes."""
+    previous (1, 1): the position of the token, and the id of the token before it (-1: none), from
+    KVCache.start(). To be compiled: all inputs and outputs are tensors of fixed shapes."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
     logits = model(idx, cache=cache, last_only=True)
@@ -83,10 +83,10 @@ class SingleTokenCache:
 
     kv (L, 2, 1, G, S, D): layers, keys and values, one text, heads, slots for tokens, head size; or
     (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
-    true for the slots to see; start: the result of start(idx). New keys and values are collected in
-    the list `new`, and merged when the cache is read: a write to kv would make the compiled region
-    copy the cache. With key_offset, `new` also has the key of swap_last_key(), for the slot behind
-    the token.
+    true for the slots to see; start: (positions, previous), the result of KVCache.start(idx). New
+    keys and values are collected in the list `new`, and merged when the cache is read: a write to
+    kv would make the compiled region copy the cache. With the option key_offset (half of each key
+    is that of the token before), `new` also has the token's own key, for the slot behind it.
     """
     is_used = True  # by blocks that compile_decoder() accepts
 
@@ -99,8 +99,8 @@ class SingleTokenCache:
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
     def swap_last_key(self, layer, k):
-        """Keep the key k (1, 1, G, D) of the new token; return that of the token before. See
-        swap_last_key() of KVCache. layer is ignored."""
+        """Keep the key k (1, 1, G, D) of the new token for the next call; return that of the token
+        before, zeros for the first token. For key_offset, as in KVCache. layer is ignored."""
         key = k.transpose(1, 2).to(self.kv.dtype)  # (1, G, 1, D)
         self.last_key = [key.expand(2, *key.shape)]
         before = self.kv[0].index_select(2, self.slot) * (self.slot > 0)
@@ -136,15 +136,17 @@ class SharedGraphBlock(nn.Module):
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
     """Return (output, new): the output (1, 1, C) of a Block for one token x (1, 1, C), and the
-    token's keys and values for G heads of size D, (2, 1, G, 1, D) or, with key_offset, (2, 1, G, 2,
-    D). ropes: of GPTConfig.rope_tables. kv, slot, mask: of this layer, as for SingleTokenCache."""
+    token's keys and values for G heads of size D, (2, 1, G, 1, D) or, with the option key_offset,
+    (2, 1, G, 2, D): also the token's own key. ropes: of GPTConfig.rope_tables. kv (2, 1, G, S, D),
+    slot, mask: of this layer, as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 
 
 class ReductionLinear(ConcatLinear):
-    """ConcatLinear that computes one row on a CPU as a reduction, so that the compiler fuses it
-    with the operations around it into a single loop over the weights."""
+    """A ConcatLinear, i.e. linear layers with a common input as one, that in a compiled graph
+    computes one row on a CPU as a sum of products, in float32, so that the compiler fuses it with
+    the operations around it into a single loop over the weights."""
 
     def store(self, weight):
         self.weight = weight

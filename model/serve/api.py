@@ -218,7 +218,8 @@ class Answer:
 
     def choice(self, key, index, text, finish_reason):
         """Return an element of "choices", a dict, for an event of the job `index`. key: the name of
-        a chat's message: "message" in a whole response, "delta" in a chunk."""
+        a chat's message: "message" in a whole response, "delta" in a chunk. Only the first call for
+        a job of a chat adds the role."""
         content = dict(text=text)
         if self.chat:  # the role is in the first chunk only
             role = {} if index in self.started else dict(role="assistant")

@@ -40,10 +40,11 @@ class APIError(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One text to generate: the ids of the prompt, the options, and the state of the generation.
+    """One text to generate: the ids of the prompt, the RequestOptions, and the state of generation.
 
     The engine's thread calls on_event((text, finish_reason)) for each piece of text. finish_reason
-    is None except for the last piece: "stop", "length" or an exception.
+    is None except for the last piece: "stop", "length" or an exception. Setting `ended` cancels the
+    job. n_generated: number of new tokens; token: id of the last one.
     """
     ids: list
     options: object      # model.serve.api.RequestOptions
@@ -65,9 +66,10 @@ class Engine:
     submit() adds jobs, close() stops the engine.
 
     The constructor starts the thread that computes. max_tokens: the limit of new tokens per job,
-    for the API. timeout: seconds after which a job ends with an error. end_tokens: ids that end a
-    text, in addition to the end-of-text token. Attribute rows: the active jobs; rows[i] is in row i
-    of the key-value cache. When a job has ended, the last row is moved to the free row.
+    which api.py applies to requests, and the engine does not check. timeout: seconds from submit()
+    after which a job ends with an error. end_tokens: ids that end a text, in addition to the
+    end-of-text token. Attribute rows: the active jobs; rows[i] is in row i of the key-value cache.
+    When a job has ended, the last row is moved to the free row.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -121,8 +123,8 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        """Call step() in a loop until the engine is closed and all jobs are done. The function of
-        the engine's thread."""
+        """Call step() in a loop until the engine is closed and all jobs are done. If step() raises,
+        the active jobs end with an APIError event (500). The function of the engine's thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
