@@ -36,8 +36,9 @@ PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content
 def export_sae_lens(model, folder):
     """Write cfg.json and sae_weights.safetensors, which sae_lens.SAE.load_from_disk(folder) reads.
     model: an SAEModel of one layer. The weights include the centring and scaling of the
-    activations. A trained batchtopk autoencoder is exported as jumprelu, with or without prefixes.
-    Raises ConfigError for a transcoder with topk."""
+    activations; outliers are encoded there like all others. A trained batchtopk autoencoder is
+    exported as jumprelu, with or without prefixes. Raises ConfigError for a transcoder with topk.
+    """
     sae, c, spec = model.sae, model.keys, model.spec
     is_transcoder = c.target != "input"
     architecture = SAE_LENS.get(c.sae, ("jumprelu", "jumprelu_transcoder"))[is_transcoder]
