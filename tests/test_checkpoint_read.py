@@ -240,6 +240,9 @@ def test_init_from_a_file_that_never_would_move_is_refused(out, data_dir):
     with pytest.raises(CheckpointError, match="choose another --out_dir"):
         go(data_dir, out, init_from=str(out / "ckpt.pt"), resume="never")
     assert (out / "ckpt.pt").exists()
+    with pytest.raises(CheckpointError, match="--teacher x.pt,.*choose another --out_dir"):
+        go(data_dir, out, model="distill", teacher=f"x.pt,{out / 'ckpt.pt'}", resume="never")
+    assert (out / "ckpt.pt").exists()
 
 
 def test_init_from_shards_that_never_would_move_is_refused(tmp_path, data_dir):

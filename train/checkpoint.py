@@ -156,8 +156,9 @@ def find_checkpoint(config, log, damaged=()):
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
     elif config.resume == "never":
         own = {os.path.abspath(folder), os.path.abspath(os.path.join(folder, "shards"))}
-        inside = [f"--{name} {path}" for name, path in input_files(config).items()
-                  if own & {os.path.abspath(path), os.path.dirname(os.path.abspath(path))}]
+        inside = [f"--{name} {paths}" for name, paths in input_files(config).items()
+                  for path in map(os.path.abspath, paths.split(","))
+                  if own & {path, os.path.dirname(path)}]
         if inside:
             raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")

@@ -346,9 +346,10 @@ def load_argv(argv):
 
 
 def input_files(config, kinds=(True, "apart")):
-    """Return {key: path} of the files that a run of `config` reads besides the data, e.g. weights
-    to start from; keys that are not set are left out. kinds: which keys, by `reads` in the
-    metadata: True (weights whose shape the run inherits), "apart" (models of any shape)."""
+    """Return {key: value} of the files that a run of `config` reads besides the data; keys that are
+    not set are left out. A value may be a folder, hf:OWNER/NAME or, for `teacher`, "A,B". kinds:
+    which keys, by `reads` in the metadata: True (weights whose shape the run inherits), "apart"
+    (others: models of any shape, GRPO's reward file)."""
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.

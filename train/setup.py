@@ -344,8 +344,8 @@ class Run:
 
     def require_gradients(self, *_):
         """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
-        then has not averaged all other gradients, and would fail in the next forward pass. A hook
-        of the optimizer, which calls it before each step."""
+        then has not averaged all other gradients, and would fail in the next forward pass. With
+        DDP, a hook of the optimizer, which calls it before each step."""
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:

@@ -207,11 +207,11 @@ class MultimodalAutoencoder(nn.Module):
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Return {name: float} for a log line, from the sums of forward() over all rows: the parts
-        of the loss per row; "correlation", Pearson's r over all rows of a subject, as a mean over
-        the dimensions of the target and the subjects for which it is defined, `None` if there are
-        none; in evaluations with a linear path also "ridge", the correlation of the linear path
-        without the network."""
+        """Return {name: float or `None`} for a log line, from the sums of forward() over all rows:
+        the parts of the loss per row; if the model has a target, "correlation", Pearson's r over
+        all rows of a subject, as a mean over the dimensions of the target and the subjects for
+        which it is defined, `None` if there are none; in evaluations with a linear path also
+        "ridge", the correlation of the linear path without the network."""
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))

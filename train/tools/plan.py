@@ -108,9 +108,9 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return the bytes per rank that are in use between two steps, with config.optimizer and
-    config.distributed: {"weights", "gradients", "optimizer": bytes}. model: on any device, not
-    sharded."""
+    """Return the bytes per rank that are in use between two steps, with the optimizer, ema and
+    distributed of `config`: {"weights", "gradients", "optimizer" (with the averages of ema):
+    bytes}. model: on any device, not sharded."""
     shards = config.replica_size(world_size)
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     trained = sum(sizes.values())
