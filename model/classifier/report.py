@@ -48,8 +48,10 @@ def evaluate_checkpoint(args):
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
     labelled = np.array([row["true_label"] is not None for row in rows])
-    if args.baseline and not labelled.any():
-        raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label")
+    if args.baseline:
+        require("sklearn", "--baseline", "scikit-learn")
+        if not labelled.any():
+            raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label")
     scores, spans = predict(model, arrays, args.batch_size)
     tokens, _, targets, truths = map(np.asarray, arrays)
     report = dict(rows=len(rows))
@@ -162,8 +164,7 @@ def rate_scores(targets, scores):
 def fit_baselines(arrays, rows, texts, targets, n_classes):
     """Fit TF-IDF with logistic regression, of words and of characters, to training data: (arrays,
     rows) of load_rows(). Return {name: classification_metrics() with "ece" and "seconds"} on
-    `texts` and their class indices `targets` (N,). Raises SetupError without scikit-learn."""
-    require("sklearn", "--baseline", "scikit-learn")
+    `texts` and their class indices `targets` (N,)."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     out = {}
