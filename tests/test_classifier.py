@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHARED, run, tiny_args
+from conftest import SHARED, full_disk, run, tiny_args
 from processes import python
 from runs import (
     SMALL,
@@ -859,6 +859,16 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
     assert len(said) == 2 and {"id", "text", "label", "probability", "calibrated",
                                "evidence"} == set(json.loads(said[0]))
+
+
+def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsys):
+    args = ["--ckpt", str(trained / "ckpt.pt"), "--data", str(labels), "--out", str(tmp_path)]
+    assert evaluate_main(args) == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with full_disk(100):
+        assert evaluate_main([*args, "--split", "val"]) == 2
+    assert f"File too large: '{tmp_path}/predictions.jsonl'" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_two_folders_are_refused(trained, labels, capsys):

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import DataError, echo, require
 from train.base.fields import key
+from train.base.files import write_text
 from train.distributed import get_device
 
 
@@ -83,10 +83,12 @@ def evaluate_checkpoint(args):
     lines = [json.dumps({name: v for name, v in row.items() if v is not None}, default=str) + "\n"
              for row in rows]
     os.makedirs(args.out, exist_ok=True)
-    Path(args.out, "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    Path(args.out, "metrics.json").write_text(json.dumps(report, indent=1, allow_nan=False))
+    path = os.path.join(args.out, "predictions.jsonl")
+    write_text(path, "".join(lines))
+    text = json.dumps(report, indent=1, allow_nan=False)
+    write_text(os.path.join(args.out, "metrics.json"), text)
     echo(format_report(report))
-    print(f"Wrote {os.path.join(args.out, 'predictions.jsonl')}; metrics.json has all metrics")
+    print(f"Wrote {path}; metrics.json has all metrics")
 
 
 def load_rows(args, model, tokenizer):

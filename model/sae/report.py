@@ -14,6 +14,7 @@ from model.sae.activations import N_SKIPPED
 from train.base.cli import command, format_table
 from train.base.errors import ConfigError, echo
 from train.base.fields import key
+from train.base.files import write_text
 from train.base.tensors import write_safetensors
 from train.dataloader import DataLoader
 from train.distributed import Ranks
@@ -67,7 +68,7 @@ def export_sae_lens(model, folder):
         cfg["d_out"] = spec["d_in"]
     os.makedirs(folder, exist_ok=True)
     write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
-    Path(folder, "cfg.json").write_text(json.dumps(cfg, indent=1))
+    write_text(os.path.join(folder, "cfg.json"), json.dumps(cfg, indent=1))
 
 
 # -----------------------------------------------------------------------------

@@ -81,9 +81,13 @@ def describe_write_error(error, path, size=0):
 
 
 def write_text(path, text):
-    """Replace the file `path` atomically with `text`, in UTF-8."""
-    with atomic_write(path) as f:
-        f.write(text.encode("utf-8", "replace"))
+    """Replace the file `path` atomically with `text`, in UTF-8. An OSError names the file."""
+    try:
+        with atomic_write(path) as f:
+            f.write(text.encode("utf-8", "replace"))
+    except OSError as error:
+        error.filename = error.filename or path  # a full disk's has none
+        raise
 
 
 def add_link(source, target):
