@@ -3,9 +3,10 @@
     python -m train.tools.hpo --config FILE.yaml --space train/configs/hpo_example.yaml
 
 The search minimises val_loss, or follows early_stopping_metric and early_stopping_mode, and prunes
-bad trials after an evaluation. The same command resumes a search; started several times at once,
-workers share the trials (one per GPU: CUDA_VISIBLE_DEVICES=1 python -m train.tools.hpo ...), and
-may add a trial each to the requested number.
+bad trials after an evaluation. The same command resumes a search; a trial that was interrupted is
+repeated, but not one whose process was killed (kill -9). Started several times at once, workers
+share the trials (one per GPU: CUDA_VISIBLE_DEVICES=1 python -m train.tools.hpo ...), and may add a
+trial each to the requested number.
 """
 
 import contextlib
