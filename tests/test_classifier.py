@@ -1134,6 +1134,10 @@ def test_data_of_one_kind_need_no_key_of_their_own(kind, tmp_path, capsys):
     last = train(config)["history"][-1]
     assert config.early_stopping_metric == "val_score" and last["val_score"] is not None
     assert ("val_auroc" in last) == (kind == "class")
+    labelled = write_jsonl(tmp_path / "labelled.jsonl", make_rows(6))
+    args = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--data", labelled, "--baseline"]
+    assert evaluate_main(args) == (2 if kind == "span" else 0)
+    assert ("model predicts none" in capsys.readouterr().err) == (kind == "span")
 
 
 @pytest.mark.parametrize("theirs", ["gpt", "nanogpt", "llama"])

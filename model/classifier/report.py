@@ -50,8 +50,9 @@ def evaluate_checkpoint(args):
     labelled = np.array([row["true_label"] is not None for row in rows])
     if args.baseline:
         require("sklearn", "--baseline", "scikit-learn")
-        if not labelled.any():
-            raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label")
+        if model.head is None or not labelled.any():
+            raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label, or the "
+                            "model predicts none")
     scores, spans = predict(model, arrays, args.batch_size)
     tokens, _, targets, truths = map(np.asarray, arrays)
     report = dict(rows=len(rows))
