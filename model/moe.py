@@ -216,7 +216,9 @@ def has_grouped_mm(x, w):
     if x.is_cuda:
         return (x.dtype == torch.bfloat16
                 and torch.cuda.get_device_properties(x.device).major >= 8)
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    # PyTorch 2.13 cannot trace the product of float32.
+    return x.device.type == "cpu" and (x.dtype == torch.bfloat16 or x.dtype == torch.float32
+                                       and not torch.compiler.is_compiling())
 
 
 class Experts(nn.Module):

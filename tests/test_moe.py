@@ -138,6 +138,8 @@ def test_one_call_for_all_groups_equals_one_group_at_a_time(n_in, n_out, dtype):
     for one, other in zip(*grads):
         assert torch.allclose(one, other, rtol=tolerance, atol=tolerance)
     assert not grads[0][1][1].any()  # the group without rows: a gradient, and it is zero
+    compiled = torch.compile(linear, backend="eager")(x, ends)
+    assert torch.allclose(compiled, grads[0][0], rtol=tolerance, atol=tolerance)
 
 
 def test_the_bias_moves_against_the_load():
