@@ -144,8 +144,9 @@ def run_download(function, max_bytes, max_seconds, arguments):
         limits = {resource.RLIMIT_FSIZE: max_bytes,
                   resource.RLIMIT_DATA: min(16 * max_bytes, MAX_MEMORY_BYTES)}
         for kind, limit in limits.items():
-            lower = {limit, resource.getrlimit(kind)[1]} - {resource.RLIM_INFINITY}
-            resource.setrlimit(kind, (min(lower), min(lower)))
+            present = resource.getrlimit(kind)[1]  # which only root may raise
+            limit = limit if present == resource.RLIM_INFINITY else min(limit, present)
+            resource.setrlimit(kind, (limit, limit))
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")

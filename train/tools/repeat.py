@@ -134,9 +134,9 @@ def repeat(options, arguments):
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        keys = {word.lstrip("-").partition("=")[0] for word in shlex.split(text)}
-        if keys := keys & {"seed", "out_dir"}:
-            raise UserError(f"{text}: this command sets {keys.pop()} of each run")
+        names = {word.lstrip("-").partition("=")[0] for word in shlex.split(text)}
+        for name in names & {"seed", "out_dir"}:
+            raise UserError(f"{text}: this command sets {name} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     seeds = range(config.seed, config.seed + options.seeds)
