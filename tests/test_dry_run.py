@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from processes import python
+from processes import in_ranks_of, python
 
 from train.config import TrainConfig
 from train.distributed import Ranks
@@ -99,6 +99,12 @@ def test_averages_are_not_in_the_measured_step(data_dir, monkeypatch):
                                  2**40)[1] for ema in (0.0, 0.9)]
     P = sum(p.numel() for p in load_model_type("gpt").build_model(config, data).parameters())
     assert rest == [1000 * 2**20 - 16 * P] * 2  # weights, gradients, two moments
+
+
+def test_the_mesh_of_a_sharded_run_is_printed(data_dir):
+    code, text = in_ranks_of(2, "run_train.py", "--config=train/config_test.yaml", "--dry_run",
+                             "--vocab_size=256", f"--data_dir={data_dir}", "--distributed=fsdp")
+    assert code == 0 and "Mesh: 1 node x 2 processes: shard 2\n" in text
 
 
 @pytest.mark.slow

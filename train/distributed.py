@@ -281,15 +281,15 @@ def build_mesh(ranks, replica_size):
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
 
 
-def describe_mesh(model, ranks):
-    """Return a text about the replication and sharding of a model over the ranks, e.g. "2 nodes x 8
-    GPUs: replicate 2 x shard 8"."""
-    mesh = getattr(next(model.parameters()), "device_mesh", None)
-    sizes = zip(mesh.mesh_dim_names, mesh.shape) if mesh else [("replicate", ranks.world_size)]
+def describe_mesh(config, ranks):
+    """Return a text about the replication and sharding of the model of `config`, a TrainConfig,
+    over the ranks, e.g. "2 nodes x 8 GPUs: replicate 2 x shard 8"."""
+    size = config.replica_size(ranks.world_size)
+    sizes = [("replicate", ranks.world_size // size), ("shard", size)]
     n = ranks.ranks_per_node
     nodes = "1 node" if n == ranks.world_size else f"{ranks.world_size // n} nodes"
     return (f"{nodes} x {n} {'GPUs' if ranks.device.type == 'cuda' else 'processes'}: "
-            + " x ".join(f"{name} {size}" for name, size in sizes))
+            + " x ".join(f"{name} {count}" for name, count in sizes if count > 1))
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):

@@ -334,7 +334,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     log(f"Device: {device}; world size {ranks.world_size}{method}")
     if ranks.world_size > 1:
         from train.distributed import describe_mesh
-        log(f"Mesh: {describe_mesh(model, ranks)}")
+        log(f"Mesh: {describe_mesh(c, ranks)}")
     log(f"Precision: {precision}")
     n_params = sum(p.numel() for p in model.parameters())
     log(f"Model {c.model}: {n_params:,} parameters")
