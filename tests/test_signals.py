@@ -128,6 +128,12 @@ def test_stopped_while_evaluating_saving_or_loading_the_end_is_exact(tmp_path, d
     assert_same(undisturbed, out)
 
 
+def test_a_signal_in_the_last_save_prints_how_to_resume(tmp_path, data_dir):
+    """The test data are not evaluated then."""
+    code, text = run_program(data_dir, tmp_path / "out", env={"FAULT": "save_mid@20=sigterm"})
+    assert code == 143 and "Stopped at iter 20, saved. To resume:\n  python" in text
+
+
 @pytest.mark.matrix(63)
 def test_stopped_at_random_times_every_step_counts_once(tmp_path, data_dir):
     """SIGTERM at 12 random times of a run, also before it has begun -> exit 143, saved and tidy, or

@@ -16,7 +16,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import SetupError, UserError, echo, printable
+from train.base.errors import SetupError, Stopped, UserError, echo, printable
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, needing_evaluations, to_yaml
@@ -433,6 +433,12 @@ class Run:
         reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
+
+    def stop(self, signum):
+        """Log how to resume the run, which is saved, and raise Stopped for the signal `signum`."""
+        self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:\n"
+                      + logger.resume_command(self.config, self.ranks))
+        raise Stopped(signum)
 
     @contextlib.contextmanager
     def eval_mode(self):

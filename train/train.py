@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from train import checkpoint, distributed, logger
-from train.base.errors import BadNumbers, SetupError, Stopped
+from train.base.errors import BadNumbers, SetupError
 from train.config import TrainConfig
 from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
@@ -84,9 +84,7 @@ def training_loop(run):
         if stop_signal:
             # The state is complete here, and a resumed run repeats nothing.
             save(run, last=True)
-            run.log.info(f"Stopped at iter {p.iter_num}, saved. To resume:\n"
-                         + logger.resume_command(c, run.ranks))
-            raise Stopped(stop_signal)
+            run.stop(stop_signal)
         # The evaluation comes before the step of the same number: "step 0" is the untrained model.
         last = p.iter_num >= c.max_iters
         if run.evaluation_is_due(last) and validate(run) is None:
@@ -421,7 +419,7 @@ def finish(run):
     test(run)
     stop_signal, _ = run.signals.agree(run.ranks)
     if stop_signal:  # during the test; everything is saved
-        raise Stopped(stop_signal)
+        run.stop(stop_signal)
     # In float16, some steps always overflow at first, until the loss scale is low enough.
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
