@@ -184,6 +184,17 @@ def test_mlflow(tmp_path, monkeypatch):
     assert NAMES <= set(only.data.metrics)
 
 
+def test_mlflow_tells_the_address_of_a_server(tmp_path, monkeypatch):
+    """`mlflow ui` cannot show what a server has. A server that is not there is a warning."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", None)  # its retries
+    with Logger(tmp_path, trackers=["mlflow"]) as log:
+        log.start(0)
+    text = (tmp_path / "train.log").read_text()
+    assert " MLflow: http://127.0.0.1:9\n" in text and "'mlflow' failed and is dropped" in text
+
+
 def bare_python(code, folder):
     """Run code in a Python without any installed package but PyYAML; its completed process."""
     (folder / "lib").mkdir()

@@ -141,7 +141,8 @@ class MLflow:
         local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
         address = os.environ.get("MLFLOW_TRACKING_URI", local)
         self.client = MlflowClient(address)
-        log.info(f"MLflow: mlflow ui --backend-store-uri {address}")
+        is_server = address.startswith(("http", "databricks"))  # which has the viewer
+        log.info(f"MLflow: {'' if is_server else 'mlflow ui --backend-store-uri '}{address}")
         self.id = run_id
         if run_id:
             self.client.update_run(run_id, status="RUNNING")
