@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -592,6 +593,7 @@ def muon_by_hand(kind):
 
     from train import distributed
     from train.optimizer import Muon
+    warnings.simplefilter("error", FutureWarning)  # of a collective that is deprecated
     with distributed.process_group(load_config(None, RUN)) as ranks:
         mesh, generator = (ranks.world_size,), torch.Generator().manual_seed(0)
         mesh = init_device_mesh("cpu", mesh) if kind == "fsdp" else None

@@ -236,7 +236,9 @@ def orthogonalize_together(matrices):
     updates = orthogonalize(torch.stack([wide(m) for m in mine]))  # (of this rank, rows, columns)
     if n_ranks > 1:
         everything = updates.new_empty(n_ranks * part)
-        dist.all_gather_into_tensor(everything, updates.flatten()[start % size:][:part])
+        # The second name is deprecated from PyTorch 2.13 on.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(everything, updates.flatten()[start % size:][:part])
         updates = everything[:N * size].view(N, *updates.shape[1:])
     return [u.mT if m.size(0) > m.size(1) else u for m, u in zip(matrices, updates)]
 

@@ -487,12 +487,14 @@ def gathered(world_size, n):
 
     from train.optimizer import orthogonalize_together
     fake_ranks(world_size - 1, world_size)
-    sent, gather = [], dist.all_gather_into_tensor
+    name = next(name for name in ("all_gather_single", "all_gather_into_tensor")
+                if hasattr(dist, name))
+    sent, gather = [], getattr(dist, name)
 
     def watched(out, mine):
         sent.append(out.numel())
         return gather(out, mine)
-    dist.all_gather_into_tensor = watched
+    setattr(dist, name, watched)
     updates = orthogonalize_together([torch.randn(16, 48) for _ in range(n)])
     return [n / (16 * 48) for n in sent], len(updates)
 
