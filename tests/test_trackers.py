@@ -185,12 +185,15 @@ def test_mlflow(tmp_path, monkeypatch):
 
 
 def test_mlflow_tells_the_address_of_a_server(tmp_path, monkeypatch):
-    """`mlflow ui` cannot show what a server has. A server that is not there is a warning."""
+    """`mlflow ui` cannot show what a server has. A server that is not there is a warning, and soon:
+    the ranks wait."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", None)  # its retries
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     with Logger(tmp_path, trackers=["mlflow"]) as log:
         log.start(0)
+    assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 3
     text = (tmp_path / "train.log").read_text()
     assert " MLflow: http://127.0.0.1:9\n" in text and "'mlflow' failed and is dropped" in text
 

@@ -135,6 +135,8 @@ class MLflow:
     def __init__(self, log, system_info, run_id):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        # 13 s if the server is gone; MLflow's 7 are 5 minutes, for which the ranks would wait.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
         from mlflow.entities import Param
         folder = Path(log.out_dir).parent.resolve()
