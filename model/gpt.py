@@ -422,7 +422,7 @@ class GPT(nn.Module):
         # A sampled loss (head_samples) computes the logits of few rows of the output layer.
         skipped = head.numel() - len(getattr(self.loss, "ids", head)) * c.n_embd
         n = sum(p.numel() for p in weights) - skipped
-        trained = sum(p.numel() for p in weights if p.requires_grad) - skipped
+        trained = sum(p.numel() for p in weights if p.requires_grad) - skipped * head.requires_grad
         T = self.train_tokens
         visible = sum(min(block.attn.window or T, T) for block in self.h)
         attention = 4 * c.n_head * c.head_dim * visible

@@ -339,11 +339,12 @@ class RoutedGPT(GPT):
         """Return the training FLOPs per token. Of the groups (experts), only the k that a token
         uses are counted."""
         router = next(m for m in self.modules() if isinstance(m, Router))
-        grouped = sum(m.weight.numel() for m in self.modules() if isinstance(m, GroupedLinear))
-        # As in GPT: 2 per weight forward, and 4 backward unless the model is frozen.
-        flops = 6 if any(p.requires_grad for p in self.parameters()) else 2
-        unused = grouped - grouped * router.k // router.out_features
-        return super().flops_per_unit() - flops * unused
+        grouped = [m.weight for m in self.modules() if isinstance(m, GroupedLinear)]
+        # As in GPT: 2 per weight forward, 2 unless the model is frozen, 2 unless the weight is.
+        backward = 2 * any(p.requires_grad for p in self.parameters())
+        unused = sum((w.numel() - w.numel() * router.k // router.out_features)
+                     * (2 + backward + 2 * w.requires_grad) for w in grouped)
+        return super().flops_per_unit() - unused
 
 
 class MoE(RoutedGPT):

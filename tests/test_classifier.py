@@ -570,7 +570,11 @@ def test_how_a_classifier_is_made():
     other = Classifier(shape, spec, seed=4)
     assert not torch.equal(model.head.weight, other.head.weight)
     head = 6 * model.gpt.wte.weight.numel()  # an output layer, which is not computed
-    assert model.flops_per_unit() == (model.gpt.flops_per_unit() - head) * 12
+    trained = model.flops_per_unit()
+    assert trained == (model.gpt.flops_per_unit() - head) * 12
+    model.gpt.wte.requires_grad_(False)
+    assert model.flops_per_unit() == trained
+    model.gpt.wte.requires_grad_(True)
     learned = GPTConfig(block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=16,
                         pos="learned")
     assert Classifier(learned, spec).gpt.wpe.weight.shape == (16, 16)

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from model.core.kv_cache import KVCache
 from model.core.ops import (
     LinearCrossEntropy,
+    SampledCrossEntropy,
     apply_dropout,
     apply_rope,
     attend,
@@ -180,6 +181,11 @@ def test_flops_per_unit_by_hand():
     other.requires_grad_(False).h[0].mlp.requires_grad_(True)
     other.wte.requires_grad_(True)  # looked up
     assert other.flops_per_unit() == 4 * weights + 2 * 3 * 8 * 16 + 12 * 1 * 8 * 4
+    # A sampled loss computes 3 rows of the output layer, also of a frozen one.
+    other.loss = SampledCrossEntropy(torch.arange(128), 128, 3, seed=1)
+    assert other.flops_per_unit() == (
+        4 * (weights - 125 * 8) + 2 * 3 * 8 * 16 + 12 * 1 * 8 * 4)
+    other.loss = LinearCrossEntropy()
     assert other.requires_grad_(False).flops_per_unit() == 2 * weights + 4 * 1 * 8 * 4
 
 

@@ -402,4 +402,11 @@ def test_a_frozen_model_counts_a_third_of_the_flops():
     """2 per weight forward; 4 more backward"""
     model = build_model(tiny(n_experts=16), SPEC)
     trained = model.flops_per_unit()
+    experts = sum(p.numel() for name, p in model.named_parameters()
+                  if name.endswith(("mlp.gate.weight", "mlp.up.weight", "mlp.down.weight")))
+    for block in model.h:
+        block.mlp.requires_grad_(False)
+        block.mlp.router.requires_grad_(True)
+    used = experts * 2 // 16  # two experts of a token; their inputs have gradients
+    assert model.flops_per_unit() == trained - 2 * used
     assert 0 < model.requires_grad_(False).flops_per_unit() == trained / 3

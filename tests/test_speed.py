@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from torch import nn
 
 from train import device, logger
 from train.base import memory
@@ -121,9 +122,13 @@ def test_every_gpu_has_the_peaks_of_its_data_sheet():
 def test_flops_of_a_step():
     c, loader = TrainConfig(batch_size=3, gradient_accumulation_steps=4), types.SimpleNamespace(
         units_per_sample=5)
-    model = types.SimpleNamespace(flops_per_unit=lambda: 7)
-    assert flops_per_step(model, c, loader) == 7 * 3 * 4 * 5
-    assert flops_per_step(object(), c, loader) == 0
+    model = nn.Linear(2, 2)
+    assert flops_per_step(model, c, loader) == 0
+    model.flops_per_unit = lambda: 7 + model.weight.requires_grad
+    assert flops_per_step(model, c, loader) == 8 * 3 * 4 * 5
+    for frozen in (0, dict(lr_mult=0.0), dict(learning_rate=0.0)):  # it is trained until the run
+        c.lr_groups = dict(weight=frozen)
+        assert flops_per_step(model, c, loader) == 7 * 3 * 4 * 5 and model.weight.requires_grad
 
 
 @pytest.mark.parametrize("kind, world, flops", [("cpu", 1, 1.2e14), ("cpu", 4, 1.2e14),

@@ -315,7 +315,7 @@ class Classifier(nn.Module):
     def flops_per_unit(self):
         # The output layer is not computed, and the classifier's heads are small.
         head = (self.gpt.lm_head or self.gpt.wte).weight
-        n = 6 if head.requires_grad else 2
+        n = 2 + 2 * any(p.requires_grad for p in self.gpt.parameters()) + 2 * head.requires_grad
         return (self.gpt.flops_per_unit() - n * head.numel()) * self.gpt.config.block_size
 
     def compile(self, *args, **kwargs):
