@@ -83,7 +83,7 @@ def rows(folder, split="train"):
 @pytest.mark.parametrize("record", [
     {"prompt": "Say moo", "chosen": "moo", "rejected": "boo"},
     {"prompt": ASKED[1:], "chosen": [MOO], "rejected": [BOO]},
-    {"prompt": "Say moo", "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO], "score": 7},
+    {"prompt": "Say moo\n", "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO], "score": 7},
     {"chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
 ], ids=["texts", "messages", "ultrafeedback", "no prompt"])
 def test_forms_of_a_pair(record):
@@ -127,6 +127,8 @@ def test_a_prompt_before_whole_turns_is_kept():
     ({"chosen": [], "rejected": [MOO]}, "chosen: no message"),
     ({"prompt": ASKED, "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
      "chosen: the prompt's system message is missing"),
+    ({"prompt": "Say boo", "chosen": [ASKED[1], MOO], "rejected": [ASKED[1], BOO]},
+     "chosen: the prompt's user message is missing in this conversation"),
 ])
 def test_what_is_no_pair_is_refused(record, message):
     with pytest.raises(ValueError, match=message):

@@ -63,7 +63,7 @@ def join_messages(prompt, answer, name):
     and an answer: a text if there is a prompt, a list of messages that begins with the assistant's,
     or the whole conversation, which is returned as it is. Messages are dicts. name: the field of
     the answer, for error messages. Raises ValueError for other values, and for a whole conversation
-    without the prompt's system message."""
+    without a message of the prompt."""
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):
@@ -74,8 +74,9 @@ def join_messages(prompt, answer, name):
     before = parse_messages(prompt or [], "prompt")
     if messages[0][0] == "assistant":
         return before + messages
-    if any(message not in messages for message in before if message[0] == "system"):
-        raise ValueError(f"{name}: the prompt's system message is missing in this conversation")
+    said = [(role, text.strip()) for role, text in messages]
+    if lost := [role for role, text in before if (role, text.strip()) not in said]:
+        raise ValueError(f"{name}: the prompt's {lost[0]} message is missing in this conversation")
     return messages
 
 
