@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from browser import soon
-from conftest import run
+from conftest import full_disk, run
 from processes import REPO, python
 from runs import (
     SMALL,
@@ -1056,6 +1056,20 @@ def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys
     assert "ceiling" not in json.loads((tmp_path / "n.json").read_text())
     assert main([*argv, "--plot", str(tmp_path / "r.txt")]) == 2
     assert "Format 'txt' is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option, name", [("--to", "n.json"), ("--arrays", "a.npz"),
+                                          ("--plot", "r.png")])
+def test_a_full_disk_keeps_the_file_of_before(tmp_path, trained, capsys, option, name):
+    if option == "--plot":
+        pytest.importorskip("matplotlib.backends.backend_agg")
+    file = tmp_path / name
+    file.write_text("before")
+    with full_disk(1000):
+        assert main(["--ckpt", str(trained[0] / "ckpt.pt"), option, str(file)]) == 2
+    error = capsys.readouterr().err
+    assert str(file) in error and "File too large" in error
+    assert [file.read_text(), *tmp_path.iterdir()] == ["before", file]
 
 
 def test_a_picture_needs_matplotlib_and_a_target(repeats, linear, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import run
+from conftest import full_disk, run
 from processes import python
 from runs import (
     SMALL,
@@ -981,6 +981,10 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     page = (tmp_path / "page.html").read_text()
     plain = re.sub("<mark>(.*?)</mark>", r"[\1]", page)
     assert all(line in plain for line in text.splitlines()) and "<script" not in page
+    with full_disk(100):
+        assert main([*command, "--html", str(tmp_path / "page.html")]) == 2
+    assert f"File too large: '{tmp_path}/page.html'" in capsys.readouterr().err
+    assert (tmp_path / "page.html").read_text() == page
     assert main([*command, "--backbone", "gone.pt"]) == 2
     assert "gone.pt: no such file" in capsys.readouterr().err
     from model.sae.report import format_context

@@ -1,9 +1,9 @@
 """Evaluation of a checkpoint of --model autoencoder, and predictions of rows."""
 
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from model.core.load import load_model
 from train.base.cli import command
 from train.base.errors import DataError, echo, require
 from train.base.fields import key
+from train.base.files import atomic_write, reporting_full_disk, write_text
 from train.evaluate import pack, to_numbers, unpack
 
 
@@ -118,11 +119,13 @@ def evaluate_checkpoint(args):
         if metrics["correlation"] is None:
             raise DataError(f"{folder}: {args.split} has no recorded target to --plot")
         draw(fig, *(values.flatten().numpy() for values in tables.values()))
-        fig.savefig(args.plot, dpi=150)
+        with reporting_full_disk(args.plot), atomic_write(args.plot) as f:
+            fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
     if args.to:
-        Path(args.to).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+        write_text(args.to, json.dumps(metrics, indent=1))
     if args.arrays:
-        np.savez(args.arrays, **outputs)
+        with reporting_full_disk(args.arrays), atomic_write(args.arrays) as f:
+            np.savez(f, **outputs)
 
 
 main = command(EvaluationOptions, evaluate_checkpoint, prog="model.autoencoder")

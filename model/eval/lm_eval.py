@@ -23,6 +23,7 @@ from model.gpt import GPT
 from train.base.cli import command
 from train.base.errors import DataError, require
 from train.base.fields import key
+from train.base.files import write_text
 from train.distributed import get_device
 
 # Names of a task's option, the tokens per answer, and the default, as in the harness.
@@ -180,7 +181,7 @@ def report(options):
         names = ["results", "n-samples", *["samples"] * options.log_samples]
         text = json.dumps({name: results[name] for name in names}, indent=2,
                           default=handle_non_serializable)
-        Path(options.out).write_text(text, encoding="utf-8")
+        write_text(options.out, text)
 
 
 main = command(HarnessOptions, report)

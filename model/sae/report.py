@@ -5,7 +5,6 @@ import html
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -185,7 +184,7 @@ def show_features(options):
     text = "\n".join(lines)
     if options.html:
         page = PAGE.format(html.escape(f"{options.ckpt}, layer {model.keys.layer[0]}"), text)
-        Path(options.html).write_text(page, encoding="utf-8")
+        write_text(options.html, page)
         text = f"Wrote {options.html}"
     echo(text)
 
