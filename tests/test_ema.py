@@ -6,10 +6,12 @@ import pytest
 import torch
 from conftest import TINY
 from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, go
+from test_regressions import with_test_data
 
 from model.convert import main as convert
 from model.core.load import load_model
 from model.sample import main as sample
+from train import setup
 from train.checkpoint import load_checkpoint
 
 
@@ -88,6 +90,17 @@ def test_a_run_stops_by_the_average_and_turns_it_off(data_dir, tmp_path):
        max_iters=30)
     assert "ema" not in next(iter(load_checkpoint(tmp_path / "ckpt.pt")["optimizer"][
         "state"].values()))
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_the_average_that_was_the_best_is_tested(data_dir, tmp_path, monkeypatch, form):
+    """Its number on the test data, here the validation data, is that of the evaluation."""
+    monkeypatch.setattr(setup, "open_data", with_test_data)
+    how = dict(ema=0.9, eval_iters=4, checkpoint_format=form)  # as many batches as the test
+    for metric in ("val_loss_ema", "val_loss"):
+        run = go(data_dir, tmp_path / metric, early_stopping_metric=metric, **how)
+        best = min(record[metric] for record in run["history"] if record["iter"])
+        assert run["test"]["test_loss"] == pytest.approx(best, rel=1e-6)
 
 
 def test_commands_take_the_average(data_dir, tmp_path, capsys):

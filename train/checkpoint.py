@@ -185,10 +185,11 @@ def inherited_shape(config):
     return {}, None
 
 
-def load_best(model, folder, ranks):
-    """Load the weights of ckpt_best.pt in `folder` (a RunFolder), if it exists, into `model`.
-    Return a text for the log that names the weights in `model`: the path of that file, or "the last
-    weights". All ranks must call. Raises CheckpointError."""
+def load_best(model, folder, config, ranks):
+    """Load the weights of ckpt_best.pt in `folder` (a RunFolder), if it exists, into `model`; their
+    running averages, if config.early_stopping_metric is a number of these. Return a text for the
+    log that names the weights in `model`: the path of that file, or "the last weights". All ranks
+    must call. Raises CheckpointError."""
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -198,8 +199,15 @@ def load_best(model, folder, ranks):
         return "the last weights"
     if problem := find_damage(best, ranks):
         raise CheckpointError(problem)
-    fill(model.state_dict(), best.state["model"], ranks, best.shards, "model.")
-    return path
+    own = model.state_dict()
+    fill(own, best.state["model"], ranks, best.shards, "model.")
+    if not (config.ema and config.early_stopping_metric.endswith("_ema")):
+        return path
+    averages = {name: {"ema": entry["ema"]}
+                for name, entry in best.state["optimizer"]["state"].items() if "ema" in entry}
+    fill({name: {"ema": own[name]} for name in averages}, averages, ranks, best.shards,
+         "optimizer.state.")
+    return f"the running averages (--ema) in {path}"
 
 
 def load_weights(model, start, config, spec, ranks, log):

@@ -443,7 +443,7 @@ def test(run):
     # The checkpoint that early_stopping_metric selected, or the last weights if there is no best.
     # The training is complete: the last weights are not needed in memory any more.
     # On several ranks every rank loads them and evaluates a part of the batches.
-    weights = checkpoint.load_best(run.raw_model, run.folder, run.ranks)
+    weights = checkpoint.load_best(run.raw_model, run.folder, run.config, run.ranks)
     # More batches than there can be: all of the data. {} after a signal.
     numbers = evaluate_loader(run, loader, loader.samples + 1) or {}
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}

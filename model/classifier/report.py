@@ -13,7 +13,7 @@ from data import labels
 from data.rows import pad_rows
 from data.tokenizer import open_tokenizer
 from model.classifier import metrics
-from model.core.load import load_model
+from model.core.load import EMA, load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import DataError, echo, require
@@ -33,6 +33,7 @@ class ReportOptions(labels.Fields):
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
                           "report, beside the checkpoint)", metavar="FOLDER", path=True)
     baseline: bool = key(False, "also evaluate TF-IDF with logistic regression (scikit-learn)")
+    ema: bool = key(False, EMA)
     batch_size: int = key(64, "rows per batch", ge=1)
     device: str = key("auto", "auto, cpu, cuda or mps")
 
@@ -41,7 +42,8 @@ def evaluate_checkpoint(args):
     """Evaluate the classifier args.ckpt on args.data: write metrics.json and predictions.jsonl to
     args.out and print the report. args: ReportOptions; data and out are set if empty. Raises
     UserError."""
-    model, tokenizer = load_model(args.ckpt, get_device(args.device), expect="classifier")
+    model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
+                                  expect="classifier")
     # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
     own_data = os.path.abspath(load_checkpoint(args.ckpt)["config"]["data_dir"])
     args.data = args.data or [own_data]
