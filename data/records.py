@@ -124,8 +124,9 @@ def json_lines(lines, name, columns=None):
 
 def json_values(stream, name, columns):
     """Yield (location, value) of a JSON file, the binary `stream`: a list of records, one record,
-    or one per line. name: of the file. columns is ignored. An invalid line is yielded as a
-    ValueError; any other invalid content raises ValueError."""
+    or one per line, if the first line is a record. name: of the file. columns is ignored. A later
+    line that is invalid is yielded as a ValueError; any other invalid content, also of more than
+    1 GB that is not one record per line, raises ValueError."""
     lines = [stream.readline(MAX_JSON_BYTES)]
     while lines[-1].isspace():
         lines.append(stream.readline(MAX_JSON_BYTES))

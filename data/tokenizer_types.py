@@ -172,8 +172,8 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the bytes of text of the token id `i`; for an unused id, which a model may
-        generate, the byte 0xFF, which is invalid in UTF-8."""
+        """Return the bytes of text of the token id `i`, also of a special token; for an unused id,
+        which a model may generate, the byte 0xFF, which is invalid in UTF-8."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:

@@ -133,9 +133,10 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     """A chat model that answers prompts and is trained on the teachers' distribution at each token
     of its answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
 
-    The loss is T^2 KL(student, teachers) in nats per token, where T is the temperature; the numbers
-    are the "length" of answers and "exact", the share of answers equal to the reference answer. In
-    training, answers are sampled; in evaluations, greedy.
+    The loss is T^2 KL(student, teachers) in nats per token, at the softmax temperature T:
+    distill_temperature in training, 1 in evaluations. The numbers are the mean "length" of answers
+    and "exact", the share of answers equal to the reference answer. In training, answers are
+    sampled, at temperature 1; in evaluations, greedy.
     """
     reverse = True
 

@@ -128,8 +128,8 @@ def qk_norm(c, n_head):
 
 def stream_norm(c, position):
     """Return the norm over C channels before ("pre") or after ("post") attention or MLP;
-    nn.Identity if norm_position of the GPTConfig c does not include `position`: "both" includes
-    both, "stream" (BERT) "pre" only."""
+    nn.Identity if norm_position of the GPTConfig c has no norm there. "both" has both; "stream"
+    (BERT), where the norm's output replaces the residual stream, only the one before."""
     if c.norm_position not in dict(pre=("pre", "both", "stream"), post=("post", "both"))[position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)

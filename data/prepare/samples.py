@@ -33,9 +33,10 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (location, {"prompt", "response", "chosen", "rejected"}), records for examples: one
-    question about each name in Python's standard library, the correct answer, and a wrong one, in
-    which one letter has the other case. source: example, or example-more for other questions."""
+    """Yield (location, {"prompt", "response", "chosen", "rejected"}), sample data: for each
+    snake_case name in the source of Python's standard library, a question about another spelling of
+    it, e.g. CamelCase; the correct answer, as response and chosen; and a wrong one, in which one
+    letter has the other case. source: "example", or "example-more" for further spellings."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]

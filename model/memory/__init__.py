@@ -270,9 +270,10 @@ def first_batch(loader, n):
 
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Return {parameter name: tensor}, the initial values of a memory: the keys and values that the
-    attention of `backbone`, a GPT on the CPU, computes for windows of the text of `loader`, and
-    copies of the attention's other layers. config: the TrainConfig, with n_chapters and
+    """Return {parameter name: tensor}, the initial values of a memory, except router and gate: the
+    keys (not rotated) and values that the attention of `backbone`, a GPT on the CPU, computes for
+    windows of the text of `loader`, chapter_size tokens per chapter; and copies of the attention's
+    layers q, q_norm and o and of the norm before it. config: the TrainConfig, with n_chapters and
     chapter_size."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)

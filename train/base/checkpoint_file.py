@@ -127,9 +127,10 @@ def open_checkpoint(path, values=False):
 
 
 def verify_digest(path):
-    """Verify the digest at the end of a checkpoint file, and return whether it has one. Without a
-    digest (a foreign file), the CRCs of the ZIP archive are checked. ValueError for a damaged,
-    empty or compressed file."""
+    """Verify the digest at the end of a checkpoint file, and return whether it has one. Without it
+    (a foreign or truncated file), the CRCs are checked if the file is a ZIP archive. Raises
+    ValueError if a check fails, or for an empty or compressed file, and the errors of
+    zipfile.ZipFile if it cannot read the archive."""
     size = os.path.getsize(path)
     if not size:  # also of pipes and devices, which would be read for ever
         raise ValueError("the file is empty")
