@@ -21,7 +21,7 @@ from data.tokenizer import open_tokenizer, tokenizer_from_spec
 from model import gpt
 from model.core.detokenizer import TextStreamer
 from model.core.generate import generate
-from model.core.ops import IGNORE
+from model.core.ops import ID_BITS, IGNORE, histories
 from model.gpt import GPT, GPTConfig
 from train.base.errors import DataError, UserError
 from train.base.fields import key
@@ -31,16 +31,17 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):
-    """Return {"mask" (B, 1, T, T), "positions" (B, T), "previous" (B, T)}, arguments of GPT.trunk
+    """Return {"mask" (B, 1, T, T), "positions" (B, T), "history" (B, T)}, arguments of GPT.trunk
     with which no conversation affects another. idx (B, T): token ids of rows with several
     conversations each; chat (B, T): the number of the token's conversation in the row."""
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
     is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
+    positions = index - (index * is_first).cummax(1).values  # (B, T)
+    own_bits = (1 << ID_BITS * positions.clamp(max=3)) - 1  # of tokens of the same conversation
     same = chat[:, :, None] == chat[:, None, :]  # (B, T, T)
     return dict(mask=(same & (index[:, None] >= index))[:, None],  # (B, 1, T, T)
-                positions=index - (index * is_first).cummax(1).values,  # (B, T)
-                previous=idx.roll(1, dims=1).masked_fill(is_first, -1))  # (B, T)
+                positions=positions, history=histories(idx) & own_bits)
 
 
 class ChatGPT(GPT):

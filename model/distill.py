@@ -154,7 +154,7 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
         """Generate an answer per prompt: sampled in training, greedy in eval mode; arguments as for
         forward(). Return (tokens (B, T, 5), weights (B, T), sums {name: 0-dim tensor} for the log).
-        The last dimension of tokens is (token, position, previous token, target, part), see
+        The last dimension of tokens is (token, position, history, target, part), see
         pack_answers of model/grpo.py; weights are 1 for tokens of answers."""
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))

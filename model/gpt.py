@@ -53,6 +53,11 @@ class GPTConfig(GPTKeys):
         efficiency of matrix units."""
         return (self.vocab_size + 127) // 128 * 128
 
+    @property
+    def uses_history(self):
+        """Whether the embedding of a token depends on the tokens before it."""
+        return self.prev_embedding or self.ngram_rows > 0
+
     def layer_type(self, layer):
         """Return the type of layer `layer` (an index), a letter of layer_types, which is repeated
         up to n_layer: F full attention, W the last `window` tokens; f, w: the same without rotary
@@ -272,6 +277,7 @@ class GPT(nn.Module):
         self.wte = Embedding(c.padded_vocab_size, c.n_embd)
         self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.wte_prev = Embedding(c.padded_vocab_size, c.n_embd) if c.prev_embedding else None
+        self.wte_ngram = Embedding(c.ngram_rows, c.n_embd) if c.ngram_rows else None
         self.h = nn.ModuleList(self.block_class(c, i) for i in range(c.n_layer))
         self.ln_f = Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
         self.lm_head = None  # weight tying: the token embedding is also the output layer
@@ -325,25 +331,28 @@ class GPT(nn.Module):
             sums["bytes"] = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
         return loss, sums
 
-    def trunk(self, idx, cache=None, mask=None, positions=None, previous=None):
+    def trunk(self, idx, cache=None, mask=None, positions=None, history=None):
         """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
-        sets positions and previous. Without one: mask, see Attention; positions (B, T), default:
-        from 0; previous (B, T): the token before each (for prev_embedding), -1: none, default: from
-        idx. Raises ValueError if T, or with a cache the length of a row, exceeds block_size."""
+        sets positions and history. Without one: mask, see Attention; positions (B, T), default:
+        from 0; history (B, T): the tokens before each, see ops.histories, default: from idx. Raises
+        ValueError if T, or with a cache the length of a row, exceeds block_size."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
             raise ValueError(f"{T} tokens; the model's context (block_size) is {c.block_size}")
         if cache is not None:
-            positions, previous = cache.start(idx)  # (1 or B, T), (B, T)
-        x = self.wte(idx)  # (B, T, C), embeddings of tokens, positions and previous tokens
+            positions, history = cache.start(idx)  # (1 or B, T), (B, T)
+        x = self.wte(idx)  # (B, T, C), embeddings of tokens, positions and tokens before
         x = x * c.embed_scale if c.embed_scale != 1 else x
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
-        if self.wte_prev is not None:  # -1: the first token of a text
-            if previous is None:
-                previous = F.pad(idx[:, :-1], (1, 0), value=-1)
+        if history is None and c.uses_history:
+            history = ops.histories(idx)
+        if self.wte_prev is not None:
+            previous = (history & ops.ID_MASK) - 1  # -1: idx is the first token of a text
             x = x + self.wte_prev(previous.clamp(min=0)) * (previous >= 0)[..., None]
+        if self.wte_ngram is not None:  # (B, T, 2, C)
+            x = x + self.wte_ngram(ops.ngram_rows(idx, history, c.ngram_rows)).sum(2)
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()  # half the memory traffic of a float32 stream
@@ -389,7 +398,7 @@ class GPT(nn.Module):
         into_stream = 0.02 / math.sqrt(2 * c.n_layer)
         stds = {"wte": 0.02, "wpe": 0.02, "wte_prev": 0.02, "lm_head": 0.02, "attn.q": 0.02,
                 "attn.k": 0.02, "attn.v": 0.02, "attn.o": into_stream, "mlp.gate": 0.02,
-                "mlp.up": 0.02, "mlp.down": into_stream}
+                "mlp.up": 0.02, "mlp.down": into_stream, "wte_ngram": 0}
         # The first loss is ln(vocab_size): the states are normalised, so logits have the standard
         # deviation std sqrt(C), and 0.3 is close to uniform probabilities.
         stds["wte" if c.tie_weights else "lm_head"] = min(0.02, 0.3 / math.sqrt(c.n_embd))

@@ -20,6 +20,7 @@ Shapes: B prompts, K answers per prompt, N = B K; n rows of T tokens with a prom
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import runpy
@@ -36,7 +37,7 @@ from model import chat, gpt
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.generate import generate
 from model.core.init import stable_hash
-from model.core.ops import IGNORE, token_logprobs
+from model.core.ops import IGNORE, extend_history, token_logprobs
 from train.base.errors import DataError, UserError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
@@ -45,7 +46,7 @@ from train.distributed import all_gather_vectors
 USE = chat.USE
 MAX_REWARD = 1e15  # the squared norm of gradients must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
-PADDING = (0, 0, -1, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
+PADDING = (0, 0, 0, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
 MIN_DEVIATION = 1e-4  # added to the standard deviation of rewards, as in TRL
 
 
@@ -224,9 +225,10 @@ def pack_answers(prompt, answers, weights, max_tokens):
     gets a longer row. weights: one per answer, for each token of it.
 
     Answers of weight 0 are left out; equal answers are stored once, with the sum of the weights. A
-    row is a list of (token, position, previous token or -1, target, part, weight). part: 0 in the
-    prompt, which starts the row; 1, 2, ... in the answers, each of which attends to the prompt and
-    to itself. An answer starts with the prompt's last token, which predicts its first target.
+    row is a list of (token, position, history, target, part, weight). history: see histories() of
+    model/core/ops.py. part: 0 in the prompt, which starts the row; 1, 2, ... in the answers, each
+    of which attends to the prompt and to itself. An answer starts with the prompt's last token,
+    which predicts its first target.
     """
     totals = {}  # {answer: sum of the weights}
     for answer, weight in zip(map(tuple, answers), weights):
@@ -236,8 +238,9 @@ def pack_answers(prompt, answers, weights, max_tokens):
     rows = []
     for part, (answer, total) in enumerate(totals.items(), 1):
         ids = [*prompt, *answer]
-        # (token, position, previous, target) of each id but the last
-        steps = list(zip(ids, range(len(ids)), [-1, *ids], ids[1:]))
+        # (token, position, history, target) of each id but the last
+        history = itertools.accumulate(ids, extend_history, initial=0)
+        steps = list(zip(ids, range(len(ids)), history, ids[1:]))
         if not rows or len(rows[-1]) + len(answer) > max_tokens:
             rows.append([(*step[:3], IGNORE, 0, 0.0) for step in steps[:n]])
         rows[-1] += [(*step, part, total) for step in steps[n:]]
@@ -247,23 +250,23 @@ def pack_answers(prompt, answers, weights, max_tokens):
 def collate_rows(rows, max_tokens):
     """Return (tokens (n, T, 5) int64, weights (n, T) float32) of rows from pack_answers(), padded
     to the same length: a multiple of WIDTH_MULTIPLE, up to max_tokens. The last dimension of tokens
-    is (token, position, previous token, target, part). Without rows, n is 1: a row of padding,
-    which does not change the loss."""
+    is (token, position, history, target, part). Without rows, n is 1: a row of padding, which does
+    not change the loss."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
-    # float32 represents all integers up to 2 ** 24.
-    table = torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])  # (n, T, 6)
-    return table[..., :5].long(), table[..., 5]
+    rows = [row + [PADDING] * (width - len(row)) for row in rows]
+    return (torch.tensor([[step[:5] for step in row] for row in rows]),
+            torch.tensor([[step[5] for step in row] for row in rows]))
 
 
 def answer_states(model, tokens):
     """Return the normalised states (n, T, C) of a GPT for tokens (n, T, 5) from collate_rows(), in
     which an answer attends to the prompt at the row's start and to the answer, not to other
     answers."""
-    idx, positions, previous, _, part = tokens.unbind(-1)  # (n, T) each
+    idx, positions, history, _, part = tokens.unbind(-1)  # (n, T) each
     visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
-    return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, previous=previous)
+    return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, history=history)
 
 
 def answer_logps(model, tokens):

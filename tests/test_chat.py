@@ -342,7 +342,8 @@ def test_without_chats_it_is_a_gpt():
 
 
 @pytest.mark.parametrize("options", [dict(pos="rope"), dict(pos="learned"),
-                                     dict(prev_embedding=True), dict(key_offset=True)], ids=str)
+                                     dict(prev_embedding=True, ngram_rows=99),
+                                     dict(key_offset=True)], ids=str)
 def test_packed_equals_alone(options):
     """A row of three chats has the losses and the gradients of the three alone."""
     torch.manual_seed(0)

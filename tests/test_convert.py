@@ -298,7 +298,7 @@ def test_weights_are_read_wherever_they_lie_in_the_file(tmp_path, blanks):
 
 @pytest.mark.parametrize("shape, named", [
     (dict(mlp="relu2"), "mlp: relu2"), (dict(key_offset=True), "key_offset: True"),
-    (dict(prev_embedding=True), "prev_embedding: True"),
+    (dict(prev_embedding=True), "prev_embedding: True"), (dict(ngram_rows=9), "ngram_rows: 9"),
     (dict(bias=True), "bias: True"), (dict(norm="layer"), "norm: layer (there: rms)"),
     (GPT2 | dict(qk_norm=True, n_kv_head=1), "n_kv_head: 1 (there: 4), qk_norm: True"),
     (dict(kind="moe", norm_topk_prob=False), "norm_topk_prob: False")])

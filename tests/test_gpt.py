@@ -42,7 +42,8 @@ LLAMA = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, n_hid
 OPTIONS = dict(
     norm=("rms", "layer"), pos=("rope", "learned"), mlp=("swiglu", "gelu", "relu2"),
     n_kv_head=(4, 2, 1), bias=(False, True), tie_weights=(True, False), qk_norm=(False, True),
-    prev_embedding=(False, True), key_offset=(False, True), dropout=(0.0, 0.1))
+    prev_embedding=(False, True), ngram_rows=(0, 50), key_offset=(False, True),
+    dropout=(0.0, 0.1))
 
 
 def pairwise(options):
@@ -399,6 +400,9 @@ def reference(model, idx):
         x = x + w["wpe.weight"][:len(idx)]
     if c.prev_embedding:
         x[1:] += w["wte_prev.weight"][idx[:-1]]
+    for t in range(len(idx) if c.ngram_rows else 0):
+        rows = rows_by_hand(idx.tolist(), t, c.ngram_rows)
+        x[t] += w["wte_ngram.weight"][rows].sum(0)
     acts = dict(gelu=lambda u: F.gelu(u, approximate="tanh"), relu2=lambda u: u.clamp(min=0) ** 2,
                 gelu_exact=lambda u: u * (1 + torch.erf(u / 2 ** 0.5)) / 2)
     for n in (f"h.{i}" for i in range(c.n_layer)):
@@ -428,7 +432,7 @@ def reference(model, idx):
     dict(norm_eps=0.3, rope_theta=7.0), dict(n_kv_head=2, qk_norm=True, norm_eps=0.1),
     dict(norm="layer", norm_eps=0.2, pos="learned", bias=True, mlp="gelu", tie_weights=False),
     dict(norm="layer", mlp="gelu_exact", n_kv_head=1, bias=True, vocab_size=128),
-    dict(mlp="relu2", prev_embedding=True, bias=True, n_head=2),
+    dict(mlp="relu2", prev_embedding=True, bias=True, n_head=2), dict(ngram_rows=50),
     dict(key_offset=True, n_kv_head=2), dict(key_offset=True, pos="learned")], ids=str)
 def test_logits_are_those_of_the_textbook(shape):
     model = randomise(tiny(n_hidden=40, **shape)).eval()
@@ -787,6 +791,49 @@ def test_layers_that_are_more_than_their_weights_are_not_fused():
     wanted = torch.cat([2 * F.linear(x, attn.q.weight), F.linear(x, attn.k.weight)], -1)
     attn.q.__class__ = Doubled
     close(fused_linear(x, attn.q, attn.k, attn.v)[..., :64], wanted, 1e-5)
+
+
+def rows_by_hand(ids, t, n_rows):
+    """The rows of the 3-gram and the 4-gram that end with token t, by Python's integers."""
+    rows = []
+    for n in (2, 3):
+        before = sum(i + 1 << 20 * k for k, i in enumerate(ids[max(0, t - n):t][::-1]))
+        key = (before * 0x1E3779B97F4A7C15 + ids[t]) * 0x3C6EF372FE94F82B
+        key = (key + 2 ** 63) % 2 ** 64 - 2 ** 63  # wraps around
+        rows.append((key >> 32) % n_rows)
+    return rows
+
+
+def test_ngrams_have_rows_of_their_own():
+    """Up to collisions: as many of 40,000 n-grams share a row as of random numbers. The row depends
+    on every token of the n-gram and on no other."""
+    idx = tokens(4, 10_000, vocab=65_536)
+    history = model.core.ops.histories(idx)
+    for n, rows in zip((3, 4), model.core.ops.ngram_rows(idx, history, 1 << 16).unbind(-1)):
+        wanted = 65_536 * (1 - math.exp(-40_000 / 65_536))
+        assert len(rows.unique()) == pytest.approx(wanted, rel=0.02)
+        for i in range(5):
+            other = idx.clone()
+            other[:, 100 - i] += 1 - 2 * (other[:, 100 - i] > 9)
+            moved = model.core.ops.ngram_rows(other, model.core.ops.histories(other), 1 << 16)
+            assert torch.equal(moved[:, 100, n - 3], rows[:, 100]) == (i >= n)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 7])
+def test_a_history_continues_anywhere(cut):
+    """Packed by hand, in one piece and in two, also for the largest id."""
+    idx = tokens(2, 9, vocab=(1 << 20) - 1)
+    idx[0, 4] = (1 << 20) - 2
+    wanted = [[sum(i + 1 << 20 * k for k, i in enumerate(row[max(0, t - 3):t][::-1]))
+               for t in range(10)] for row in idx.tolist()]
+    first = torch.zeros(2, 1, dtype=torch.int64)
+    for part in idx.split([cut, 9 - cut], dim=1):
+        for t in range(part.size(1)):
+            first = model.core.ops.extend_history(first, part[:, t:t + 1])
+    start = torch.tensor([row[cut:cut + 1] for row in wanted])
+    assert model.core.ops.histories(idx).tolist() == [row[:9] for row in wanted]
+    assert model.core.ops.histories(idx[:, cut:], start).tolist() == [row[cut:9] for row in wanted]
+    assert first[:, 0].tolist() == [row[9] for row in wanted]
 
 
 def test_prev_embedding_is_that_of_the_token_before():

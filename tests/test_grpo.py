@@ -142,12 +142,14 @@ def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
 # answers
 
 @pytest.mark.parametrize("shape", [dict(), dict(pos="learned", prev_embedding=True),
-                                   dict(key_offset=True, n_kv_head=1)])
+                                   dict(key_offset=True, n_kv_head=1, ngram_rows=99)])
 def test_rows_of_unequal_lengths_are_written_as_each_alone(shape):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=60, block_size=40, **shape))
     for p in model.parameters():
         p.data.mul_(4)  # so that what comes first matters
+    if model.wte_ngram:
+        torch.nn.init.normal_(model.wte_ngram.weight)
     lengths = torch.tensor([7, 1, 12, 7, 2])
     idx = torch.randint(60, (5, 12))
     many, stops = dict(seed=[3, 1, 4, 1, 5]), dict(stop_token=list(range(0, 60, 5)))
@@ -262,7 +264,7 @@ def test_a_group_is_flat_if_its_rewards_are_equal(rewards, is_flat):
 
 
 @pytest.mark.parametrize("shape", [dict(pos="learned"), dict(prev_embedding=True),
-                                   dict(key_offset=True)])
+                                   dict(key_offset=True, ngram_rows=99)])
 def test_answers_in_one_row_are_what_each_is_alone(shape):
     """Of unequal lengths, some of them equal, more than one row holds, to a prompt of one token
     too; equal ones are learned once."""
@@ -270,6 +272,8 @@ def test_answers_in_one_row_are_what_each_is_alone(shape):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=60, block_size=32, **shape))
     for p in model.parameters():
         p.data.mul_(4)  # so that what comes first matters
+    if model.wte_ngram:
+        torch.nn.init.normal_(model.wte_ngram.weight)
     answers = [[5, 6, 7], [8], [5, 6, 7], list(range(20, 30)), [6, 5, 5, 9], list(range(30, 42))]
     for prompt in ([1, 2, 3, 4, 5], [9]):
         rows = pack_answers(prompt, answers, [1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 32)

@@ -50,8 +50,11 @@ def random_tokens(*shape, seed=1, vocab=100):
 
 
 def small(**changes):
-    return GPT(GPTConfig(**dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=100)
-                         | changes)).eval()
+    model = GPT(GPTConfig(**dict(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=100)
+                          | changes)).eval()
+    if model.wte_ngram:  # zeros
+        torch.nn.init.normal_(model.wte_ngram.weight, generator=torch.Generator().manual_seed(0))
+    return model
 
 
 def greedy_without_cache(model, idx, n):
@@ -221,7 +224,7 @@ def test_what_does_not_fit_in_the_context_is_refused():
 
 # --- rows that come and go
 
-@pytest.mark.parametrize("options", [{}, dict(prev_embedding=True, n_kv_head=1),
+@pytest.mark.parametrize("options", [{}, dict(prev_embedding=True, n_kv_head=1, ngram_rows=99),
                                      dict(key_offset=True, window=5, layer_types="FW"),
                                      dict(pos="learned", norm="layer", mlp="gelu", bias=True)],
                          ids=str)
@@ -287,7 +290,7 @@ def test_packed_products_are_the_plain_ones(shape, dtype):
 
 @pytest.mark.parametrize("shape", [
     dict(n_kv_head=1, qk_norm=True, mlp="relu2", prev_embedding=True),
-    dict(n_kv_head=1, key_offset=True, prev_embedding=True),
+    dict(n_kv_head=1, key_offset=True, prev_embedding=True, ngram_rows=99),
     dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned")], ids=str)
 @torch.no_grad()
 def test_compiled_tokens_are_the_plain_ones(shape):

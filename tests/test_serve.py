@@ -60,6 +60,8 @@ def small(tokenizer=BYTES, **changes):
     for p in model.parameters():
         if p.dim() == 2:
             p.data *= 8
+    if model.wte_ngram:
+        torch.nn.init.normal_(model.wte_ngram.weight)
     return model.requires_grad_(False)
 
 
@@ -189,7 +191,7 @@ def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch)
 
 @pytest.mark.parametrize("changes", [dict(pos="learned", norm="layer", mlp="gelu", bias=True),
                                      dict(prev_embedding=True, n_kv_head=1, tie_weights=False),
-                                     dict(key_offset=True, n_kv_head=1)])
+                                     dict(key_offset=True, n_kv_head=1, ngram_rows=99)])
 def test_other_shapes_of_model(changes):
     model = small(**changes)
     with serving(model, slots=2) as server, ThreadPoolExecutor(4) as pool:

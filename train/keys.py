@@ -187,6 +187,8 @@ class GPTKeys:
     mlp: str = key("swiglu", "feed-forward layer; gelu is GPT-2's, gelu_exact nanoGPT's",
                    choices=["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "relu2"])
     tie_weights: bool = key(True, "share the token embedding with the output layer")
+    ngram_rows: int = key(0, "add embeddings of the last 3 and the last 4 tokens, rows of a table "
+                          "with this many, chosen by hashes; 0: none", ge=0)
     qk_norm: bool = key(False, "RMS-normalise queries and keys")
     prev_embedding: bool = key(False, "add an embedding of the previous token (bigram features)")
     key_offset: bool = key(False, "half of each key is that of the previous token (induction)")

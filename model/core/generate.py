@@ -8,6 +8,7 @@ import torch
 
 from data.tokenizer import tokenizer_from_spec
 from model.core.kv_cache import create_cache
+from model.core.ops import histories
 from train.base.fields import key
 
 NON_FINITE_LOGITS = "the model's logits are not finite: no token can be sampled from them"
@@ -121,11 +122,10 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
         pending = idx.gather(1, ends)
         if idx.size(1) > 1:
             model(idx[:, :-1], cache=cache, last_only=True)
-            before_end = idx.gather(1, (ends - 1).clamp(min=0)).masked_fill(ends == 0, -1)
             # The padding behind a row's end is masked from here on, and overwritten.
             cache.lengths.copy_(lengths - 1)
             cache.device_lengths.copy_(lengths - 1)
-            cache.last_token.copy_(before_end)
+            cache.history.copy_(histories(idx).gather(1, ends))
     if samples_per_row > 1:
         cache = cache.repeat(samples_per_row)
     return cache, pending.repeat_interleave(samples_per_row, 0)

@@ -9,7 +9,9 @@ import copy
 
 import torch
 
-ROW_DIMS = dict(kv=2, lengths=0, device_lengths=0, last_token=0)  # of a cache's tensors
+from model.core.ops import extend_history, histories
+
+ROW_DIMS = dict(kv=2, lengths=0, device_lengths=0, history=0)  # of a cache's tensors
 
 
 class KVCache:
@@ -33,7 +35,8 @@ class KVCache:
         # for positions without a transfer.
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.device_lengths = self.lengths.to(device, copy=True)
-        self.last_token = torch.full((rows, 1), -1, device=device)  # -1: the row is empty
+        # Of the next token, for models that use it; see ops.histories.
+        self.history = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
     def __getitem__(self, rows):
         return self.map_rows(lambda tensor, dim: tensor[(slice(None),) * dim + (rows,)])
@@ -54,7 +57,7 @@ class KVCache:
         """Empty all rows in place; a view cache[rows] empties these rows of the whole cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
-        self.last_token.fill_(-1)
+        self.history.zero_()
 
     def copy_rows(self, sources, targets):
         """Overwrite the rows `targets` with the rows `sources`, in place. Each argument is an index
@@ -67,10 +70,10 @@ class KVCache:
         """Begin a forward pass: append the tokens idx (B, T) to the rows, whose keys and values
         update() then stores per layer.
 
-        Return (positions, previous): the tokens' positions (B, T), or (1, T) if all rows have the
-        same length, and the ids of the tokens before them (B, T), -1 at the beginning of a text.
-        Raises ValueError if a row would exceed block_size (a smaller `size` of the cache is not
-        checked), or for T > 1 if the rows differ in length.
+        Return (positions, history): the tokens' positions (B, T), or (1, T) if all rows have the
+        same length, and their histories (B, T), see ops.histories; `None` for a model that does not
+        use them. Raises ValueError if a row would exceed block_size (a smaller `size` of the cache
+        is not checked), or for T > 1 if the rows differ in length.
         """
         T = idx.size(1)
         size = self.config.block_size
@@ -94,11 +97,13 @@ class KVCache:
             visible = torch.arange(self.n_visible, device=first.device) <= first  # (B, S)
             self.mask = visible[:, None, None]
         positions = first + torch.arange(T, device=first.device)
-        previous = torch.cat((self.last_token, idx[:, :-1]), dim=1)
         self.lengths += T
         self.device_lengths += T
-        self.last_token.copy_(idx[:, -1:])
-        return positions, previous
+        history = None
+        if self.config.uses_history:
+            history = self.history.clone() if T == 1 else histories(idx, self.history)
+            self.history.copy_(extend_history(history[:, -1:], idx[:, -1:]))
+        return positions, history
 
     def swap_last_key(self, layer, k):
         """For ops.offset_keys: store k (B, 1, G, D), the key (not offset) of the last token that

@@ -289,6 +289,41 @@ def apply_rope(x, rope):
 
 
 # -----------------------------------------------------------------------------
+# n-grams
+
+# The history of a token, an int64: the up to three tokens before it. The lowest ID_BITS bits are
+# 1 + the id of the last one, the next bits that of the token before; 0: no token.
+ID_BITS = 20
+HISTORY_MASK = (1 << 3 * ID_BITS) - 1
+ID_MASK = (1 << ID_BITS) - 1
+
+
+def extend_history(history, ids):
+    """Return the history of the token after `ids`, of which `history` is the history. Ints, or
+    tensors of the same shape."""
+    return (history << ID_BITS | ids + 1) & HISTORY_MASK
+
+
+def histories(idx, first=0):
+    """Return the histories (B, T) of the tokens idx (B, T). first: that of the first token, 0 or
+    (B, 1)."""
+    T = idx.size(1)
+    ids = F.pad(idx + 1, (3, 0))  # (B, 3 + T)
+    history = sum(ids[:, 2 - i:2 - i + T] << ID_BITS * i for i in range(3))
+    for t in range(min(3, T)):  # tokens whose history begins before idx
+        history[:, t:t + 1] |= first << ID_BITS * t & HISTORY_MASK
+    return history
+
+
+def ngram_rows(idx, history, n_rows):
+    """Return (B, T, 2): the rows, out of n_rows, of the 3-gram and of the 4-gram that end with each
+    token idx (B, T). history (B, T): of the tokens."""
+    before = torch.stack((history & HISTORY_MASK >> ID_BITS, history), dim=-1)
+    # Multiplicative hashing: the products wrap around, and their high bits depend on all tokens.
+    return ((before * 0x1E3779B97F4A7C15 + idx[..., None]) * 0x3C6EF372FE94F82B >> 32) % n_rows
+
+
+# -----------------------------------------------------------------------------
 # attention
 
 def offset_keys(k, mask=None, before=None):

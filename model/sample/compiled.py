@@ -57,20 +57,20 @@ class CompiledDecoder(nn.Module):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
         idx = idx.flatten()[None]
-        positions, previous = cache.start(idx)  # (1, 1) each
+        positions, history = cache.start(idx)  # (1, 1) each
         if idx.is_cuda:  # the graph's fixed addresses; the previous logits have been read
             torch._dynamo.mark_static_address(cache.kv)
             torch.compiler.cudagraph_mark_step_begin()
-        return self.step(idx, cache.kv, positions, previous)
+        return self.step(idx, cache.kv, positions, history)
 
 
-def next_logits(model, idx, kv, positions, previous):
+def next_logits(model, idx, kv, positions, history):
     """Return the logits (1, 1, V) after one token idx (1, 1) by `model`, a GPT, and store the
     token's keys and values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions,
-    previous (1, 1): the position of the token, and the id of the token before it (-1: none), from
-    KVCache.start(). To be compiled: all inputs and outputs are tensors of fixed shapes."""
+    history (1, 1): position and history (or `None`) of the token, from KVCache.start(). To be
+    compiled: all inputs and outputs are tensors of fixed shapes."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
-    cache = SingleTokenCache(kv, positions[0], mask, (positions, previous))
+    cache = SingleTokenCache(kv, positions[0], mask, (positions, history))
     logits = model(idx, cache=cache, last_only=True)
     new = torch.stack(cache.new)  # (L, 2, 1, G, 1 or 2, D)
     kv.index_copy_(4, cache.slot + torch.arange(new.size(4), device=kv.device), new)
@@ -83,7 +83,7 @@ class SingleTokenCache:
 
     kv (L, 2, 1, G, S, D): layers, keys and values, one text, heads, slots for tokens, head size; or
     (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
-    true for the slots to see; start: (positions, previous), the result of KVCache.start(idx). New
+    true for the slots to see; start: (positions, history), the result of KVCache.start(idx). New
     keys and values are collected in the list `new`, and merged when the cache is read: a write to
     kv would make the compiled region copy the cache. With the option key_offset (half of each key
     is that of the token before), `new` also has the token's own key, for the slot behind it.
