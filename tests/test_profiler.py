@@ -24,6 +24,7 @@ def test_a_table_and_a_trace_and_the_run_as_it_was(tmp_path, data_dir, ranks):
     code, text = run("--profile", "3", *command(data_dir, out), ranks=ranks)
     assert code == 0, text
     after = fingerprint(out)
+    assert "no checkpoint before the end" not in text
     assert after.pop("profile.json.gz") and after == before
     with gzip.open(out / "profile.json.gz") as f:
         names = [e.get("name") for e in json.load(f)["traceEvents"]]

@@ -359,7 +359,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     if not c.eval_only:  # for train.tools.watch this line is the start of training
         log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
             + (f", to {final:g}" if final != c.learning_rate else ""))
-    if not (c.evaluates or c.save_interval or c.save_epochs):
+    if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
         log("Warning: no checkpoint before the end of the run (--save_interval N)")
     if warmup > c.max_iters > 0:
         log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
