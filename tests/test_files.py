@@ -300,6 +300,12 @@ def test_a_full_disk_is_told_with_the_folder_that_is_written(tmp_path, capsys, c
     assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lock_on_a_full_disk_names_the_file(tmp_path):
+    with full_disk(0), pytest.raises(UserError, match=f"{tmp_path}/.lock could not be written: "):
+        lock_folder(tmp_path)
+
+
 def test_a_full_disk_is_no_problem_of_the_source(tmp_path):
     (tmp_path / "a.txt").write_text("a text")
     documents = sources.Documents(tmp_path / "all")

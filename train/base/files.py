@@ -147,7 +147,8 @@ def next_free_path(folder, stem, suffix=".pt"):
 def lock_folder(folder):
     """Lock `folder` and return the open lock file: close() releases the lock, as does the end of
     the process. UserError, which names the process with the lock, if it is locked already, also by
-    this process. Without effect if the system or the file system has no locks."""
+    this process, and for a full disk. Without effect if the system or the file system has no locks.
+    """
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows
@@ -160,7 +161,8 @@ def lock_folder(folder):
                         "folder (a run on several machines: torchrun --nnodes)") from None
     except (ImportError, OSError):  # the file system has no locks
         return file
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    with reporting_full_disk(file.name):
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     return file
