@@ -77,7 +77,8 @@ def test_other_values_are_refused_with_what_was_expected(name, raw, words):
 
 COUNTS_FROM_0 = {"seed", "max_iters", "eval_interval", "save_interval", "keep_last",
                  "sample_tokens", "eval_task_rows", "warmup_iters", "plateau_patience",
-                 "early_stopping_patience", "profile", "bos_id", "pad_id", "head_samples"}
+                 "early_stopping_patience", "profile", "bos_id", "pad_id", "head_samples",
+                 "ngram_rows"}
 COUNTS_FROM_1 = {"world_size", "nodes", "shard_size", "batch_size", "gradient_accumulation_steps",
                  "eval_iters", "log_interval", "lr_decay_iters", "step_iters", "num_threads",
                  "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "head_dim",
