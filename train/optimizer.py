@@ -49,7 +49,7 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
         own = own_options.get(name, {})
-        options["lr"] = own.get("learning_rate", options["lr"] * own.get("lr_mult", 1.0))
+        options["lr"] = scale_rate(options["lr"], own)
         options["weight_decay"] = own.get("weight_decay", options["weight_decay"])
         p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
         if options["lr"] > 0:
@@ -107,6 +107,12 @@ def match_lr_groups(lr_groups, names):
                                f"mapping of {', '.join(allowed)}, got {value}"])
         own_options |= dict.fromkeys(matching, options)
     return own_options
+
+
+def scale_rate(rate, own):
+    """Return the peak learning rate of a parameter whose rate is `rate` without lr_groups; own: the
+    options that match_lr_groups() gives. 0: the parameter is frozen."""
+    return own.get("learning_rate", rate * own.get("lr_mult", 1.0))
 
 
 def log_groups(model, groups, muon, log):

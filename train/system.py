@@ -184,10 +184,10 @@ def flops_per_step(model, config, loader):
     """Return the FLOPs, forward and backward, of an optimizer step over all ranks; 0: unknown.
     Parameters that lr_groups will freeze count as frozen. Raises ConfigError, see match_lr_groups.
     """
-    from train.optimizer import match_lr_groups  # here, because it imports torch
+    from train.optimizer import match_lr_groups, scale_rate  # here, because it imports torch
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [trained[name] for name, own in match_lr_groups(config.lr_groups, trained).items()
-              if not own.get("learning_rate", own.get("lr_mult", 1.0))]
+              if not scale_rate(config.learning_rate, own)]
     for p in frozen:
         p.requires_grad_(False)
     flops = hook(model, "flops_per_unit")()

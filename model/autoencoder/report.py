@@ -13,7 +13,7 @@ from model.core.load import load_model
 from train.base.cli import command
 from train.base.errors import DataError, echo, require
 from train.base.fields import key
-from train.base.files import atomic_write, reporting_full_disk, write_text
+from train.base.files import atomic_write, write_text
 from train.evaluate import pack, to_numbers, unpack
 
 
@@ -119,12 +119,12 @@ def evaluate_checkpoint(args):
         if metrics["correlation"] is None:
             raise DataError(f"{folder}: {args.split} has no recorded target to --plot")
         draw(fig, *(values.flatten().numpy() for values in tables.values()))
-        with reporting_full_disk(args.plot), atomic_write(args.plot) as f:
+        with atomic_write(args.plot) as f:
             fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
     if args.to:
         write_text(args.to, json.dumps(metrics, indent=1))
     if args.arrays:
-        with reporting_full_disk(args.arrays), atomic_write(args.arrays) as f:
+        with atomic_write(args.arrays) as f:
             np.savez(f, **outputs)
 
 

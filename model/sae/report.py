@@ -13,7 +13,7 @@ from model.sae.activations import N_SKIPPED
 from train.base.cli import command, format_table
 from train.base.errors import ConfigError, echo
 from train.base.fields import key
-from train.base.files import reporting_full_disk, write_text
+from train.base.files import write_text
 from train.base.tensors import write_safetensors
 from train.dataloader import DataLoader
 from train.distributed import Ranks
@@ -66,9 +66,8 @@ def export_sae_lens(model, folder):
         tensors["b_enc"] = sae.b_enc - mean[:spec["d_in"]] @ tensors["W_enc"]  # not of x - b_dec
         cfg["d_out"] = spec["d_in"]
     os.makedirs(folder, exist_ok=True)
-    with reporting_full_disk(folder):
-        write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
-        write_text(os.path.join(folder, "cfg.json"), json.dumps(cfg, indent=1))
+    write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
+    write_text(os.path.join(folder, "cfg.json"), json.dumps(cfg, indent=1))
 
 
 # -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def open_no_follow(path, mode):
 @contextmanager
 def atomic_write(path, before_rename=lambda temporary: None):
     """Context that yields a binary file, which replaces `path` when the context exits without an
-    error; after an error `path` is unchanged.
+    error; after an error `path` is unchanged. An OSError names a file, at least `path`.
 
     before_rename(temporary): called with the temporary name when the file is complete and durable.
     """
@@ -42,6 +42,9 @@ def atomic_write(path, before_rename=lambda temporary: None):
             os.fsync(f.fileno())
         before_rename(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or path  # a full disk's has none
+        raise
     finally:
         with suppress(OSError):  # exists only after an error
             os.unlink(temporary)
@@ -76,18 +79,14 @@ def describe_write_error(error, path, size=0):
         return str(error)
     needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
-    return (f"{error}; {needs}{free / 2**20:.1f} MiB are free; free some disk space, or raise the "
-            "limit of a file's size (ulimit -f)")
+    return (f"{error.strerror or error}; {needs}{free / 2**20:.1f} MiB are free; free some disk "
+            "space, or raise the limit of a file's size (ulimit -f)")
 
 
 def write_text(path, text):
-    """Replace the file `path` atomically with `text`, in UTF-8. An OSError names the file."""
-    try:
-        with atomic_write(path) as f:
-            f.write(text.encode("utf-8", "replace"))
-    except OSError as error:
-        error.filename = error.filename or path  # a full disk's has none
-        raise
+    """Replace the file `path` atomically with `text`, in UTF-8."""
+    with atomic_write(path) as f:
+        f.write(text.encode("utf-8", "replace"))
 
 
 def add_link(source, target):
