@@ -13,10 +13,11 @@ from train.base.errors import UserError, echo
 
 
 def main(argv):
-    """Run the command with the arguments `argv` (without the program's name): train, or print the
-    help, configuration, estimate or profile that an option requests. Return the exit code: 0, 1
-    after a crash, 2 for invalid input, 128 + n after signal n. Errors are printed. Under torchrun a
-    run exits the process instead of returning."""
+    """Run the command with the arguments `argv` (a list of strings, without the program's name):
+    train or, if an option requests it, print the help, the configuration, an estimate or a profile.
+    Return the exit code: 0; 1 after a crash, for non-finite numbers, or if the last checkpoint
+    cannot be saved; 2 for invalid input; 128 + n after signal n. Error messages are printed on
+    stderr. Under torchrun, a run exits the process with this code instead of returning."""
     try:
         # Nothing so far has imported torch, so --help is fast.
         options = [a for a in argv if a not in ("--help", "-h")]

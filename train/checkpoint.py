@@ -1,10 +1,10 @@
 """Checkpoints of a run: content, selection at the start, checks and restoring.
 
-A checkpoint contains whole tensors under the names of the bare model: it is the same for one
-device, DDP, FSDP2 and HSDP. A checkpoint in one file is read and written by rank 0 only; the other
-ranks receive the state with its tensors on the meta device (shape and dtype without values), and
-later one tensor at a time. Of a sharded checkpoint, every rank writes the shards that it holds and
-reads the rows that it needs.
+A checkpoint is the same for one device, DDP, FSDP2 and HSDP: it contains whole tensors, with the
+names of the model without wrappers. A checkpoint in one file is read and written by rank 0 only;
+the other ranks receive the state with its tensors on the meta device (shape and dtype without
+values), and later the values, one tensor at a time. Of a sharded checkpoint, every rank writes the
+shards that it holds and reads the rows that it needs.
 
 The formats are in train/base/checkpoint_file.py and train/base/sharded_file.py, saving in
 train/base/run_folder.py.
@@ -52,13 +52,18 @@ REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, prog
 
 @dataclass
 class Start:
-    """Where a run starts: the result of find_start().
+    """The point from which a run starts, as find_start() returns it.
 
-    kind: "scratch", "resume" (continue a run) or "init_from" (a new run with given weights). path,
-    state: path and content, a dict, of the checkpoint, "" and `None` for scratch. On ranks other
-    than 0 the tensors in state are on the meta device. shards: the Shards of a sharded checkpoint,
-    from which each rank reads values, otherwise `None`. shape: {key: value} of the model's shape
-    that the run inherits from the weights.
+    kind: "scratch", "resume" (continue the run of a checkpoint) or "init_from" (a new run that
+    starts with the weights of a checkpoint).
+    path: path of the checkpoint; "" for scratch.
+    state: content of the checkpoint, a dict; `None` for scratch, and after the run has loaded it.
+    The tensors are on the meta device (no values) on ranks other than 0, and on all ranks if the
+    checkpoint is sharded.
+    shards: a Shards, from which each rank reads the values of a sharded checkpoint; otherwise
+    `None`.
+    shape: {configuration key: value} of the model's architecture, e.g. n_layer, that the run takes
+    from the weights in place of the values in the configuration.
     """
     kind: str = "scratch"
     path: str = ""
@@ -71,18 +76,22 @@ class Start:
 
 
 def weights_module():
-    """Import and return the module model/core/weights.py, which loads weights of a different run.
-    The import is inside this function because train/ does not depend on model/."""
+    """Import and return the module model/core/weights.py, which loads the weights of other runs. It
+    is imported here, and not at the top of the file, because train/ does not depend on model/."""
     from model.core import weights
     return weights
 
 
 def find_start(folder, config, ranks, log):
-    """Create and lock `folder` (a RunFolder) and return the Start of the run: a checkpoint that
-    --resume selects, otherwise the weights of --init_from, otherwise from scratch. With
-    config.mirror, a folder without a checkpoint first gets that of the mirror. log(text): for
-    messages. All ranks must call. Raises CheckpointError, or UserError if the folder is locked, on
-    all ranks."""
+    """Create and lock `folder` (a RunFolder) and return the Start of the run: the checkpoint that
+    config.resume selects (find_checkpoint), otherwise the weights of config.init_from, otherwise
+    from scratch. With config.mirror, a checkpoint is first copied from the mirror if the folder has
+    none. A sharded checkpoint with a damaged file is not used.
+
+    log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
+    CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
+    weights to evaluate; UserError if the folder is locked.
+    """
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
 
     def find():
@@ -129,9 +138,10 @@ def find_start(folder, config, ranks, log):
 
 
 def find_damage(start, ranks):
-    """Verify the digests of a sharded checkpoint; the ranks share the work. Return a message about
-    a damaged or missing file, the same on all ranks, or `None`. start: a Start with the checkpoint;
-    for a checkpoint in one file the result is `None`. All ranks must call."""
+    """Verify the digests of all files of the checkpoint in `start` (a Start) if it is sharded; each
+    rank reads a part of the files. Return a message about one damaged or missing file, the same on
+    all ranks, or `None` if there is none. A checkpoint in one file is not read: the result is
+    `None`. All ranks must call."""
     problem = None
     try:
         if start.shards:  # with as many ranks as at the save, those that it reads
@@ -142,11 +152,18 @@ def find_damage(start, ranks):
 
 
 def find_checkpoint(config, log, damaged=()):
-    """Return (state, path, shards) of the checkpoint that --resume (auto, never, must or a path)
-    selects, state and shards as by open_checkpoint(); state `None`: start from scratch. After a
-    restart by torchrun, the newest checkpoint in out_dir is preferred for every --resume. `never`
-    moves the files of an earlier run to a subfolder. log(text): for messages. damaged: {path:
-    problem} of checkpoints not to use. Rank 0 only. Raises CheckpointError."""
+    """Return (state, path, shards) of the checkpoint from which the run continues, (`None`, `None`,
+    `None`) to start from scratch. state, shards: as returned by open_checkpoint(). config.resume is
+        auto    the newest checkpoint in out_dir, if any
+        must    the same; CheckpointError if there is none
+        never   no checkpoint; files of an earlier run in out_dir are moved to a subfolder
+        a path  this checkpoint, a file or a folder with ckpt.pt
+    After a restart by torchrun, the newest checkpoint in out_dir takes precedence in all four
+    cases.
+
+    log(text): called with messages. damaged: {path: problem} of checkpoints that must not be used.
+    To be called on rank 0 only. Raises CheckpointError.
+    """
     folder = config.out_dir
     job, restarted = restarted_job(folder)
     state = path = shards = None
@@ -176,9 +193,10 @@ def find_checkpoint(config, log, damaged=()):
 
 
 def inherited_shape(config):
-    """Return ({key: value}, path): the keys of the model's shape that a new run of `config`
-    inherits from the weights that it starts from, and the path of the weights; ({}, `None`) if it
-    starts from none. Reads the file of the weights; no run is started. Raises CheckpointError."""
+    """Return ({key: value}, path): the configuration keys of the model's architecture, e.g.
+    n_layer, that a new run of `config` takes from the weights with which it starts, and the path of
+    these weights; ({}, `None`) if it starts without weights. Reads the file of the weights, but
+    starts no run. Raises CheckpointError."""
     for path in input_files(config, (True,)).values():
         weights = weights_module()
         return weights.take_shape(config, weights.load.read_weights(path), path), path
@@ -186,10 +204,11 @@ def inherited_shape(config):
 
 
 def load_best(model, folder, config, ranks):
-    """Load the weights of ckpt_best.pt in `folder` (a RunFolder), if it exists, into `model`; their
-    running averages, if config.early_stopping_metric is a number of these. Return a text for the
-    log that names the weights in `model`: the path of that file, or "the last weights". All ranks
-    must call. Raises CheckpointError."""
+    """Load the weights of ckpt_best.pt in `folder` (a RunFolder) into `model`, in place; without
+    this file, `model` is unchanged. If config.early_stopping_metric is a number of the averaged
+    weights (--ema), these are loaded instead. Return a text for the log that describes the weights
+    now in `model`: the path of the file, "the running averages (--ema) in PATH" or "the last
+    weights". All ranks must call. Raises CheckpointError."""
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -211,10 +230,11 @@ def load_best(model, folder, config, ranks):
 
 
 def load_weights(model, start, config, spec, ranks, log):
-    """Copy the weights in the checkpoint of `start` (a Start), written by a different run, into
-    `model`. Return whether the checkpoint has all tensors of `model`; missing ones keep their
-    values. config, spec: TrainConfig and Data.spec of the new run, which must e.g. have the same
-    tokenizer. log(text): for messages. All ranks must call. Raises CheckpointError on all ranks."""
+    """Copy the weights in `start` (a Start of kind "init_from") into `model`, in place; tensors
+    that the checkpoint lacks keep their values. Return whether the checkpoint has all tensors of
+    `model`. config, spec: TrainConfig and Data.spec of the new run. log(text): called with
+    messages, on rank 0. Changes start.state. All ranks must call. Raises CheckpointError, on all
+    ranks, if a shape differs, or if the weights need e.g. a different tokenizer."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -229,10 +249,10 @@ def load_weights(model, start, config, spec, ranks, log):
 # whether a checkpoint fits the run
 
 def check_fits(start, config, data, model, ranks):
-    """Raise CheckpointError, on all ranks, unless the run of `start` (a Start) can be resumed: the
-    checkpoint is complete, was written with the same configuration and data (except
-    --allow_change), and has the names, shapes and dtypes of the tensors of `model`. data: the run's
-    Data. All ranks must call."""
+    """Raise CheckpointError, on all ranks, if the run of the checkpoint in `start` (a Start) cannot
+    be resumed: the checkpoint is incomplete, `model` has tensors with different names, shapes or
+    dtypes, or the configuration or the data (a Data) have changed. Changes whose names are in
+    config.allow_change are accepted (see find_changes). All ranks must call."""
     expected = model.state_dict()  # of a sharded model, on all ranks
 
     def check():
@@ -256,10 +276,11 @@ def check_fits(start, config, data, model, ranks):
 
 
 def find_changes(state, config, data):
-    """Return {name: (old value, new value)} of all differences between the run of the checkpoint
-    `state` (a dict) and this one, with `config` and `data` (a Data): keys of the configuration that
-    affect the results, "data" (fingerprint of the training data), entries of Data.spec (`None`: not
-    in that spec)."""
+    """Return {name: (old value, new value)} of everything that affects the results and differs
+    between the run of a checkpoint, `state` (a dict), and this run, with `config` (a TrainConfig)
+    and `data` (a Data). The names are configuration keys, "data" (the fingerprint of the training
+    data) and keys of Data.spec (`None` where a spec does not have the key). {} if nothing differs.
+    """
     changes = {name: values for name, *values in find_differences(
         state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
@@ -272,8 +293,9 @@ def find_changes(state, config, data):
 
 
 def nearly_equal(a, b):
-    """Return whether two entries of Data.spec are equal. Floats, also in lists and tuples, may
-    differ by 5% or by 0.01: statistics of data differ a little between precisions."""
+    """Return whether two values in Data.spec are equal. Two floats, also inside lists and tuples,
+    are equal if they differ by at most 5% or at most 0.01, because statistics of the data depend
+    slightly on the precision."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -285,12 +307,13 @@ def nearly_equal(a, b):
 # from a run to a checkpoint
 
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
-    """Return the content of a checkpoint, a dict: nanoGPT's keys, the state_dict() of each object
-    in `parts` {name: object}, and facts that a resume compares, e.g. a fingerprint of the data.
-    config: TrainConfig; data: Data; parts["progress"]: Progress; ranks: Ranks. All ranks must call.
+    """Return the content of a checkpoint, a dict: nanoGPT's keys (model, optimizer, model_args,
+    iter_num, best_val_loss, config), the state_dict() of each object in `parts` {name: object}, and
+    facts that are compared when the run is resumed, e.g. a fingerprint of the data. config:
+    TrainConfig; data: Data; parts["progress"]: Progress; ranks: Ranks. All ranks must call.
 
-    Tensors share memory with model and optimizer. Unless config.saves_shards(), tensors of a
-    sharded model are copies on rank 0, and `None` on other ranks.
+    Tensors are not copied: they share memory with `model` and `optimizer`. Exception: of a sharded
+    model, unless config.saves_shards(), they are copies on rank 0, and `None` on other ranks.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
@@ -317,15 +340,16 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
 
 
 def named_params(optimizer):
-    """Return {name: parameter} of an optimizer that build_optimizer() returned."""
+    """Return {name: parameter} of all parameters of an optimizer that build_optimizer() returned:
+    each parameter group has the list "names"."""
     return {name: p for group in optimizer.param_groups
             for name, p in zip(group["names"], group["params"], strict=True)}
 
 
 def optimizer_state(optimizer):
-    """Return the optimizer's state by parameter name: {"state": {name: {key: value}},
-    "param_groups": [options]}. The options are plain types, with names instead of parameters;
-    tensors are not copied. A parameter that has had no gradient yet has the state {}."""
+    """Return the optimizer's state_dict() with parameter names in place of numbers: {"state":
+    {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}. Tensors are not
+    copied. A parameter that has had no gradient yet has the state {}."""
     groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
               | {"params": list(group["names"])} for group in optimizer.param_groups]
     return {"state": {name: dict(optimizer.state.get(p, {}))
@@ -334,17 +358,18 @@ def optimizer_state(optimizer):
 
 
 def copy_to_rank0(tensor):
-    """Return a copy of the whole tensor on the CPU of rank 0, `None` on other ranks; a DTensor is
-    gathered. A rank holds one whole tensor at a time. All ranks must call, in a process group."""
+    """Return a copy of the tensor on the CPU on rank 0, `None` on other ranks. A DTensor is
+    gathered: the copy is the whole tensor, and each rank holds it on the device for a moment. All
+    ranks must call, in a process group."""
     whole = full(tensor)
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
 def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
-    """Save `state` (of make_checkpoint) as ckpt.pt in `folder` (a RunFolder), if `is_best` also as
-    ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. The files are written in the background,
-    where a failure is a warning in `log` (a Logger). With `last`, they are written before this
-    function returns, and a failure raises CollectiveExit. All ranks must call."""
+    """Save `state`, a result of make_checkpoint(), as ckpt.pt in `folder` (a RunFolder); if
+    `is_best` also as ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. A thread writes the
+    files, and a failure is only a warning in `log` (a Logger). With `last`, the files are written
+    before this function returns, and a failure raises CollectiveExit. All ranks must call."""
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
         broadcast_from_rank0(
@@ -368,9 +393,10 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
 
 def own_parts(state, ranks):
-    """Return {dotted name: [offsets in the whole tensor, tensor]} of the tensors in a nested
-    `state` that this rank saves: the local shards (with HSDP only in the first replica) and, on
-    rank 0, the tensors that are not sharded. offsets: a list of ints, one per dimension."""
+    """Return the part of the nested `state` that this rank writes to a sharded checkpoint: {dotted
+    name: [offsets, tensor]}. It has the local shards of DTensors (with HSDP only in the first
+    replica) and, on rank 0, the tensors that are not sharded; empty tensors are left out. offsets:
+    a list of ints, one per dimension: the position of the shard in the whole tensor."""
     parts = {}
     for name, tensor in named_tensors(state):
         row, is_first = locate_shard(tensor, ranks)
@@ -380,9 +406,9 @@ def own_parts(state, ranks):
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
-    """Raise BadNumbers, on all ranks, if weights or optimizer state contain NaN or infinity.
-    iter_num, path (of the last good checkpoint): for the message. Each rank checks the local
-    shards; all must call."""
+    """Raise BadNumbers, on all ranks, if weights or optimizer state contain NaN or infinity; 0-dim
+    tensors are not checked. iter_num (the step) and path (of the last good checkpoint) are for the
+    message. Each rank checks the local shards. All ranks must call."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     if name := next(filter(None, gather_objects(find_non_finite(state), ranks)), None):
@@ -393,8 +419,9 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 
 def find_drift(tensors, ranks):
-    """Return the names of those of `tensors` {name: tensor} that are not sharded and whose bits
-    differ between ranks, or that only some ranks have. All ranks must call."""
+    """Return the sorted names of the tensors in `tensors` {name: tensor} that are not the same on
+    all ranks: the bits differ, or only some ranks have the tensor. DTensors are not compared. All
+    ranks must call."""
     if ranks.world_size == 1:
         return []
     every_rank = gather_objects({name: add_bits(t) for name, t in tensors.items()
@@ -404,8 +431,9 @@ def find_drift(tensors, ranks):
 
 
 def add_bits(tensor):
-    """Return the sum of the bits of a tensor, read as integers: a signed 64-bit int, which may
-    overflow, the same on each device. Tensors of equal storage offset and different sums differ."""
+    """Return a checksum of the tensor, an int: the sum of the bits, read as integers (up to 64
+    bits, signed, with overflow). It does not depend on the device. If two tensors with the same
+    shape, dtype and storage offset have different checksums, they differ."""
     flat = tensor.detach().reshape(-1)
     # As int64 if possible: torch copies smaller integers before it adds them.
     is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
@@ -414,8 +442,8 @@ def add_bits(tensor):
 
 
 def warn_of_drift(model, iter_num, ranks, warn):
-    """Call warn(text) if trained weights of `model` differ between ranks; shards are not compared.
-    iter_num: step, for the text. All ranks must call."""
+    """Call warn(text) if trained parameters (requires_grad) of `model` are not the same on all
+    ranks; DTensors are not compared. iter_num: the step, for the text. All ranks must call."""
     if names := find_drift({n: p for n, p in model.named_parameters() if p.requires_grad}, ranks):
         warn(f"iter {iter_num}: {len(names)} weights differ between ranks, e.g. {names[0]}: the "
              "checkpoint has those of rank 0. What changes weights, or gradients after their "
@@ -425,8 +453,8 @@ def warn_of_drift(model, iter_num, ranks, warn):
 def make_savable(model):
     """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
     tensors. Raise SetupError if a checkpoint would lack something: a trained parameter is not in
-    the state dict, a tensor has a dtype that is not supported, or a module contains an optimizer.
-    """
+    state_dict(), a tensor in it has a dtype that is not supported, or an attribute of a module is
+    an optimizer."""
     state = model.state_dict()
     unsaved = [name for name, p in model.named_parameters()
                if p.requires_grad and name not in state]
@@ -447,8 +475,9 @@ def make_savable(model):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value` and everything in it are plain Python types, the only
-    ones that ckpt.pt may contain besides tensors. name: of the value, for the message."""
+    """Raise CheckpointError unless `value` and everything inside it are plain Python types (int,
+    float, bool, str, bytes, `None`, dict, list, tuple, no subclasses), as ckpt.pt requires of
+    everything except tensors. name: name of the value, for the message."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
         if type(part) not in plain:
@@ -461,10 +490,10 @@ def check_plain(value, name):
 # from a checkpoint to a run
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
-    """Copy the checkpoint of `start` (a Start) into model, optimizer and `parts` {name: object with
-    load_state_dict}, to resume a run, and set start.state to `None`. All ranks must call. Raises
-    CheckpointError; if config.allow_change is set, optimizer state that does not fit only causes
-    warn(text)."""
+    """Load the checkpoint in `start` (a Start of kind "resume") into `model`, `optimizer` and
+    `parts` {name: object with load_state_dict()}, in place, and set start.state to `None`. All
+    ranks must call. Raises CheckpointError if something does not fit. With config.allow_change,
+    optimizer state that does not fit is newly initialised instead, and warn(text) is called."""
     state = start.state
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
@@ -481,11 +510,16 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def select_optimizer_state(optimizer, entries, config, warn):
-    """Return the part of `entries`, the optimizer state of a checkpoint {parameter name: {key:
-    value}}, that fits: entries with the same keys as the state of `optimizer`, which must exist
-    (create_state). The moving average "ema" is included only if config.ema is set. If an entry does
-    not fit or is missing, call warn(text) if config.allow_change is set, otherwise raise
-    CheckpointError."""
+    """Return the part of `entries`, the optimizer state in a checkpoint {parameter name: {key:
+    value}}, that can be loaded into `optimizer`, in the same format. An entry is selected if it has
+    the same keys (e.g. "exp_avg") as the state of this parameter in `optimizer`, which must exist
+    (see create_state). The key "ema" (moving average) is not compared, and is returned only if
+    config.ema is set.
+
+    If an entry is missing or has other keys, raise CheckpointError; but if config.allow_change is
+    set, call warn(text). Entries that are {} (no gradient yet) are left out, and `entries` may be
+    {} (no step yet).
+    """
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
               for name, entry in entries.items()
@@ -504,9 +538,10 @@ def select_optimizer_state(optimizer, entries, config, warn):
 
 
 def restore_optimizer(optimizer, state, ranks, path, shards=None):
-    """Copy `state` {parameter name: {key: value}} into the state of the optimizer, which must exist
-    (create_state). The state of other parameters is removed: the next step creates it. ranks,
-    shards: as for fill(); path: for messages. CheckpointError if names, shapes or dtypes differ."""
+    """Copy `state` {parameter name: {key: value}} into the state of `optimizer`, in place. The
+    optimizer's state must exist (see create_state). State of parameters that are not in `state` is
+    removed: the next step creates it. ranks, shards: as for fill(). path: of the checkpoint, for
+    messages. All ranks must call. CheckpointError if names, shapes or dtypes differ."""
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})
@@ -522,10 +557,14 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
 
 
 def fill(own, state, ranks, shards=None, prefix=""):
-    """Copy each tensor in the nested `state` into the tensor of equal name in the nested `own`, in
-    place, one at a time. Tensors in `own` may be sharded. Rank 0 sends the values to all ranks; or,
-    if `shards` (a Shards) is given, each rank reads the rows that it needs from the files, where
-    names start with `prefix`. All ranks must call."""
+    """Copy each tensor in the nested `state` into the tensor of the same name in the nested `own`,
+    in place, one at a time. Tensors in `own` may be DTensors, and `own` may have more tensors.
+
+    Without `shards`, the values are those in `state` on rank 0, which are sent to all ranks. With
+    `shards` (a Shards), each rank reads the rows that it needs from the files, where the name of a
+    tensor is `prefix` + name. Tensors in `state` without values may be on the meta device. All
+    ranks must call.
+    """
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
         if shards:
@@ -543,14 +582,16 @@ def fill(own, state, ranks, shards=None, prefix=""):
 
 
 def without_values(state):
-    """Return a copy of a nested state with all tensors on the meta device: shape and dtype only."""
+    """Return a copy of a nested state (dicts and lists) with all tensors on the meta device: shape
+    and dtype only."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def check_state(optimizer, ranks):
     """Raise CheckpointError unless a checkpoint would contain the entire state of `optimizer`,
-    which has done a step. The state is copied, replaced by a new one, restored and compared;
-    tensors that are not sharded must be equal on all ranks. All ranks must call."""
+    which must have done a step. To find out, the state is copied, replaced by newly created state,
+    restored from the copy and compared; afterwards weights and state are as before. State tensors
+    that are not sharded must be equal on all ranks. All ranks must call."""
     def attributes():
         groups = {f"{k} of parameter group {i}": repr(v)
                   for i, group in enumerate(optimizer.param_groups)

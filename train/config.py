@@ -25,9 +25,10 @@ MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 @functools.cache
 def config_class(model="gpt"):
-    """Return the configuration class of a model type: TrainConfig extended by the keys of the class
-    Keys in model/NAME.py, if any. For gpt no file is imported, so that plain --help does not import
-    torch. Raises ConfigError."""
+    """Return the configuration class of the model type `model`, a dataclass: TrainConfig, or a
+    subclass with the additional keys of the class Keys in model/NAME.py. For gpt no file is
+    imported, so that plain --help does not import torch. ConfigError if there is no such model
+    type, or if Keys repeats a key of TrainConfig."""
     keys = None if model == "gpt" else load_model_type(model).Keys
     if keys is None:
         return TrainConfig
@@ -39,8 +40,8 @@ def config_class(model="gpt"):
 
 
 def group_fields(cls):
-    """Return {heading: dataclass fields} of a configuration class: the groups of --help, in order.
-    """
+    """Return {heading: tuple or list of dataclass fields} of a configuration class, in the order of
+    --help."""
     own = [f for f in fields(cls) if f.name not in FIELDS]
     groups = {group: fields(keys) for group, keys in GROUPS.items()}
     return groups | {"Of this model": own} if own else groups
@@ -50,17 +51,18 @@ def group_fields(cls):
 # YAML files
 
 def find_file(path):
-    """Return `path`, or the same path inside the repository if only that one exists. A leading ~ is
-    expanded. If neither exists, `path` is returned."""
+    """Return `path`, with a leading ~ expanded, or the same path relative to the repository's root
+    if only that file exists. If neither exists, `path` is returned."""
     path = os.path.expanduser(path)
     inside = os.path.join(REPOSITORY, path)
     return inside if not os.path.exists(path) and os.path.exists(inside) else path
 
 
 def read_yaml(path, problems, groups=()):
-    """Return the settings [(key, raw value, "path:line")] in a YAML file; raw values are texts, or
-    lists and dicts of texts. Mappings named in `groups` are flattened. Nothing is raised: messages
-    about an unreadable or invalid file are appended to the list `problems`."""
+    """Return the settings in a YAML file, a list of (key, raw value, "path:line"). Raw values are
+    strings, or lists and dicts of strings. groups: names of mappings that only group keys: with
+    "training", `training: {lr: 1}` is read as the key lr. Nothing is raised: messages about an
+    unreadable or invalid file are appended to the list `problems`."""
     settings = []
 
     def add(mapping, group=""):
@@ -93,11 +95,13 @@ def read_yaml(path, problems, groups=()):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings [(key, raw value, "path:line")] in the YAML file at `path`, after those
-    of the file that the key `base` names (a path relative to this file), if any. In a run's
-    training_args.json, `arguments` are the settings, except START_KEYS. Messages about problems are
-    appended to the list `problems`. parents: absolute paths of the files whose `base` led here, to
-    detect a circle.
+    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"). If
+    it has the key `base`, the path of another file relative to this file, the settings of that file
+    come first. In the training_args.json of a run, the settings are the entries of `arguments`
+    except START_KEYS (resume, eval_only, ...).
+
+    Messages about problems are appended to the list `problems`. parents: absolute paths of the
+    files that led here by `base`, to detect a circle.
     """
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
@@ -119,9 +123,10 @@ def read_with_bases(path, problems, parents=()):
 # the command line
 
 def parse_options(argv, problems):
-    """Return the settings [(key, raw value, "command line")] in the arguments --key value,
-    --key=value, key=value, --flag and --no-flag (True, False). A group may precede the key
-    (model.n_layer=4). Messages about other arguments are appended to the list `problems`."""
+    """Return the settings in the command-line arguments `argv`, a list of (key, raw value, "command
+    line"). --key value, --key=value and key=value give a string, --flag gives True, and --no-flag
+    gives False for the key flag. A group may precede the key (model.n_layer=4). Messages about
+    invalid arguments are appended to the list `problems`."""
     settings = []
     tokens = list(argv)
     while tokens:
@@ -146,10 +151,17 @@ def parse_options(argv, problems):
 
 class Aliases:
     """The tables in train/aliases.yaml, which translate names and values of other trainers, as
-    attributes: names {name: key; or a list of keys, of which the model has one; or a template for
-    fill()}, words {name: {word: value, or {key: value}}}, switches [name], per_epoch {name: key in
-    epochs}, models {key: model type that has it}, hints {name: why there is no key}. A key or value
-    "ignored" has no effect. The YAML file is read when the first attribute is needed."""
+    attributes. The file is read when the first attribute is needed.
+
+    names: {name: key; or a list of keys, of which the first one that the model has is meant; or a
+    template for fill()}
+    words: {name: {word: value, or {key: value}}}, values with a different name here
+    switches: [name], names that only switch something on or off
+    per_epoch: {name: key}, used in place of `names` if the run's length is in epochs
+    models: {key: model type that has the key}, for error messages
+    hints: {name: why there is no such key}, for messages
+    A key or value "ignored" means that the setting is accepted without effect.
+    """
 
     def __getattr__(self, name):
         path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
@@ -169,9 +181,9 @@ IGNORED = object()  # value of a setting without effect, of which the user is to
 
 
 def remove_groups(dotted):
-    """Return the name of a setting without groups: "lr" for "training.lr". The last group remains
-    if the name has a special meaning in it (optimizer.name). With an unknown group, `dotted` is
-    returned."""
+    """Return the name of a setting without the groups before it: "lr" for "training.lr". The last
+    group remains if "GROUP.NAME" has a meaning in train/aliases.yaml (optimizer.name). If a group
+    is not in GROUP_NAMES, `dotted` is returned unchanged."""
     *groups, name = dotted.split(".")
     if not groups or not GROUP_NAMES.issuperset(groups):
         return dotted
@@ -180,12 +192,12 @@ def remove_groups(dotted):
 
 
 def translate(name, raw, known, by_epochs=False):
-    """Return {key: raw value} of a setting: unchanged if `name` is a key that accepts `raw`,
-    otherwise translated by train/aliases.yaml; {} if it has no effect. A name without a translation
-    is returned unchanged. known: {key: field} of the configuration class.
+    """Return {key: raw value} for the setting `name` with the value `raw`, translated by
+    train/aliases.yaml. It is {name: raw} if `name` is a key that accepts `raw`, and for a name
+    without a translation. It may have several keys, and is {} for a setting without effect.
 
-    by_epochs: whether the length of the run is set in epochs; save_every and eval_every are then
-    read in epochs, too.
+    known: {key: dataclass field} of the configuration class. by_epochs: whether the run's length is
+    set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
     """
     choices = known[name].metadata.get("choices", [raw]) if name in known else []
     if name in known and (raw in choices or not isinstance(raw, (str, bool))):
@@ -210,9 +222,10 @@ def translate(name, raw, known, by_epochs=False):
 
 
 def fill(template, raw):
-    """Return `template`, a value in train/aliases.yaml, with a setting inserted: "$" is replaced by
-    `raw`; "$1" and "$2" by the first and second item of `raw` if it has two, e.g. "0.9, 0.95"
-    (otherwise by the list of items). In a dict, each value is replaced."""
+    """Return `template`, a value in train/aliases.yaml, with the value `raw` of a setting inserted.
+    "$" becomes `raw`. "$1" and "$2" become the first and the second item of `raw`, e.g. of "0.9,
+    0.95"; if it does not have two items, the list of all items. In a dict, each value is replaced.
+    """
     if isinstance(template, dict):
         return {name: fill(value, raw) for name, value in template.items()}
     items = re.findall(r"[\w.+-]+", str(raw)) if template != "$" else []
@@ -220,16 +233,19 @@ def fill(template, raw):
 
 
 def resolve(settings, known, problems):
-    """Return {key: (raw value, where it is set)} of settings [(name, raw value, where)]. Later
-    settings take precedence. A length in steps also replaces one in epochs of an earlier file. If
-    one file sets a key twice, or the command line a list or dict, a message is appended to
-    `problems`. Aliases are replaced by the keys in `known` {key: field}, and " as ALIAS" is
-    appended to `where`. Aliases without effect remain, with the value IGNORED; unknown names
-    remain, too."""
+    """Return {key: (raw value, where)} of `settings`, a list of (name, raw value, where). where:
+    the place that sets it, "path:line" or "command line". Later settings take precedence.
+
+    Aliases are replaced by keys in `known` {key: dataclass field}, and " as ALIAS" is appended to
+    `where`. An alias without effect remains, with the value IGNORED, if there is a hint about it.
+    Unknown names remain unchanged. A length in steps also removes the same length in epochs of an
+    earlier file. A message is appended to the list `problems` if one file sets a key twice, or if
+    the command line sets a list or dict twice.
+    """
     def place(setting):
-        """Return the sort key of a setting: (number of the file, n). For a switch (an alias, e.g.
-        amp) that is on, n is -1, and other settings in the file override it; for one that is off, n
-        is 1, and it overrides them; otherwise n is 0."""
+        """Return the sort key of a setting: (number of the file, n). n is 0, except for a switch
+        (an alias, e.g. amp): -1 if it is on, so that other settings in the file override it, and 1
+        if it is off, so that it overrides them."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches  # loaded if needed
@@ -266,16 +282,20 @@ def resolve(settings, known, problems):
 
 
 def file_of(where):
-    """Return the path in `where`, "path:line" or "path:line as ALIAS"; "" for the command line."""
+    """Return the path in `where`, which is "path:line" or "path:line as ALIAS"; "" for settings
+    from the command line or from Python."""
     return where.rpartition(":")[0]
 
 
 def read_settings(path, overrides, problems):
-    """Return (configuration class, {key: (raw value, where it is set)}) of three sources: the YAML
-    file at `path` (the key `config` in `overrides` replaces the path), the file that the key
-    `best_config` in `overrides` names, and `overrides` (command-line arguments, or a dict). Later
-    sources take precedence. Values are not parsed yet. Messages are appended to the list
-    `problems`; ConfigError for an unknown model type."""
+    """Return (configuration class, {key: (raw value, where it is set)}) of three sources, in
+    ascending order of precedence: the YAML file at `path`, the file `best_config` (the result of a
+    search) and `overrides`. Raw values are not parsed or checked yet.
+
+    overrides: command-line arguments or a dict. The key `config` in it replaces `path`;
+    `best_config` in it is the path of the second file. Messages are appended to the list
+    `problems`. ConfigError for an unknown model type.
+    """
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
@@ -297,10 +317,11 @@ def read_settings(path, overrides, problems):
 
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
-    """Return the configuration of a run: defaults, then the file at `path` (with its base files;
-    --config in `overrides` replaces the path), then `overrides` (command-line arguments, or a dict
-    of Python values). The attribute `origins` is {key: where it is set}. ConfigError lists all
-    problems."""
+    """Return the configuration of a run, a TrainConfig: the defaults, replaced by the YAML file at
+    `path` (`None`: no file) with its base files, replaced by `overrides`: command-line arguments,
+    or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. The attribute
+    `origins` of the result is {key: where it is set}, without keys that are not set. ConfigError
+    lists all problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = key_fields.fields_by_name(cls)
@@ -328,9 +349,9 @@ def load_config(path: str | os.PathLike | None = None,
 
 
 def describe_unknown(name, known, n_problems):
-    """Return an error message, with a suggestion, about a setting `name` that is no key. known:
-    {key: field}; n_problems: number of problems so far; after MAX_HINTS the slow search for a
-    similar key is left out."""
+    """Return an error message about `name`, a setting that is not a key, with a suggestion. known:
+    {key: dataclass field}. n_problems: number of problems so far; from MAX_HINTS on, the slow
+    search for a similar key is left out."""
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
@@ -340,16 +361,21 @@ def describe_unknown(name, known, n_problems):
 
 
 def load_argv(argv):
-    """Return the TrainConfig that these arguments of run_train.py describe, on top of
-    train/config.yaml unless they have --config. Raises ConfigError."""
+    """Return the TrainConfig for `argv`, the command-line arguments of run_train.py: the values in
+    the file of --config (default: train/config.yaml), replaced by the other arguments. Raises
+    ConfigError."""
     return load_config(DEFAULT_PATH, argv)
 
 
 def input_files(config, kinds=(True, "apart")):
-    """Return {key: value} of the files that a run of `config` reads besides the data; keys that are
-    not set are left out. A value may be a folder, hf:OWNER/NAME or, for `teacher`, "A,B". kinds:
-    which keys, by `reads` in the metadata: True (weights whose shape the run inherits), "apart"
-    (others: models of any shape, GRPO's reward file)."""
+    """Return {key: value} of the keys of `config` that name files or weights which the run reads,
+    except the data. Keys that are not set are left out. A value may be a file, a folder,
+    hf:OWNER/NAME or, for `teacher`, "A,B".
+
+    kinds: which keys, by `reads` in the metadata of the field: True for weights with which the run
+    starts and from which it takes the model's architecture, "apart" for other files (weights of any
+    architecture, GRPO's reward file).
+    """
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
@@ -361,7 +387,9 @@ def input_files(config, kinds=(True, "apart")):
 # checks between keys
 
 def find_conflicts(c):
-    """Return messages, a list, about keys of the configuration `c` that contradict each other."""
+    """Return a list of messages about keys of the configuration `c` that contradict each other; []
+    if there are none. The number of ranks is c.world_size or, without it, WORLD_SIZE in the
+    environment."""
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
@@ -400,7 +428,8 @@ def divisors(n):
 
 
 def needing_evaluations(c):
-    """Return the settings of the TrainConfig `c`, a list of "key: value", that need evaluations."""
+    """Return a list of texts "key: value", the settings of the TrainConfig `c` that need
+    evaluations; [] if none of these keys is set."""
     return [f"{name}: {getattr(c, name)}" for name, needed in (
         ("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
         ("early_stopping_patience", c.early_stopping_patience),
@@ -411,9 +440,10 @@ def needing_evaluations(c):
 # comparing configurations
 
 def find_differences(old, new, known=FIELDS):
-    """Return [(key, old value, new value)] of the keys that affect the results of a run and differ
-    between two configurations, dicts. Ignored are keys that only one of them has, and batch_size
-    and gradient_accumulation_steps if the product is equal. known: {key: field}."""
+    """Return a list of (key, old value, new value) of the keys that affect the results of a run and
+    have different values in the dicts `old` and `new` {key: value}. Ignored are keys that only one
+    dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal.
+    known: {key: dataclass field}, the keys to compare."""
     # A value equals a list with only this value: some keys were not lists in earlier versions.
     names = [n for n, f in known.items() if n in old and n in new
              and new[n] not in (old[n], [old[n]])
@@ -452,8 +482,8 @@ def format_help(cls=TrainConfig):
 
 
 def format_config(config):
-    """Return the --print_config page of a configuration made by load_config(): valid YAML with the
-    origin of each value as a comment."""
+    """Return the text of --print_config for a configuration made by load_config(): valid YAML with
+    every key, and the origin of each value as a comment."""
     lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.replace(print_config=False)  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
@@ -468,8 +498,9 @@ def format_config(config):
 
 
 def describe_aliases(config):
-    """Return lines of text that state how names of other trainers were read, or why they were
-    ignored; [] without such names. config: as returned by load_config()."""
+    """Return a list of texts for the console about the settings of `config` with names of other
+    trainers: how each was translated, or why it is ignored; [] without such names. config: as
+    returned by load_config()."""
     read = {}  # {alias: [key and value]}
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
@@ -487,7 +518,8 @@ def describe_aliases(config):
 
 
 def to_yaml(config):
-    """Return the configuration as a YAML text from which load_config restores the same run: all
-    keys but those of a single start (resume, allow_change, eval_only, ...)."""
+    """Return the configuration as a YAML text, from which load_config() creates an equal
+    configuration. Keys that belong to one start of the run (resume, allow_change, eval_only, ...)
+    are left out."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -51,10 +51,12 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 class Data:
     """The data of a run.
 
-    train, val, test: loaders, or torch Datasets for train(data=...). val `None`: no evaluation.
-    test: evaluated once, at the end of the run. spec: facts about the data that the model needs
-    (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt. use: the command
-    that uses the trained model, printed at the end of the run ("": the model type's USE).
+    train, val, test: loaders, or torch Datasets for train(data=...). val `None`: no evaluations.
+    test: evaluated once, at the end of the run; `None`: no test. spec: facts about the data that
+    the model needs (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt.
+    use: a command that uses the trained model, printed at the end of the run, in which {out},
+    {best} and {data} are replaced by out_dir, the best checkpoint and data_dir; "": USE of the
+    model type.
     """
     train: object
     val: object = None
@@ -67,8 +69,9 @@ class Data:
 # the order: explicit arithmetic, since np.random may change between versions of numpy
 
 def hash64(seed, epoch, lane):
-    """Return one 64-bit number per epoch, a hash of (seed, epoch, lane). seed, lane: ints; numbers
-    with different lanes are independent. epoch: (n,) uint64 -> (n,) uint64."""
+    """Return a 64-bit hash of (seed, epoch, lane) for each element of the array `epoch`: (n,)
+    uint64 -> (n,) uint64. seed, lane: ints. Each purpose uses a different lane, which gives
+    independent numbers."""
     # Multiples of the odd number gamma (2^64 / golden ratio) are well-spread inputs of mix64.
     gamma = np.uint64(0x9E3779B97F4A7C15)
     x = mix64(np.array([seed & (2**64 - 1)], np.uint64) + gamma)
@@ -77,12 +80,13 @@ def hash64(seed, epoch, lane):
 
 def permute(p, n, keys):
     """Map positions p to samples, by a pseudo-random bijection of 0..n-1. p: (m,) uint64 -> (m,)
-    uint64. keys: list of random uint64 arrays, one (m,) or (1,) per round.
+    uint64. keys: list with a uint64 array of random numbers per round, (m,), or (1,) for all
+    positions.
 
     A shuffled list of a billion samples would need 8 GB. A Feistel network computes any entry of
-    such a list directly: a position is a pair (left, right), a cell of an a x b grid, and each
-    round shifts one half by a hash of the other half. The other half is unchanged, so the shift can
-    be undone: every round is a bijection, for any hash function.
+    this list directly: a position is a pair (left, right), a cell of an a x b grid, and each round
+    shifts one half by a hash of the other half. The other half is unchanged, so the shift can be
+    undone: every round is a bijection, for any hash function.
     """
     a = math.isqrt(n - 1) + 1  # about sqrt(n) rows
     b = -(-n // a)             # the smallest number of columns with a * b >= n
@@ -104,9 +108,10 @@ def permute(p, n, keys):
 
 
 def shuffled(g, n, seed):
-    """Return (epoch, index in 0..n-1) of the samples numbered g, counted over the whole run, in a
-    dataset of n samples. Each epoch has a different order. g: (m,) int64, ascending, m > 0 -> (m,)
-    uint64 each; the epochs are (1,) if all are equal."""
+    """Return (epoch, index): for each sample in g, the epoch and the index in a dataset of n
+    samples, which is shuffled differently in each epoch. g: numbers of the samples, counted over
+    the whole run, (m,) int64, ascending, m > 0. epoch: (m,) uint64, or (1,) if all are equal.
+    index: (m,) uint64, in 0..n-1."""
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
     if epoch[0] == epoch[-1]:
         epoch = epoch[:1]  # the usual case: all samples use the same keys
@@ -114,8 +119,9 @@ def shuffled(g, n, seed):
 
 
 def count_windows(n_tokens, block_size):
-    """Return the number of windows of block_size tokens per epoch, at least 1: one less than fit
-    before the last of n_tokens, so that all fit at every phase, the offset of the first window.
+    """Return the number of windows of block_size tokens in an epoch over a stream of n_tokens. It
+    is one less than the number that fit, so that all windows fit at every phase (the offset of the
+    first window), but at least 1. The last token of the stream is not in a window, only a target.
 
         |..phase..|window 0|window 1| ... |window n-1|..rest..|    n_tokens
     """
@@ -123,8 +129,9 @@ def count_windows(n_tokens, block_size):
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Return the index of the first token of the samples numbered g, counted over the whole run:
-    shuffled windows of a stream of n_tokens. g: (m,) int64, ascending -> (m,) int64.
+    """Return the index in the stream of the first token of each sample in g. A sample is a window
+    of block_size tokens in a stream of n_tokens; the windows are shuffled in each epoch. g: numbers
+    of the samples, counted over the whole run, (m,) int64, ascending -> (m,) int64.
 
     The windows of an epoch are adjacent and do not overlap. The first one starts at a random
     offset, the phase of the epoch, so that different epochs cut the stream at different tokens.
@@ -140,9 +147,9 @@ def window_starts(g, n_tokens, block_size, seed):
 # arrays to a device
 
 def send(array, device):
-    """Return a numpy array or CPU tensor as a tensor on `device` (a torch.device). To CUDA from
-    pinned memory, asynchronously: torch reuses a pinned block only after the copies from it are
-    done. On a CPU memory is shared."""
+    """Return a numpy array or CPU tensor as a tensor on `device` (a torch.device). The copy to CUDA
+    is asynchronous, from pinned memory, which torch reuses only after the copy is done. On a CPU
+    the result shares memory with `array`."""
     tensor = torch.as_tensor(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -153,15 +160,19 @@ def send(array, device):
 # loaders
 
 class Loader:
-    """Base class of loaders: it computes which samples a batch contains. get_batch(device, step)
-    returns a batch.
+    """Base class of loaders: it computes which samples are in the batch that get_batch(device,
+    step) returns.
 
-    samples: number per epoch. val_samples: number of validation samples, which do not overlap:
-    sample i is at position i * stride (1 by default). batch_size: of this rank's batches.
-    val_batch_size: of validation batches, equal at any world size. A subclass has positions(g) ->
-    where the samples numbered g (m,) int64, ascending, are in the data, (m,) int64; rows(positions)
-    -> arrays of the samples there; tensors(arrays, device) -> a batch; identity() -> plain types
-    that identify the data.
+    samples: number of samples per epoch. batch_size: of this rank's training batches. val_samples:
+    number of validation samples, which do not overlap: sample i is at position i * stride (1 by
+    default) of the data. val_batch_size: of validation batches, equal at any world size.
+
+    A subclass defines
+        positions(g)             # where samples are in the data. g: their numbers, counted over the
+                                 # whole run, (m,) int64, ascending -> (m,) int64
+        rows(positions)          # list of arrays (m, ...): the samples at these positions
+        tensors(arrays, device)  # the batch, a tuple of tensors, made of these arrays
+        identity()               # dict of plain types that identifies the data
     """
     calls_per_chunk = 1  # batches that are read at once
     places = "rows"      # what positions() returns, for messages
@@ -182,9 +193,9 @@ class Loader:
 
     def get_batch(self, device: str | torch.device = "cpu",
                   step: int | None = None) -> tuple[torch.Tensor, ...]:
-        """Return this rank's batch of `step` on `device`, a tuple of tensors (B, ...). Calls
-        without `step` return the batches of steps 0, 1, 2, ... The same (seed, step) gives the same
-        batch. Read-only: do not modify it. DataError if step < 0."""
+        """Return this rank's batch number `step` on `device`, a tuple of tensors (B, ...). Calls
+        without `step` return the batches 0, 1, 2, ... The same (seed, step) gives the same batch.
+        Do not modify the tensors: they share memory with the loader. DataError if step < 0."""
         index = self.step if step is None else step
         if index not in self.chunk_steps or device != self.chunk_device:
             self.read_chunk(index, device)
@@ -194,9 +205,9 @@ class Loader:
         return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
-        """Read the batch of `step` into self.chunk, as tensors on `device`. If the steps are
-        consecutive, read calls_per_chunk batches at once, since one large read is faster than many
-        small ones. DataError if step < 0."""
+        """Read the batch of `step` into self.chunk, as tensors on `device`. If `step` follows the
+        steps in the chunk, calls_per_chunk batches are read at once, since one large read is faster
+        than many small ones; otherwise one batch. DataError if step < 0."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         sequential = step in (self.step, self.chunk_steps.stop)
@@ -206,32 +217,33 @@ class Loader:
         self.chunk_steps, self.chunk_device = steps, device
 
     def read(self, g):
-        """Return the arrays of the samples numbered g, (m,) int64, counted over the whole run."""
+        """Return a list of arrays (m, ...), the contents of the samples g. g: numbers of the
+        samples, counted over the whole run, (m,) int64, ascending."""
         return self.rows(self.positions(g))
 
     def describe(self, g):
         return f"{self.places} {', '.join(map(str, self.positions(g)))}"
 
     def locate(self, step):
-        """Return a text about where this rank's batch of `step` comes from, e.g. the row numbers.
-        """
+        """Return a text that states where in the data the samples of this rank's batch of `step`
+        are, e.g. "rows 7, 1"."""
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the numbers g of the samples in this rank's batches of `steps`, a list or range.
-        (len(steps) * B,) int64."""
+        """Return the numbers, counted over the whole run, of the samples in this rank's batches of
+        `steps` (a list or range of ints): (len(steps) * B,) int64."""
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
     def n_fixed(self, count):
-        """Return the number of validation batches if `count` are requested: fewer if the data are
-        smaller. The last one may be smaller than the others."""
+        """Return the number of validation batches that exist if `count` are requested: `count`, or
+        fewer if the data are smaller. The last batch may have fewer samples."""
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
     def fixed_samples(self, count, index):
-        """Return the numbers, in 0..val_samples-1, of the validation samples in batch `index` of
-        the `count` requested ones; together the batches are spread evenly over the data.
-        (<= val_batch_size,) int64, ascending. IndexError if there is no such batch."""
+        """Return the numbers (0..val_samples-1) of the validation samples in batch `index`, if
+        `count` batches are requested: (B,) int64, ascending, with B <= val_batch_size. The batches
+        together are spread evenly over the data. IndexError if there is no batch `index`."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
@@ -241,9 +253,9 @@ class Loader:
         return chosen * self.val_samples // n
 
     def fixed_batch(self, index, count, device="cpu"):
-        """Return validation batch `index` of the `count` requested ones, a tuple of tensors. The
-        batches are always the same: samples without overlap, together spread evenly over the data.
-        IndexError if there is no such batch."""
+        """Return validation batch `index`, if `count` batches are requested, as a tuple of tensors
+        (B, ...) on `device`. The batches are always the same. The samples do not overlap and are
+        together spread evenly over the data. IndexError if there is no batch `index`."""
         positions = self.fixed_samples(count, index) * self.stride
         return self.tensors(self.rows(positions), torch.device(device))
 
@@ -258,12 +270,15 @@ class Loader:
 
 
 class DataLoader(Loader):
-    """Shuffled windows of one split's token stream. get_batch(device, step) returns (x, y), int64
-    (B, T), y shifted by one token. Not iterable; every window is used once per epoch.
+    """Shuffled windows of the token stream of one split. get_batch(device, step) returns this
+    rank's batch (x, y), int64 (B, T) each; y is x shifted by one token. Each window is used once
+    per epoch. Not iterable.
 
-    data_dir: files as in data/token_files.py. batch_size: of this rank. block_size: T. vocab_size:
-    ids must be smaller (default: that of the data, if known). Raises DataError. Attributes:
-    n_tokens, dtype, vocab_size.
+    data_dir: folder, file or glob pattern of token files (data/token_files.py). batch_size: B, of
+    this rank. block_size: T. split: e.g. "train" or "val". vocab_size: all token ids must be
+    smaller (default: the size in meta.json, if there is one). Attributes: n_tokens, dtype (a name),
+    vocab_size. DataError for invalid arguments, missing or damaged files, and fewer than T + 1
+    tokens.
     """
     unit = "tok"
     places = "windows at tokens"
@@ -287,16 +302,16 @@ class DataLoader(Loader):
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
     def positions(self, g):
-        """Return the index of the first token of each of the samples numbered g. (m,) -> (m,)
-        int64."""
+        """Return the index in the stream of the first token of each sample in g. g: numbers of the
+        samples, counted over the whole run, (m,) int64, ascending -> (m,) int64."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
     def rows(self, positions):
         return [self.stream.read(positions, self.block_size + 1)]  # (m, T + 1)
 
     def tensors(self, arrays, device):
-        """Return (x, y), int64 (B, T) on `device`, of the windows arrays[0] (B, T + 1); y is x
-        shifted by one token."""
+        """Return (x, y), int64 (B, T) each, on `device`, from the windows in arrays[0], (B, T + 1):
+        x without the last token of a window, y without the first."""
         tokens = arrays[0]
         return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
@@ -316,11 +331,12 @@ class DataLoader(Loader):
 
 
 class RowLoader(Loader):
-    """Shuffled batches of rows of numpy arrays, in memory or memory-mapped: get_batch(device, step)
-    returns a tensor (B, ...) per array, of the same rows.
+    """Shuffled batches of rows of numpy arrays, which may be memory-mapped. get_batch(device, step)
+    returns a tuple with a tensor (B, ...) per array, with the same rows of each.
 
-    arrays: of equal length N. Unsigned integers become int64. config, ranks: for batch size, seed
-    and rank. Raises DataError for arrays that are empty or of different lengths.
+    arrays: a sequence of arrays (N, ...) of equal length. Unsigned integers become int64. config: a
+    TrainConfig, for batch size and seed. ranks: a Ranks. DataError if an array is empty or the
+    lengths differ.
     """
     unit = "row"
     units_per_sample = 1
@@ -336,11 +352,13 @@ class RowLoader(Loader):
                          config.seed, ranks.rank, ranks.world_size)
 
     def positions(self, g):
-        """Return the row of the arrays for each of the samples numbered g. (m,) -> (m,) int64."""
+        """Return the row index, in the arrays, of each sample in g. g: numbers of the samples,
+        counted over the whole run, (m,) int64, ascending -> (m,) int64."""
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
     def rows(self, positions):
-        """Return [rows `positions` (m,) of the array, (m, ...)] for every array."""
+        """Return a list with an array (m, ...) per array of the loader: the rows at `positions`,
+        (m,) int64."""
         return [np.ascontiguousarray(array[positions]) for array in self.arrays]
 
     def tensors(self, arrays, device):
@@ -360,21 +378,22 @@ class RowLoader(Loader):
 
 
 class DatasetLoader(RowLoader):
-    """Shuffled batches of items of a map-style torch Dataset: get_batch(device, step) returns a
-    tensor (B, ...) per part of an item.
+    """Shuffled batches of items of a map-style torch Dataset. get_batch(device, step) returns a
+    tuple of tensors (B, ...), one per element of an item.
 
-    dataset: an object with __len__ and __getitem__. dataset[i] is a tensor, an array or a number,
-    or a tuple or dict of these, with the same shapes for all i. It must depend on i only, also in a
-    different process (a resumed run, other ranks): no random numbers, no state. It is called in a
-    thread. Raises DataError for an empty dataset, and when items cannot be stacked.
+    dataset: an object with __len__ and __getitem__. An item, dataset[i], is a tensor, an array or a
+    number, or a tuple or dict of these, with the same shapes for all i. It must depend only on i,
+    also in a different process (a resumed run, other ranks): no random numbers, no state.
+    __getitem__ is called in a thread. config: a TrainConfig, for batch size and seed. ranks: a
+    Ranks. DataError for an empty dataset, and when items cannot be stacked.
     """
 
     def __init__(self, dataset, config, ranks):
         super().__init__([dataset], config, ranks)
 
     def rows(self, positions):
-        """Return items `positions` (m,) as a list of CPU tensors (m, ...), one per part of an item.
-        DataError if the items cannot be stacked."""
+        """Return the items with the indices `positions`, (m,) int64, stacked: a list of CPU tensors
+        (m, ...), one per element of an item. DataError if the items cannot be stacked."""
         dataset, = self.arrays
         numbers = positions.tolist()
         items = [dataset[i] for i in numbers]
@@ -401,9 +420,9 @@ class DatasetLoader(RowLoader):
 
 
 def as_loader(source, config, ranks):
-    """Return `source` itself if it is a loader (it has get_batch) or `None`, or a DatasetLoader of
-    a map-style torch Dataset. config, ranks: for DatasetLoader. Raises DataError for any other
-    object."""
+    """Return `source` unchanged if it is a loader (it has get_batch) or `None`; return
+    DatasetLoader(source, config, ranks) if it is a map-style torch Dataset. DataError for any other
+    object. config: a TrainConfig; ranks: a Ranks."""
     if source is None or hasattr(source, "get_batch"):
         return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -414,12 +433,13 @@ def as_loader(source, config, ranks):
 
 
 class Prefetcher:
-    """Batches of a loader on the device, prepared in advance by a thread: get(step) returns a
-    batch, close() stops the thread. `seconds` is the time that get() has waited.
+    """Batches of a loader on the device, prepared in advance by a thread. get(step) returns a
+    batch, close() stops the thread. seconds: time that get() has waited; the user may reset it.
 
-    The thread prepares batches in the order of the steps, as far ahead as the loader reads in one
-    call, so the batches are the same as without it. Any loader is accepted: for one that computes
-    on the device (`computes`) there is no thread, and get() calls the loader.
+    The thread prepares batches in the order of the steps: as many as the loader reads at once
+    (calls_per_chunk), at most MAX_BATCHES_AHEAD. The batches are the same as without the thread.
+    For a loader that computes on the device (attribute `computes`) there is no thread, and get()
+    calls the loader.
     """
 
     def __init__(self, loader, device):
@@ -456,10 +476,12 @@ class Prefetcher:
 # token files as the data of a run
 
 def open_token_data(config, ranks, loader=None):
-    """Return the Data of the token files in config.data_dir: loaders of the splits train and val,
-    val `None` if eval_interval is 0. If data_dir is named stdlib and is not prepared, rank 0 first
-    prepares this built-in data. All ranks must call; ranks: a Ranks. loader: class of the loaders,
-    with the arguments of DataLoader (default: DataLoader). DataError if the files are not usable.
+    """Return the Data of the token files in config.data_dir: loaders of the splits train and val
+    (val is `None` if eval_interval is 0), and the vocabulary and tokenizer as spec. If data_dir is
+    named stdlib and is not prepared yet, rank 0 first prepares this built-in data set.
+
+    config: a TrainConfig; ranks: a Ranks. loader: class of the loaders (default: DataLoader), with
+    the same arguments as DataLoader. All ranks must call. DataError if the files cannot be used.
     """
     c = config
     if os.path.basename(os.path.normpath(c.data_dir)) == "stdlib" and not is_prepared(c.data_dir):

@@ -25,11 +25,14 @@ ON_OFF = {True: "on (the first step takes a while)", False: "off"}
 def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
-    """Return the torch.device for `name`: auto, cpu, mps, cuda or, for one rank, cuda:N. auto: cuda
-    (unless prefer_cuda is false), then mps (for one rank only), then cpu. The GPU with the index N
-    (default: device_id, otherwise local_rank) becomes torch's current device. local_world_size:
-    number of ranks on this machine. report: print the capabilities. Raises SetupError if the device
-    is missing or `name` invalid."""
+    """Return the torch.device for `name`: cpu, mps, cuda, cuda:N (only with one rank per machine)
+    or auto: cuda if available and `prefer_cuda`, then mps if there is one rank, then cpu. A GPU
+    becomes torch's current device: number N, by default device_id or, without it, local_rank.
+
+    local_rank: index of this rank on the machine. local_world_size: number of ranks on the machine.
+    report: print the device's properties. On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it
+    is set. SetupError if the device is missing or `name` is invalid.
+    """
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         name = ("cuda" if prefer_cuda and torch.cuda.is_available() else
@@ -76,9 +79,9 @@ def describe_device(device):
 
 
 def has_native_bfloat16(device):
-    """Return whether the hardware of a torch.device multiplies bfloat16: from capability 8.0 on
-    CUDA (emulated and slow before), CPUs with AMX, AVX512-BF16 or ARM's BF16, always on Apple's
-    GPUs."""
+    """Return whether the hardware of a torch.device supports products of bfloat16 matrices: CUDA
+    from capability 8.0 on (older GPUs emulate it slowly), a CPU with AMX, AVX512-BF16 or ARM's
+    BF16; always true for MPS."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -88,9 +91,9 @@ def has_native_bfloat16(device):
 
 
 def choose_dtype(name, device):
-    """Return (torch.dtype of matrix products, description with the reason) for `name`, the value of
-    the key dtype. auto: bfloat16 if the device has it natively, otherwise float16 on CUDA and
-    float32 on other devices."""
+    """Return (torch.dtype for the autocast of matrix products, description with the reason). name:
+    the value of the key dtype, "bfloat16", "float16", "float32" or "auto": bfloat16 if the device
+    supports it natively, otherwise float16 on CUDA and float32 on other devices."""
     native = has_native_bfloat16(device)
     if name == "auto":
         name = "bfloat16" if native else "float16" if device.type == "cuda" else "float32"
@@ -115,18 +118,19 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name):
-    """Return the peak FLOP/s of the GPU called `name` (by the driver) for 16-bit floats, or 0 if
-    unknown. Names are compared by whole words: an RTX A4000 is not an A40. Variants, e.g. RTX 4090
-    Laptop, and parts of a GPU (MIG) are unknown unless they are listed."""
+    """Return the peak FLOP/s (dense, 16-bit floats) of the GPU `name`, as in
+    torch.cuda.get_device_name(), or 0 if unknown. Names are compared by whole words: an RTX A4000
+    is not an A40. Variants, e.g. RTX 4090 Laptop, and parts of a GPU (MIG) are unknown unless
+    PEAK_TFLOPS has an entry."""
     matches = [key for key in PEAK_TFLOPS
                if re.search(rf"\b{key}\b(?! (Laptop|Ti|SUPER|D|PCIe)\b|.* MIG )", name)]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else 0
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of the GPUs of all ranks together for `dtype`; 0 if unknown, on other
-    devices than CUDA, and for float32 without TF32. The model FLOPs utilisation (MFU) is relative
-    to it (PaLM, arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of the GPUs of all ranks together for matrix products of `dtype`
+    (float32: with TF32). 0: unknown, not CUDA, or float32 without TF32. It is the denominator of
+    the model FLOPs utilisation (MFU, PaLM, arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
         return 0
     peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))
@@ -140,9 +144,9 @@ def total_peak_flops(ranks, dtype):
 # torch.compile: whether to use it, for which modules, and the fallback if it fails
 
 def should_compile(config, flops_per_step, ranks):
-    """Return whether to use torch.compile: config.compile; "auto" compiles if the run is estimated
-    to take at least ten times as long as compiling. flops_per_step: over all ranks, 0 if unknown
-    (then auto does not compile)."""
+    """Return whether to use torch.compile: the value of config.compile or, for "auto", whether the
+    run is estimated to take at least MIN_RUN_SECONDS, ten times as long as compiling.
+    flops_per_step: over all ranks; 0: unknown (auto then does not compile)."""
     if config.compile != "auto":
         return config.compile == "true"
     flops_per_second = {"cpu": CPU_FLOPS, "cuda": GPU_FLOPS * ranks.world_size}.get(
@@ -151,8 +155,8 @@ def should_compile(config, flops_per_step, ranks):
 
 
 def compile_model(model, device):
-    """Apply torch.compile in place: no wrapper, and the names in state_dict do not change. device:
-    a torch.device, on which the model is.
+    """Apply torch.compile to the forward pass of the model, in place: there is no wrapper module,
+    and the names in state_dict() do not change. device: the torch.device on which the model is.
 
     The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled:
     on a CPU all blocks share the code of the first, which is much faster to compile; with FSDP,
@@ -176,12 +180,12 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Calls a model's compiled code with call(module, *batch). If compiling fails, the run
-    continues in eager mode, with one warn(text). enabled: whether to compile; false after a
-    failure.
+    """Calls a model with torch.compile: call(module, *batch). If compiling fails, warn(text) is
+    called once, and the run continues in eager mode.
 
-    batch_size: samples per evaluation batch. A smaller last batch is computed in eager mode, since
-    compiling for this size would be slower.
+    model: is compiled in place if `enabled`. enabled: also an attribute, which becomes False when
+    compiling fails. batch_size: samples per evaluation batch; a smaller last batch is computed in
+    eager mode, since compiling for this size would be slower.
     """
 
     def __init__(self, model, enabled, device, warn, batch_size=0):
@@ -194,8 +198,8 @@ class Compiler:
             compile_model(model, device)
 
     def call(self, module, *batch):
-        """Return module(*batch), compiled if that is enabled and works. module: the model or the
-        DDP wrapper."""
+        """Return module(*batch), compiled if possible, otherwise in eager mode. module: the model,
+        or the DDP wrapper of it."""
         partial = not module.training and len(batch[0]) < self.batch_size
         try:
             with eager_mode() if self.enabled and partial else contextlib.nullcontext():
@@ -211,8 +215,8 @@ class Compiler:
             return module(*batch)
 
     def paused(self):
-        """Return a context of eager mode on a CPU, for code that runs too rarely to compile.
-        Without effect on other devices."""
+        """Return a context manager that switches to eager mode on a CPU, for code that runs too
+        rarely to be compiled. It has no effect on other devices."""
         if self.enabled and self.device.type == "cpu":
             return eager_mode()
         return contextlib.nullcontext()
@@ -234,5 +238,5 @@ def blocks(model):
 
 
 def is_compile_error(error):
-    """Return whether torch.compile raised the exception `error`."""
+    """Return whether the exception `error` is from torch.compile, by the module of the class."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

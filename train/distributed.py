@@ -29,9 +29,11 @@ from train.device import blocks, get_device
 
 @dataclass
 class Ranks:
-    """This process among those of a run: rank, the number of ranks (world_size), the device,
-    ranks_per_node and, in a process group, two gloo groups for collectives on the host: `control`,
-    and `saving` for background threads. is_main: whether this is rank 0. Made by process_group."""
+    """This process among the ranks of a run, as process_group() yields it. rank; world_size: number
+    of ranks; device: a torch.device; ranks_per_node. control: a gloo group for collectives of CPU
+    data. saving: a gloo group for background threads that write sharded checkpoints; `None` if
+    checkpoints are not sharded. Both are `None` without a process group. is_main: whether rank is
+    0."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -49,9 +51,10 @@ class Ranks:
 
 def set_seed(seed: int, deterministic: bool = False,
              cudnn_benchmark: bool | None = None) -> None:
-    """Seed python, numpy and torch (CPU and all GPUs). deterministic: also forbid algorithms with
-    results that depend on timing (https://pytorch.org/docs/stable/notes/randomness.html), and TF32,
-    which is otherwise switched on. cudnn_benchmark: autotune cuDNN (default: not deterministic)."""
+    """Seed the generators of Python, numpy and torch (CPU and all GPUs). deterministic: forbid
+    algorithms with results that depend on timing
+    (https://pytorch.org/docs/stable/notes/randomness.html), and TF32, which is otherwise switched
+    on. cudnn_benchmark: whether cuDNN autotunes; `None`: if not deterministic."""
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -78,9 +81,10 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextlib.contextmanager
 def process_group(config):
-    """Context that yields the Ranks of this process; under torchrun in a process group (NCCL on
-    CUDA, gloo otherwise), which is closed, after all ranks arrive, on exit without an error or with
-    CollectiveExit. config: a TrainConfig. Raises SetupError."""
+    """Context manager that yields the Ranks of this process. Under torchrun it opens a process
+    group (NCCL on CUDA, gloo otherwise); without torchrun there is one rank and no group. On exit
+    without an error or with CollectiveExit, it waits for all ranks and closes the group; after
+    other errors it does neither. config: a TrainConfig. Raises SetupError."""
     if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
         torch.set_num_threads(config.num_threads)
     env = read_environment()
@@ -119,9 +123,10 @@ def process_group(config):
 
 
 def read_environment():
-    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them, a list of
-    ints, or `None` without torchrun. SetupError if the variables are incomplete (also MASTER_ADDR
-    and MASTER_PORT) or contradict each other: the ranks would train independently."""
+    """Return [RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE], ints from the environment variables
+    that torchrun sets, or `None` without torchrun. SetupError if the variables, with MASTER_ADDR
+    and MASTER_PORT, are incomplete or contradict each other: the ranks would train independently.
+    """
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     numbers = [env[name] for name in ENVIRONMENT[:3]]
     if not any(numbers):
@@ -152,11 +157,12 @@ def choose_interface(address):
 
 def create_store(rank, world_size, timeout):
     """Return the rendezvous store of the ranks, for init_process_group, with a prefix that is
-    unique to this start. timeout: a timedelta. SetupError on rank 0 if ranks do not start in time.
+    unique to this start. timeout: a timedelta. All ranks must call. SetupError on rank 0 if ranks
+    do not start in time.
 
     torchrun keeps one store over restarts, in which an early rank finds the addresses of dead ranks
     and fails (pytorch#135712, #167288; with PyTorch 2.13 about every second restart). Therefore
-    rank 0 chooses a prefix, and sends it to each rank that shows a new random mark.
+    rank 0 chooses a prefix, and sends it to each rank that writes a new random mark to the store.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     mark = uuid.uuid4().hex
@@ -195,8 +201,8 @@ def close_process_group(control):
 # collectives on the host
 
 def all_gather_vectors(vector, ranks):
-    """Gather the 1-D CPU tensors `vector`, of equal length, of all ranks. Return them on every rank
-    as rows, in the order of the ranks: (n,) -> (W, n). All ranks must call."""
+    """Gather the 1-D CPU tensor `vector` of each rank, of equal lengths. Return the rows in the
+    order of the ranks, on every rank: (n,) -> (world_size, n). All ranks must call."""
     if ranks.world_size == 1:
         return vector[None]
     rows = vector.new_empty(ranks.world_size, len(vector))
@@ -205,8 +211,8 @@ def all_gather_vectors(vector, ranks):
 
 
 def max_over_ranks(values, ranks):
-    """Return the maximum over all ranks of an integer, or of each integer in a list: an int or a
-    list, the same on every rank. All ranks must call."""
+    """Return the maximum over all ranks of `values`, an int, or of each element of `values`, a list
+    of ints of equal length: an int or a list, the same on every rank. All ranks must call."""
     tensor = torch.tensor(values)
     if ranks.world_size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
@@ -214,9 +220,9 @@ def max_over_ranks(values, ranks):
 
 
 def gather_to_rank0(value, ranks):
-    """Return a list of the `value` of each rank on rank 0, `None` on other ranks. Values are
-    pickled. For background threads: if the collective fails, a rank returns [error message] instead
-    of raising. All ranks must call."""
+    """Return on rank 0 a list with the `value` (any picklable object) of each rank, in the order of
+    the ranks; `None` on other ranks. For background threads of sharded saves: if the collective
+    fails, the result is [error message] instead of an exception. All ranks must call."""
     values = [value] * ranks.world_size if ranks.is_main else None
     if ranks.world_size > 1:
         try:
@@ -227,8 +233,8 @@ def gather_to_rank0(value, ranks):
 
 
 def gather_objects(value, ranks):
-    """Return a list of the `value` of each rank, on every rank. Values are pickled. All ranks must
-    call."""
+    """Return a list with the `value` (any picklable object) of each rank, in the order of the
+    ranks, on every rank. All ranks must call."""
     values = [value] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(values, value, group=ranks.control)
@@ -236,8 +242,9 @@ def gather_objects(value, ranks):
 
 
 def broadcast_from_rank0(make, ranks):
-    """Call make() on rank 0. Every rank returns the result, which is pickled, or raises the
-    exception of make(). All ranks must call."""
+    """Call make() on rank 0. Return the result on every rank, or raise the exception of make() on
+    every rank. Both are pickled; if the exception cannot be, a RuntimeError with the message is
+    raised. All ranks must call."""
     outcome = [None, None]  # result, exception
     if ranks.is_main:
         try:
@@ -260,8 +267,8 @@ def broadcast_from_rank0(make, ranks):
 # DDP, FSDP2 and HSDP
 
 def wrap_ddp(model, ranks):
-    """Return the model, wrapped in DDP if there are several ranks. Buffers are not broadcast:
-    changes of a buffer must be the same on all ranks."""
+    """Return DistributedDataParallel(model), or `model` if there is one rank. Buffers are not
+    broadcast: a model must change a buffer in the same way on all ranks."""
     if ranks.world_size == 1:
         return model
     names = inspect.signature(DistributedDataParallel).parameters
@@ -272,8 +279,9 @@ def wrap_ddp(model, ranks):
 
 def build_mesh(ranks, replica_size):
     """Return the DeviceMesh of a sharded model, of shape (ranks,) or, with more than one replica,
-    (replicas, ranks per replica). replica_size: number of ranks that hold one copy of the model:
-    ranks with consecutive numbers, since torchrun numbers the ranks node by node."""
+    (replicas, ranks per replica); the dimensions are named "replicate" and "shard". replica_size:
+    number of ranks that together hold one copy of the model. These are ranks with consecutive
+    numbers, since torchrun numbers the ranks node by node."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)
@@ -293,15 +301,15 @@ def describe_mesh(config, ranks):
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
-    """Shard a model on the meta device with FSDP2, then initialise it on ranks.device, and return
-    it. dtype: of computation if it is bfloat16; otherwise computation has the parameters' dtype.
-    replica_size: number of ranks that hold one copy of the model (default: all).
+    """Shard a model on the meta device with FSDP2, initialise it on ranks.device, and return it
+    (the same object). dtype: of the computation, if bfloat16; otherwise the dtype of the parameters
+    is used. replica_size: number of ranks that together hold one copy of the model (default: all).
 
-    https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: each block is gathered just
-    before it computes, all other parameters (embedding, head) with the root. Each tensor is set to
-    initial(name, shape, seed), one at a time, so that no rank holds the entire model. SetupError
-    for a tensor for which initial() returns `None`, for scalar parameters, and for non-persistent
-    buffers without values.
+    Each block is gathered just before it computes, all other parameters (embedding, head) together:
+    https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Each tensor without values is
+    set to initial(name, shape, seed), one at a time, so that no rank holds the entire model.
+    SetupError if initial() returns `None`, for 0-dim parameters, and for non-persistent buffers on
+    the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     tensors = model.state_dict()
@@ -339,7 +347,7 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
 
 
 def is_sharded(tensor):
-    """Return whether a tensor is a DTensor (without the import of DTensor, 0.5 s)."""
+    """Return whether a tensor is a DTensor (without importing DTensor, which takes 0.5 s)."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -349,9 +357,9 @@ def local(tensor):
 
 
 def locate_shard(tensor, ranks):
-    """Return (row, is_first): the index, in the whole tensor, of the first row of this rank's
-    shard, and whether this rank is the first of the ranks that hold this shard. For a tensor that
-    is not sharded: (0, whether this is rank 0)."""
+    """Return (row, is_first). row: index in the whole tensor of the first row of this rank's shard.
+    is_first: whether this rank is the first of the ranks that hold this shard (replicas). For a
+    tensor that is not sharded: (0, whether this is rank 0)."""
     if not is_sharded(tensor):
         return 0, ranks.is_main
     row = 0
@@ -366,7 +374,7 @@ def locate_shard(tensor, ranks):
 
 
 def full(tensor):
-    """Return the whole tensor: a sharded one is gathered, for which all ranks must call; others are
+    """Return the whole tensor. A DTensor is gathered, and all ranks must call; other tensors are
     returned unchanged."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -384,9 +392,9 @@ def assign(target, source):
 
 
 def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict {name: tensor} with the names of the bare model: without the parts
-    `_orig_mod` of torch.compile, and without the prefix `module.` of DDP if all names have it (with
-    some only, it is an attribute of the model)."""
+    """Return the state dict {name: tensor} with the names of the model without wrappers:
+    `_orig_mod.` of torch.compile is removed everywhere, and the prefix `module.` of DDP if all
+    names have it (if only some have it, it is an attribute of the model)."""
     plain = {re.sub(r"(?<![^.])_orig_mod\.", "", name): t for name, t in state.items()}
     wrapped = all(name.startswith("module.") for name in plain)
     return {name.removeprefix("module.") if wrapped else name: t for name, t in plain.items()}

@@ -18,9 +18,10 @@ from train.system import ModelHooks, hook
 
 
 def pack(loss, sums, count):
-    """Return a batch's sums as one float64 vector (n,), to be added over batches and ranks: the
-    number of items, sums["count"] or by default `count`; the mean `loss` times this number; the
-    other tensors in `sums` {name: tensor}, flattened, sorted by name. float32 on MPS."""
+    """Return the sums of a batch as one vector, to be added over batches and ranks. The elements:
+    the number of items n, which is sums["count"] or by default `count`; the mean `loss` times n;
+    the other tensors in `sums` {name: tensor}, sorted by name and flattened. float64; float32 on
+    MPS."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -30,8 +31,9 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Return ({name: float64 CPU tensor}, list of the numbers that follow) from `vector`, a sum of
-    vectors of pack() and further numbers. sums: for names and shapes. Waits for the device."""
+    """Split `vector`, a sum of results of pack() to which further numbers may be appended. Return
+    ({name: float64 CPU tensor}, with "count" and "loss"; list of the appended numbers, floats).
+    sums: the `sums` of any of the batches, for names and shapes. Waits for the device."""
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
@@ -40,9 +42,10 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number, list or `None`} for a log line: "loss", the mean (`None` if the count
-    is 0), and the model's numbers(sums), in which tensors become numbers or lists. sums: {name:
-    tensor} over all batches. ValueError if the model uses a name of log lines (LINE_NAMES)."""
+    """Return {name: number, list or `None`} for a log line: "loss", the mean per item (`None` if
+    sums["count"] is 0), and the result of the model's method numbers(sums), with tensors converted
+    to numbers or lists. sums: {name: tensor}, added over all batches. ValueError if the model uses
+    a reserved name (LINE_NAMES)."""
     model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
     numbers = {name: value.tolist() if hasattr(value, "tolist") else value
                for name, value in model_numbers(sums).items()}
@@ -54,14 +57,17 @@ def to_numbers(model, sums):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number} over `n_batches` fixed batches of `loader`, all if it has fewer; of
-    a mixture of data sources also val_loss_SOURCE, the loss of each source.
+    """Return {val_NAME: number} over `n_batches` validation batches of `loader` (always the same
+    ones), or all if it has fewer. For a mixture of data sources there is also val_loss_SOURCE, the
+    loss of each source.
 
-    forward(*batch) -> (loss, sums); the model, in eval mode, turns the sums into numbers. Rank r
-    computes batches r, r + world_size, ... After each round the sums of all ranks are added in the
-    order of the batches, so the result does not depend on the number of ranks. autocast(): context
-    of forward. stop(done, total) is called before each round; if it is true on any rank, `None` is
-    returned on every rank. All ranks must call. SetupError if no item of a source counts.
+    model: must be in eval mode; the hook numbers(sums) turns sums into numbers. forward(*batch) ->
+    (loss, sums): called in the context manager that autocast() returns. Rank r computes batches r,
+    r + world_size, ... After each round (one batch per rank) the sums of all ranks are added in the
+    order of the batches, so the result does not depend on the number of ranks. stop(done, total):
+    called before each round with numbers of batches; if it is true on any rank, `None` is returned
+    on every rank. All ranks must call. SetupError if a source has no item that counts (all are
+    masked).
     """
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
@@ -94,8 +100,8 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
 
 def join_numbers(numbers, more, key):
-    """Return {**numbers, **more}. SetupError if both have the same name. key: the configuration key
-    to which the numbers in `more` belong, for the message."""
+    """Return a dict with the entries of the dicts `numbers` and `more`. SetupError if a name is in
+    both. key: the configuration key from which `more` results, for the message."""
     if equal := numbers.keys() & more.keys():
         raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
                          "rename the file or folder with this name")

@@ -29,8 +29,8 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 
 
 def parse_rope_scaling(text):
-    """Return the numbers in "8" or "8,1,4,8192" (the factor; or factor, low, high, original
-    length), the value of the key rope_scaling, as a tuple of floats. ValueError for any other text
+    """Return the numbers in `text`, a value of the key rope_scaling, as a tuple of floats: "8" is
+    (factor,), "8,1,4,8192" is (factor, low, high, original length). ValueError for any other text
     and for numbers that are not positive and finite."""
     numbers = tuple(float(number) for number in text.split(","))
     if len(numbers) not in (1, 4) or not all(0 < x < math.inf for x in numbers):
@@ -168,9 +168,9 @@ class SystemKeys:
 
 @dataclass
 class GPTKeys:
-    """Keys of the shape of a GPT (n_layer, n_head, n_embd, block_size, ...), the same fields as
-    those of GPTConfig in model/gpt.py. Defaults: the model of train/config.yaml. check_shape()
-    finds contradictions."""
+    """Configuration keys of a GPT's architecture (n_layer, n_head, n_embd, block_size, ...).
+    GPTConfig in model/gpt.py has the same fields. The defaults are the model of train/config.yaml.
+    check_shape() raises an error if values contradict each other."""
     block_size: int = key(512, "context length, in tokens", ge=1)
     vocab_size: int | None = key(None, "vocabulary size (default: from the data)", ge=2, le=2**31)
     n_layer: int = key(16, "transformer blocks", ge=1, le=10_000)
@@ -235,12 +235,13 @@ class GPTKeys:
 
     @property
     def rope_factors(self):
-        """The key rope_scaling as numbers: () if it is not set, (factor,) or (factor, low, high,
-        original length)."""
+        """The key rope_scaling as a tuple of floats: () if it is not set, (factor,), or (factor,
+        low, high, original length)."""
         return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()
 
     def shape_problems(self):
-        """Return messages, a list, about keys of the shape that contradict each other."""
+        """Return a list of messages about architecture keys that contradict each other; [] if there
+        are none."""
         head_dim = self.head_dim or self.n_embd // self.n_head
         rules = {
             f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head}); e.g. n_head "
@@ -261,7 +262,7 @@ class GPTKeys:
         return [text for text, holds in rules.items() if not holds]
 
     def check_shape(self):
-        """Raise ConfigError, with all messages, if keys of the shape contradict each other."""
+        """Raise ConfigError, with all messages of shape_problems(), if there are any."""
         if problems := self.shape_problems():
             raise ConfigError(problems)
 
@@ -281,20 +282,22 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
 @dataclass
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
-    """Every key of a run, flat: made by load_config(), which checks the values, or directly,
-    without checks: TrainConfig(max_iters=10). Change one with replace()."""
+    """All configuration keys of a run, as attributes. load_config() returns a checked TrainConfig;
+    TrainConfig(max_iters=10) creates one without checks. Use replace() to change a value."""
     # {key: where it is set}, by load_config. In a slot, because vars(config) must be the keys.
     __slots__ = ("origins",)
 
     def is_explicit(self, name):
-        """Return whether the user set the key `name` on the command line or in Python, not in a
-        file. For a TrainConfig() made directly: whether the key differs from its default."""
+        """Return whether the user set the key `name` on the command line or in Python, and not only
+        in a file. For a TrainConfig that load_config() did not make: whether the value is not the
+        default."""
         if hasattr(self, "origins"):
             return self.origins.get(name, "").partition(" as ")[0] in ("command line", "overrides")
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with `changes` {key: value}, which are not checked."""
+        """Return a copy with the values in `changes` {key: value}, which are not checked. `origins`
+        is kept."""
         out = replace(self, **changes)
         if hasattr(self, "origins"):
             out.origins = self.origins
@@ -307,9 +310,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):
-        """Return {key: condition} of the keys without effect that the user set, or that differ from
-        the default. The condition, a text, states when the key would have an effect: if another key
-        is set ("NAME"), or is A or B or contains the letter A or B ("NAME=A|B")."""
+        """Return {key: condition} of the keys that have no effect although the user set them, or
+        although the value is not the default. condition: a text that states when the key would have
+        an effect. "NAME": if the key NAME is set. "NAME=A|B": if NAME is A or B, or contains the
+        letter A or B."""
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
                 if not self.has_effect(f) and (
@@ -317,16 +321,16 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                     or getattr(self, f.name) != getattr(defaults, f.name))}
 
     def has_effect(self, f):
-        """Return whether the key of the dataclass field `f` has an effect. `needs` in the metadata
-        names another key, which must be set ("NAME"), or must be A or B or contain the letter A or
-        B ("NAME=A|B"). True without `needs`."""
+        """Return a true value if the key of the dataclass field `f` has an effect: the condition
+        f.metadata["needs"] holds, or there is none. "NAME": the key NAME is set. "NAME=A|B": the
+        value of NAME is A or B, or contains the letter A or B."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return {str(value), *str(value)} & {*values.split("|")} if values else value
 
     @property
     def evaluates(self):
-        """Whether the run has evaluations: eval_interval or eval_epochs is set."""
+        """Whether the run has evaluations (bool): eval_interval or eval_epochs is set and not 0."""
         return bool(self.eval_interval or self.eval_epochs)
 
     @property
@@ -335,18 +339,20 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.batch_size * self.gradient_accumulation_steps
 
     def micro_batch(self, world_size=1):
-        """Return the number of samples per micro-batch of a rank: the largest divisor, up to
-        batch_size, of the number of samples per step of a rank."""
+        """Return the number of samples per micro-batch of a rank, if there are `world_size` ranks:
+        the largest number up to batch_size that divides the samples per step of a rank."""
         share = self.samples_per_step // world_size
         return next(b for b in range(min(self.batch_size, share), 0, -1) if share % b == 0)
 
     def accumulation(self, world_size=1):
-        """Return the number of micro-batches per optimizer step of a rank."""
+        """Return the number of micro-batches per optimizer step of a rank, if there are
+        `world_size` ranks."""
         return self.samples_per_step // (world_size * self.micro_batch(world_size))
 
     def in_steps(self, samples):
-        """Return a copy with the lengths in epochs that are set (max_epochs, eval_epochs,
-        warmup_epochs) converted to steps. samples: number of samples per epoch."""
+        """Return a copy in which max_iters, eval_interval and warmup_iters are computed from
+        max_epochs, eval_epochs and warmup_epochs, as far as these are set; rounded up. samples:
+        number of samples per epoch."""
         steps_per_epoch = samples / self.samples_per_step
         changes = {}
         for epochs, (steps, minimum) in LENGTHS_IN_EPOCHS.items():
@@ -355,21 +361,22 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.replace(**changes)
 
     def replica_size(self, world_size):
-        """Return the number of ranks that hold one copy of the model together: 1 (ddp), all (fsdp),
-        or shard_size, by default the ranks of a node (hsdp); at most `world_size`."""
+        """Return the number of ranks that together hold one copy of the model: 1 for ddp, all for
+        fsdp; for hsdp shard_size (default: the ranks of a node), at most `world_size`."""
         if self.distributed == "hsdp":
             size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
             return min(size, world_size)
         return world_size if self.distributed == "fsdp" else 1
 
     def shards_model(self, world_size):
-        """Return whether a rank holds only a part of the model (fsdp or hsdp, on several ranks)."""
+        """Return whether each rank holds only a part of the model: with fsdp or hsdp, if world_size
+        > 1."""
         return self.replica_size(world_size) > 1 and world_size > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded, by the key checkpoint_format. auto: if the model
-        is sharded, unless save_precision (which needs a checkpoint in one file) or mirror (the
-        machines may share no folder) is set."""
+        """Return whether checkpoints are sharded, by the key checkpoint_format. For "auto": if the
+        model is sharded, and neither save_precision (which needs a checkpoint in one file) nor
+        mirror (the machines may have no common folder) is set."""
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"

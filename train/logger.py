@@ -38,12 +38,13 @@ NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
 class Logger:
-    """The log of a run: console, and train.log, metrics.jsonl and samples.txt in `out_dir`.
+    """The log of a run: the console, and train.log, metrics.jsonl and samples.txt in `out_dir`.
     Methods: info, warn, step, evaluation, samples, plot, close. On ranks other than 0 (main=False)
-    no method has an effect. A failure of the output never raises. A context manager.
+    nothing is printed or written. Failures of the output are not raised. A context manager.
 
-    trackers: names for train/options/trackers.py. config: the run's configuration as a dict.
-    system_info: facts for the trackers besides environment().
+    trackers: list with some of "tensorboard", "wandb", "mlflow". config: the run's configuration as
+    a dict; with eval_only, only train.log is written. system_info: dict of facts about the machine
+    for the trackers, in addition to environment().
     """
 
     def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
@@ -80,16 +81,17 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, each line with the time, and print `line`, if any, on the
-        console. live: new text of the line at the bottom of a terminal (`None`: unchanged)."""
+        """Append `text` to train.log, with the time before each line. Print `line` on the console,
+        if it is not `None`. live: new text of the status line at the bottom of a terminal (`None`:
+        unchanged)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
             self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
-        """Append generated text of step `iter` to samples.txt, unless eval_only, and print the
-        start of it (all of it if `whole`)."""
+        """Append a generated `text` to samples.txt under the heading of step `iter`, unless the run
+        is eval_only, and print the first MAX_SAMPLE_CHARS characters of it (all if `whole`)."""
         if self.writes_files:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
         line = " ".join(text.split())
@@ -101,35 +103,37 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a step, `record` {name: number}; max_iters and eta_s are for the console only."""
+        """Log a training step. record: {name: number} with "iter", the number of the step;
+        max_iters and eta_s in it are printed, but not stored in metrics.jsonl."""
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
         live = self.console.live
         self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
-        """Log an evaluation. record: a dict of iter (the number of the next step), tokens,
-        train_loss (the mean since the last evaluation), val_loss and numbers that the model
-        defines, or of iter, tokens and test_NAME; a number is `None` if unknown."""
+        """Log an evaluation. record: {name: number, or `None` if unknown}. "iter": number of steps
+        that are complete; "tokens": tokens until then. Validation: also "train_loss" (mean of the
+        steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME."""
         self.store(record)
         line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
         self.write(line, line)
 
     def store(self, record):
-        """Append a record {"iter": step, name: number} to metrics.jsonl and the trackers, unless
-        eval_only, on rank 0."""
+        """Append `record` {name: number, "iter": step} to metrics.jsonl and send it to the
+        trackers. It has no effect on ranks other than 0, and with eval_only."""
         if self.writes_files:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Prepare the log for a run that starts at iteration `iter`: remove the numbers of steps
-        that will be repeated from metrics.jsonl, and open the trackers. If no step and no
-        evaluation is complete (iter 0), metrics.jsonl is renamed to metrics.jsonl.old.
+        """Prepare the log for a run that starts at step `iter`: remove the numbers of steps that
+        will be repeated from metrics.jsonl, and open the trackers. If nothing is complete yet (iter
+        0 and not `evaluated`), metrics.jsonl is renamed to metrics.jsonl.old instead.
 
-        Step k is logged as iter k when it is complete, so steps below `iter` stay. The evaluation
-        at `iter` precedes that step: it stays if it is complete (`evaluated`).
+        Step k is logged as iter k when it is complete, so lines with a number below `iter` stay.
+        The evaluation with the number `iter` precedes that step: it stays if `evaluated`, i.e. if
+        the run has completed it.
         """
         self.first_iter = iter
         self.evaluated = evaluated
@@ -147,7 +151,7 @@ class Logger:
             self.trackers = Trackers(self.tracker_names, self)
 
     def read_tested(self):
-        """Return {test_NAME: number} of the last line of metrics.jsonl; {} if it has no test
+        """Return {test_NAME: number} of the last line in metrics.jsonl; {} if that line has no test
         numbers or the file cannot be read."""
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
@@ -172,9 +176,9 @@ class Logger:
                 self.warn(f"loss.svg could not be drawn: {error}")
 
     def describe_run(self, yaml_text, config, machine):
-        """Write config.yaml (yaml_text) and training_args.json (the dict `config`, the command
-        line, versions, and facts about the machine, `machine` {name: value}), from which the run
-        can be repeated. A failure is a warning."""
+        """Write config.yaml, with the text `yaml_text`, and training_args.json: the dict `config`,
+        the command line, versions, and `machine` {name: value}, facts about the machine. The run
+        can be repeated from either file. A failure is a warning."""
         record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **machine)
@@ -203,16 +207,17 @@ class Logger:
 
 
 def to_json(value, indent=None):
-    """Return strict JSON of `value`: arrays as lists, NaN and infinities as strings."""
+    """Return `value` as strict JSON: arrays and tensors as lists, NaN and infinities as strings,
+    objects of other types as str(object). indent: as for json.dumps."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     plain = json.loads(text, parse_constant=lambda name: str(float(name)))
     return json.dumps(plain, indent=indent, ensure_ascii=False)  # YAML misreads escaped emoji
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Remove from the metrics.jsonl at `path`, atomically, incomplete lines and all lines of steps
-    and evaluations with iter >= `iter`. Test numbers at `iter` stay, and if `evaluated` also the
-    evaluation at `iter`. Raises OSError."""
+    """Remove incomplete lines, and all lines with a number "iter" of at least `iter`, from the
+    metrics.jsonl at `path`, atomically. Exceptions: test numbers at `iter` stay, and if `evaluated`
+    also the validation numbers at `iter`. Raises OSError."""
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
@@ -239,8 +244,9 @@ CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr
 
 
 def format_line(start, record, fields):
-    """Return `start` and the known fields of a record {name: number}: "iter 120: loss 3.2104, time
-    48.7ms, ...". fields: names in order; the constant OWN: the numbers that the model defines."""
+    """Return a log line, "iter 120: loss 3.2104, time 48.7ms, ..." for `start` "iter 120". record:
+    {name: number}. fields: names of the numbers to show, in this order, if `record` has them; the
+    constant OWN in it means all numbers that the model defines."""
     own = [name for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
     texts = []
@@ -253,8 +259,8 @@ def format_line(start, record, fields):
 
 
 def progress_line(record):
-    """Return the live line of a training step: " 42%|####      | 2100/5000: loss 3.2104, ...", cut
-    to the width of the terminal. record: {name: number} with "iter" and "max_iters"."""
+    """Return the status line of a training step: " 42%|####      | 2100/5000: loss 3.2104, ...",
+    cut to the width of the terminal. record: {name: number} with "iter" and "max_iters"."""
     steps = record["iter"] + 1
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
@@ -266,7 +272,8 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory in MiB: allocated on CUDA, otherwise resident (`None`: unknown)."""
+    """Return the peak memory of this process in MiB, an int: memory allocated by torch on a CUDA
+    `device` (a torch.device), otherwise resident memory (`None` if unknown)."""
     if device.type != "cuda":  # Windows has no `resource`
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
     import torch
@@ -274,8 +281,8 @@ def peak_memory(device):
 
 
 class Clock:
-    """Stopwatch for the time per step between two log lines: lap() returns it. The time inside the
-    context away(), for evaluations and saves, does not count."""
+    """Stopwatch for training steps. lap() returns the mean time per step since the previous lap()
+    or start(), without the time in the context away(), e.g. evaluations and saves."""
     numbers = {}  # for the log line, of a subclass
 
     def __init__(self):
@@ -290,7 +297,8 @@ class Clock:
 
     @contextmanager
     def away(self):
-        """Context whose duration does not count as training: an evaluation or a save."""
+        """Context manager; the time inside it does not count as training, e.g. an evaluation or a
+        save."""
         started = time.perf_counter()
         try:
             yield
@@ -300,9 +308,9 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, at the end of step `it`. Call
-        warn(text) if get() of `batches`, a Prefetcher, has waited for a large part of this time
-        (batches.seconds, which is set to 0)."""
+        """Return the mean seconds per step since the last call (or start()), to be called at the
+        end of step `it`. Call warn(text) if get() of `batches`, a Prefetcher, has waited for more
+        than SLOW_INPUT_SHARE of this time. Sets batches.seconds to 0."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(SLOW_INPUT.format(batches.seconds / seconds))
@@ -318,8 +326,9 @@ class Clock:
 # messages at the start and the end
 
 def log_plan(log, config, ranks, data, model, device, precision, flops):
-    """Log the plan of a run with log(line): data, device, model, batch, length, learning rate, and
-    keys without effect. device, precision: texts; flops: per step over all ranks, 0 if unknown."""
+    """Log the plan of a run by calls of log(line): data, device, model, batch, length, learning
+    rate, keys without effect, and warnings. data: Data; model: the nn.Module; device, precision:
+    texts. flops: FLOPs per step over all ranks, 0 if unknown."""
     c = config
     train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
@@ -369,8 +378,9 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def resume_command(config, ranks):
-    """Return the command line, a text, that resumes this run; with several nodes, the one to start
-    on every node. config: TrainConfig; ranks: a Ranks."""
+    """Return the text of the shell command that resumes this run: the arguments of this process,
+    with torchrun if there are several ranks; with several nodes, it must be started on each node.
+    config: TrainConfig; ranks: a Ranks."""
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)

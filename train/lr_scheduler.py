@@ -1,5 +1,6 @@
-"""The learning rate as a function of the step, and three detectors over a series of losses, whose
-state is saved in the checkpoint: early stopping, the plateau schedule, loss spikes."""
+"""The learning rate as a function of the step, and three objects that follow the losses of a run:
+early stopping, the plateau schedule and a detector of loss spikes. Checkpoints contain the state of
+these objects."""
 
 import collections
 import math
@@ -11,11 +12,14 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 
 def get_lr(it: int, args) -> float:
-    """Return the learning rate of step `it` (0-based): a linear warm-up, then args.lr_schedule.
-    Cosine (arXiv:1608.03983), linear and wsd (warm-up, stable, decay: linear in the last part,
-    arXiv:2404.06395) reach min_lr at lr_decay_iters; step multiplies by lr_factor every step_iters,
-    down to min_lr; the others, also plateau, are constant (the caller multiplies by the scale of
-    ReduceOnPlateau). args: as for read_schedule()."""
+    """Return the learning rate of step `it` (0-based): a linear warm-up to learning_rate, then by
+    lr_schedule. args: a TrainConfig, or an object for read_schedule().
+
+    cosine (arXiv:1608.03983), linear, and wsd (constant, then linear in the last part,
+    arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there. step multiplies by
+    lr_factor every step_iters steps, down to min_lr. constant, none and plateau are constant; for
+    plateau the caller multiplies by the scale of ReduceOnPlateau.
+    """
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -35,9 +39,10 @@ def get_lr(it: int, args) -> float:
 
 
 def read_schedule(args):
-    """Return a TrainConfig for an object with the attributes learning_rate, warmup_iters (or
-    warmup_steps) and max_iters (or max_steps), and optionally other keys of the learning rate, e.g.
-    min_lr, all in vars(args). KeyError if one of the first three is missing there."""
+    """Return a TrainConfig with the learning rate keys of `args`, e.g. the parsed options of
+    another program. vars(args) must have learning_rate, warmup_iters (or warmup_steps) and
+    max_iters (or max_steps), otherwise KeyError; it may have more keys of the learning rate, e.g.
+    min_lr."""
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
@@ -45,7 +50,8 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (warm-up steps, step at which the decay is complete, final rate) of a TrainConfig."""
+    """Return (number of warm-up steps, step at which the decay reaches the final rate, final
+    learning rate) for a TrainConfig `c`, with the defaults computed."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -53,12 +59,12 @@ def milestones(c):
 
 @dataclass
 class EarlyStopping:
-    """Detector of when to stop: check(value) returns True after `patience` evaluations in a row
-    without an improvement by more than `min_delta`; patience 0: never.
+    """Decides when to stop: check(value) returns True after `patience` evaluations in a row that do
+    not improve the best value by more than `min_delta`. patience 0: never.
 
-    mode: "min" if the value should fall, "max" if it should rise. best_loss: the value to improve
-    on, times `sign` (1 or -1), so that lower is better in either mode. counter: evaluations since
-    the last improvement.
+    mode: "min" if lower values are better, "max" if higher ones are. best_loss: the value to
+    improve on, with the sign changed for "max", so that lower is always better. counter: number of
+    evaluations since the last improvement.
     """
     patience: int = 7
     min_delta: float = 0.0
@@ -72,7 +78,7 @@ class EarlyStopping:
         self.sign = 1 if self.mode == "min" else -1
 
     def check(self, val_loss: float) -> bool:
-        """Add the value of an evaluation: the loss, or any other number for which `mode` is right.
+        """Add the value of an evaluation: the loss, or another number if `mode` is set accordingly.
         Return whether to stop."""
         # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
         if self.sign * val_loss < self.best_loss - self.min_delta:
@@ -97,9 +103,9 @@ class EarlyStopping:
 
 
 class ReduceOnPlateau:
-    """Factor `scale` of the learning rate, 1.0 at the start: update(loss) multiplies it by `factor`
-    after more than `patience` evaluations in a row without an improvement (like PyTorch's
-    ReduceLROnPlateau), but not below `min_scale`."""
+    """A factor of the learning rate, the attribute `scale`, 1.0 at the start. update(loss)
+    multiplies it by `factor` after more than `patience` evaluations in a row without a new lowest
+    loss (like PyTorch's ReduceLROnPlateau), but never below `min_scale`."""
 
     def __init__(self, factor=0.5, patience=5, min_scale=0.0):
         self.factor = factor
@@ -125,10 +131,11 @@ class ReduceOnPlateau:
 
 
 class SpikeDetector:
-    """Detector of loss spikes: update(loss) returns whether a loss is more than `sigma` standard
+    """Detector of loss spikes: update(loss) returns whether the loss is more than `sigma` standard
     deviations above the mean of the last `window` normal losses (OLMo 2's criterion,
-    arXiv:2501.00656). It returns False until half of the window is filled, and while the losses in
-    the window have both signs: a loss around 0, as GRPO's, does not measure the fit."""
+    arXiv:2501.00656). It always returns False until half of the window is filled, and while the
+    window has positive and negative losses: a loss around 0, e.g. of GRPO, does not measure the
+    fit."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma

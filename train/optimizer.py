@@ -15,8 +15,9 @@ from train.distributed import is_sharded, local
 
 def build_optimizer(model, config, log=print):
     """Return the optimizer of a run, AdamW or Muon, over the parameters of `model`, with the
-    settings of the TrainConfig. lr_groups may freeze parameters. log(line): for a summary. Raises
-    ConfigError for invalid lr_groups, or if they freeze all."""
+    settings in `config` (a TrainConfig). Parameters that lr_groups freezes get requires_grad =
+    False. log(line): called with a summary. ConfigError for invalid lr_groups, or if no parameter
+    is left to train."""
     c = config
     muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
     return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
@@ -28,14 +29,18 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          betas: tuple[float, float], eps: float = 1e-8,
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
-    """Return one optimizer, AdamW or Muon, over the parameters of `model`. weight_decay: of tensors
-    with two or more dimensions. log(line): for a summary.
+    """Return one optimizer over the trainable parameters of `model`: AdamW or, if `muon` is given,
+    Muon.
 
-    muon: dict(lr, momentum, weight_decay); if given, Muon updates the matrices of linear layers.
-    lr_groups: {name pattern: multiplier of the learning rate (0 freezes), or dict(learning_rate,
-    lr_mult, weight_decay)}; if several patterns match, the last one is used (see matches).
-    Parameters that the model has frozen remain frozen. `initial_lr` of each group is the peak rate,
-    which the schedule scales. Raises ConfigError.
+    weight_decay: for tensors with two or more dimensions; other tensors have none. learning_rate,
+    betas, eps: of AdamW. learning_rate is the peak rate: each parameter group has the peak as
+    `initial_lr`, and the schedule scales it.
+    muon: dict(lr, momentum, weight_decay) for the matrices of linear layers, which Muon updates.
+    lr_groups: {pattern: value} for parameters whose names match (see matches); the last matching
+    pattern is used. value: a factor of the learning rate, or dict(learning_rate, lr_mult,
+    weight_decay), each optional. A rate of 0 freezes: sets requires_grad = False.
+    log(line): called with a summary. ConfigError for invalid lr_groups, or if all parameters are
+    frozen.
     """
     # One group per combination of options: fused kernels work group by group.
     matrices = muon_parameters(model) if muon else set()
@@ -70,17 +75,18 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 
 def muon_parameters(model):
-    """Return the set of names of the matrices of `model` for Muon: weights of linear layers, except
-    the output layer (a module whose name ends in "head") and matrices with a side below 16 (too
-    thin to orthogonalise)."""
+    """Return the set of names of the parameters of `model` that Muon updates: weights of nn.Linear,
+    except the output layer (a module with a name that ends in "head") and matrices with fewer than
+    16 rows or columns (too thin to orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)
             and not name.endswith("head") and min(m.in_features, m.out_features) >= 16}
 
 
 def matches(name, pattern):
-    """Return whether `pattern` matches whole parts of a dotted name: h.1 matches h.1.attn.q.weight
-    but not h.10.attn.q; attn.q matches h.3.attn.q.weight. Wildcards: lora_*, h.*.mlp."""
+    """Return whether `pattern` matches consecutive whole parts of the dotted `name`: h.1 matches
+    h.1.attn.q.weight but not h.10.attn.q; attn.q matches h.3.attn.q.weight. Wildcards are possible:
+    lora_*, h.*.mlp."""
     parts = name.split(".")
     wanted = pattern.split(".")
     return any(all(map(fnmatchcase, parts[i:], wanted))
@@ -88,10 +94,10 @@ def matches(name, pattern):
 
 
 def match_lr_groups(lr_groups, names):
-    """Return {parameter name: options of the last pattern that matches it}, for the names that a
-    pattern matches. lr_groups: {pattern: options, or a number for {"lr_mult": number}}; options:
-    some of learning_rate, lr_mult, weight_decay. ConfigError for a pattern that matches no name
-    (probably misspelt), or for an invalid value."""
+    """Return {parameter name: options} for the parameters in `names` that match a pattern; if
+    several match, the options of the last one. lr_groups: {pattern: options, or a number, which
+    means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult, weight_decay.
+    ConfigError for a pattern that matches no name, or for an invalid value."""
     allowed = ("learning_rate", "lr_mult", "weight_decay")
     own_options = {}
     for pattern, value in lr_groups.items():
@@ -110,15 +116,16 @@ def match_lr_groups(lr_groups, names):
 
 
 def scale_rate(rate, own):
-    """Return the peak learning rate of a parameter whose rate is `rate` without lr_groups; own: the
-    options that match_lr_groups() gives. 0: the parameter is frozen."""
+    """Return the peak learning rate of a parameter: `rate`, changed by `own`, the options for this
+    parameter in the result of match_lr_groups() ({} for none). 0 means that the parameter is
+    frozen."""
     return own.get("learning_rate", rate * own.get("lr_mult", 1.0))
 
 
 def log_groups(model, groups, muon, log):
-    """Log, with log(line), how many tensors in `groups`, the optimizer's parameter groups, have
-    weight decay, are updated by Muon (if `muon`) and have each learning rate, and how many
-    parameters of `model` are frozen."""
+    """Log by calls of log(line) how many tensors have weight decay, how many Muon updates (only if
+    `muon` is true), how many have each learning rate, and how many are frozen. groups: the
+    optimizer's parameter groups."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -138,8 +145,8 @@ def log_groups(model, groups, muon, log):
 
 class Muon(AdamW):
     """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
-    parameter groups with muon=True, AdamW for groups with muon=False. kwargs: of AdamW. The ranks
-    share the work: all must call step()."""
+    parameter groups with muon=True, AdamW for groups with muon=False. Each group must have the key
+    muon. kwargs: arguments of AdamW. The ranks share the work: all must call step()."""
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__(groups, **kwargs)
@@ -160,10 +167,10 @@ class Muon(AdamW):
 
 
 def create_state(optimizer):
-    """Create the state that the first step of an optimizer creates, so that a checkpoint can be
-    loaded into it, by a step of zero gradients at a learning rate of zero. Existing state is lost.
-    Gradients do not change, and neither do parameters, unless the optimizer changes them even at
-    that rate."""
+    """Create the state of `optimizer` that the first step would create, so that the values in a
+    checkpoint can be copied into it. Existing state is removed. For this it makes a step with zero
+    gradients and a learning rate of 0, and then restores gradients and rates. Parameters do not
+    change, unless the optimizer changes them even at a rate of 0."""
     optimizer.state.clear()
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
@@ -181,9 +188,9 @@ def create_state(optimizer):
 
 
 def update_matrices(group, state):
-    """Do a Muon step, in place, for the matrices in `group`, a parameter group. state: the
-    optimizer's state {matrix: {name: tensor}}, to which momentum_buffer is added. All ranks must
-    call.
+    """Do a step of Muon, in place, for the matrices in the parameter group `group` that have
+    gradients. state: the optimizer's state {parameter: {name: tensor}}, in which momentum_buffer is
+    created if it is missing. All ranks must call.
 
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
     of equal shape form a batch, which is divided among the ranks.
@@ -208,8 +215,8 @@ def update_matrices(group, state):
 
 
 def batches_by_shape(matrices, sharded):
-    """Return the matrices as a list of batches, lists of matrices of equal shape; if they are not
-    `sharded`, a matrix of the transposed shape is in the same batch."""
+    """Return the list `matrices` divided into batches, a list of lists of matrices with equal
+    shapes. Unless `sharded`, matrices with the transposed shape are in the same batch."""
     batches = {}
     for p in matrices:
         shape = tuple(p.shape) if sharded else tuple(sorted(p.shape))
@@ -218,8 +225,8 @@ def batches_by_shape(matrices, sharded):
 
 
 def gathered_numel(n_matrices, size, n_ranks):
-    """Return how many numbers each of `n_ranks` ranks sends in orthogonalize_together() for
-    n_matrices matrices of `size` numbers each."""
+    """Return the number of elements that each of `n_ranks` ranks sends in orthogonalize_together()
+    for n_matrices matrices with `size` elements each."""
     # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
     # equal sizes: the last ones may repeat the first matrices.
     if n_matrices >= n_ranks:
@@ -228,10 +235,10 @@ def gathered_numel(n_matrices, size, n_ranks):
 
 
 def orthogonalize_together(matrices):
-    """Return the list [orthogonalize(matrix)] for N matrices of equal (or transposed) shape that
-    every rank holds. Each rank computes ceil(N / ranks) of them (if there are fewer matrices than
-    ranks, one or two) and sends its part of the results, so that all ranks have the same bits. All
-    ranks must call."""
+    """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together.
+    matrices: list of N matrices of equal (or transposed) shape, the same on every rank. Each rank
+    computes ceil(N / ranks) of the results (one or two if there are fewer matrices than ranks) and
+    sends a part, so that all ranks have the same bits. All ranks must call."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
@@ -250,8 +257,9 @@ def orthogonalize_together(matrices):
 
 
 def orthogonalize_shards(parts, param):
-    """Return this rank's shards of the N orthogonalised matrices, (N, local rows, columns). parts:
-    shards (local rows, columns) of the matrices, which are sharded like the DTensor `param`.
+    """Orthogonalise N matrices of equal shape that are sharded by rows like the DTensor `param`.
+    parts: list of this rank's N shards (local rows, columns). Return this rank's shards of the
+    results, (N, local rows, columns). All ranks must call.
 
     The shards are redistributed so that each rank holds a few whole matrices, and back: two
     all-to-all collectives on a GPU, with constant memory per rank.
@@ -270,15 +278,15 @@ def orthogonalize_shards(parts, param):
 
 
 def wide(x):
-    """Return x (..., rows, columns), with rows and columns transposed if there are more rows than
-    columns."""
+    """Return the matrices x, (..., rows, columns), transposed if they have more rows than columns:
+    a view."""
     return x.mT if x.size(-2) > x.size(-1) else x
 
 
 def orthogonalize(g, steps=5):
-    """Return approximately the nearest semi-orthogonal matrices to g (N, rows, columns), by `steps`
-    iterations of a quintic Newton-Schulz method. The singular values become about 0.7 to 1.2. The
-    dtype of the result is working_dtype()."""
+    """Return approximately the nearest semi-orthogonal matrix to each matrix in g, (N, rows,
+    columns), in the same shape, by `steps` iterations of a quintic Newton-Schulz method. The
+    singular values of the result are about 0.7 to 1.2, and the dtype is working_dtype(g.device)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -289,6 +297,6 @@ def orthogonalize(g, steps=5):
 
 
 def working_dtype(device):
-    """Return the dtype for orthogonalising on a device: bfloat16 if it is supported natively,
-    otherwise float32 (emulated bfloat16 is slower)."""
+    """Return the dtype in which matrices are orthogonalised on a torch.device: bfloat16 if the
+    hardware supports it natively, otherwise float32 (emulated bfloat16 is slower)."""
     return torch.bfloat16 if has_native_bfloat16(device) else torch.float32

@@ -26,9 +26,9 @@ MAX_SPIKES_IN_A_ROW = 32
 
 @contextlib.contextmanager
 def on_signals(names, handler):
-    """Context in which the signals `names` (e.g. "SIGTERM") call handler(number, frame); the
-    previous handlers are restored on exit. Signals that the process was started to ignore (nohup)
-    are still ignored. Without effect outside the main thread."""
+    """Context manager in which the signals `names` (e.g. ["SIGTERM"]) call handler(number, frame).
+    The previous handlers are restored on exit. Signals that the process ignored at the start
+    (nohup) are still ignored. Without effect outside the main thread."""
     with contextlib.ExitStack() as stack:
         for name in names:
             with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
@@ -40,13 +40,16 @@ def on_signals(names, handler):
 
 
 class Signals:
-    """Context in which SIGTERM, SIGINT and SIGHUP request a checkpoint and the end of the run
-    (`stop`: the signal's number, or 0), and SIGUSR1 a checkpoint (`save`). agree() returns the
-    requests of all ranks. The handler only sets these flags; the loop reads them between
-    micro-batches and drops a partial step (a model with persistent buffers, e.g. BatchNorm,
-    completes it). A second request exits at once, except under torchrun, where one request causes
-    two signals (Slurm signals torchrun and all ranks, torchrun the ranks) and torchrun kills slow
-    ranks."""
+    """Context manager that turns signals into requests: SIGTERM, SIGINT and SIGHUP to save a
+    checkpoint and stop (attribute `stop`: the signal's number, or 0), SIGUSR1 to save (`save`: 1 or
+    0). agree() returns the requests of all ranks.
+
+    The handler only sets these attributes. The training loop reads them between micro-batches and
+    discards a partial step (but completes it if the model has persistent buffers, e.g. BatchNorm).
+    A second request to stop exits the process at once. Under torchrun a second request is ignored,
+    because one request causes two signals there (Slurm signals torchrun and all ranks, torchrun
+    signals the ranks), and torchrun kills slow ranks.
+    """
 
     def __init__(self):
         self.stop = 0
@@ -82,18 +85,20 @@ class Signals:
                 os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
 
     def agree(self, ranks):
-        """Return (signal number of a request to stop or 0, whether to save), requested on any rank,
-        equal on all ranks. Clears the request to save. All ranks must call."""
+        """Return (stop, save): the number of the signal that requests a stop, or 0, and whether to
+        save, if any rank has the request. The result is the same on all ranks. Clears the request
+        to save. All ranks must call."""
         save, self.save = self.save, 0
         stop, save = max_over_ranks([self.stop, save], ranks)
         return stop, bool(save)
 
 
 class Watchdog:
-    """Thread that ends a hanging process: if restart() was called and then not again for `seconds`
-    (0: never), it appends the stacks of all threads to stacks.txt in `folder`, prints them (with
-    `rank`), and exits with code 1. close() stops it. Code in C that holds the GIL also stops this
-    thread; then a timer in C prints the stacks and exits 10 seconds later."""
+    """Thread that ends a hanging process. If no call of restart() follows within `seconds` after
+    the last one (0: no limit), the stacks of all threads are printed, with the number `rank`, and
+    appended to stacks.txt in `folder`, and the process exits with code 1. The time starts with the
+    first restart(). close() stops the thread. Code in C that holds the GIL also blocks this thread;
+    then a timer in C prints the stacks and exits 10 seconds later."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -104,7 +109,7 @@ class Watchdog:
             threading.Thread(target=self.watch, daemon=True).start()
 
     def restart(self, slow=False):
-        """Restart the timer. slow: the next step may take SLOW_STEP_FACTOR times as long."""
+        """Restart the timer. slow: the limit is SLOW_STEP_FACTOR times as long this time."""
         if self.seconds:
             limit = self.seconds * (SLOW_STEP_FACTOR if slow else 1)
             self.deadline = time.monotonic() + limit
@@ -138,9 +143,9 @@ class Watchdog:
 # loss spikes and non-finite values
 
 def describe_non_finite(it, loss, norm, lr, source, path):
-    """Return the message of a run that stops at step `it` because `loss` or the gradient norm
-    `norm` is not finite. lr: learning rate; source: text that describes the batch; path: of the
-    last checkpoint, which may not exist yet."""
+    """Return the error message of a run that stops at step `it` because `loss` or the gradient norm
+    `norm` (floats) is not finite. lr: learning rate. source: text that describes the batch. path:
+    path of the last checkpoint; the file may not exist yet."""
     path = path if os.path.exists(path) else "none yet"
     return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
             f"before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a lower "
@@ -148,13 +153,15 @@ def describe_non_finite(it, loss, norm, lr, source, path):
 
 
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return the action, "update", "skip" or "stop", for a step whose loss is a spike, or whose
-    loss or gradient norm is not finite. Updates the counters in `progress` (a Progress); after many
-    spikes in a row, clears the losses in `spikes` (a SpikeDetector). on_spike: action after a
-    spike, "skip", or "warn" to update.
+    """Return the action for a step whose loss is a spike, or whose loss or gradient norm is not
+    finite: "update" the weights, "skip" the update, or "stop" the run. It must be called only for
+    these steps, because it updates the counters in `progress` (a Progress).
 
-    scaled: whether the loss is scaled (float16). Some gradients then overflow: the step is skipped,
-    and the scale decreases. Other non-finite values, and too many overflows in a row, stop the run.
+    A spike: "skip" if on_spike is "skip", "update" if it is "warn"; after more than
+    MAX_SPIKES_IN_A_ROW, the losses in `spikes` (a SpikeDetector) are removed, and the action is
+    "update". Non-finite numbers: "stop". Exception: if the loss is scaled for float16 (`scaled`),
+    gradients may overflow: "skip", up to MAX_OVERFLOWS_IN_A_ROW times in a row; the scale then
+    decreases.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         progress.overflows += 1
@@ -173,8 +180,9 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 # errors
 
 def run_reporting_errors(config, job):
-    """Call job(config), print an error, and return the exit code, or exit with it under torchrun.
-    0: success, 2: invalid input, 1: a crash or non-finite numbers, 128 + n: stopped by signal n."""
+    """Call job(config), print the error if it fails, and return the exit code (under torchrun, exit
+    the process with it). 0: success; 1: a crash, non-finite numbers, or the last save failed; 2:
+    invalid input; 128 + n: stopped by signal n."""
     try:
         job(config)
         return exit_process(0)
@@ -194,8 +202,8 @@ def run_reporting_errors(config, job):
 
 
 def report_crash(error, config):
-    """Print the traceback of `error` (not if memory was insufficient) and advice on stderr. config:
-    TrainConfig of the run."""
+    """Print on stderr the traceback of the exception `error` and advice; without the traceback if
+    memory was insufficient. config: TrainConfig of the run."""
     text = suggest_fix(error, config)
     if not text.startswith("Out of memory"):
         text = "".join(traceback.format_exception(error)) + text
@@ -206,8 +214,8 @@ def report_crash(error, config):
 
 
 def suggest_fix(error, config):
-    """Return a text with possible remedies of the exception `error` (memory, NCCL, connections,
-    compiling), or "" if there is no advice. config: TrainConfig of the run."""
+    """Return a text with possible remedies for the exception `error` (about memory, NCCL,
+    connections or compiling), or "" if there is no advice. config: TrainConfig of the run."""
     text = str(error).lower()
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
@@ -229,9 +237,9 @@ def suggest_fix(error, config):
 
 
 def exit_process(code):
-    """Flush stdout and return the exit code `code`; under torchrun exit the process with it at
-    once, because other ranks may not respond, and PyTorch's threads can hang or abort a normal exit
-    (pytorch#190489)."""
+    """Flush stdout and return `code`, an exit code. Under torchrun, exit the process with it
+    immediately instead of returning, because other ranks may not respond, and PyTorch's threads can
+    hang or abort a normal exit (pytorch#190489)."""
     with contextlib.suppress(ValueError, AttributeError):  # closed, or None, by a user's function
         sys.stdout.flush()
     if under_torchrun():

@@ -60,17 +60,17 @@ class Progress:
             setattr(self, f.name, value if default is None else type(default)(value))
 
     def recent_loss(self):
-        """Return the mean loss of the steps since the last evaluation (without steps, val_loss or
-        0.0). It is the loss of a step in which all items are masked, so that the spike detector
-        sees no jump."""
+        """Return the mean loss of the steps since the last evaluation, or if there are none
+        val_loss (0.0 if that is `None`). It is used as the loss of a step in which all items are
+        masked, so that the spike detector does not see a jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
 class Run:
-    """The state of one run: config, ranks, model, optimizer, data, log, progress and monitors. Made
-    by open_run(), which calls open_folder, open_data, open_model, open_optimizer and open_monitors
-    in this order; these methods set the attributes. Only functions of train/train.py take the whole
-    Run."""
+    """The state of one run: config, ranks, model, optimizer, data, log, progress and monitors.
+    open_run() makes a Run and calls open_folder, open_data, open_model, open_optimizer and
+    open_monitors in this order; these methods set the attributes. Only functions in train/train.py
+    have a whole Run as an argument."""
 
     def __init__(self, config, ranks, on_evaluation=None):
         # TrainConfig: with the shape of inherited weights, and lengths in steps.
@@ -88,10 +88,10 @@ class Run:
         self.best_before = math.inf, math.inf
 
     def open_folder(self, stack):
-        """Lock out_dir until `stack` (an ExitStack) is closed, and set self.start, where the run
-        starts: from scratch, from the last checkpoint of the run, or from given weights, whose
-        shape self.config then inherits. Raises CheckpointError; UserError if a different process
-        has the lock."""
+        """Create out_dir, lock it until `stack` (an ExitStack) is closed, and set self.start (a
+        Start): from scratch, from a checkpoint of the run, or from given weights, from which
+        self.config then takes the architecture. Raises CheckpointError; UserError if a different
+        process has the lock."""
         c = self.config
         # out_dir, locked; saves in the background.
         self.folder = stack.enter_context(
@@ -101,15 +101,16 @@ class Run:
         self.config = c.replace(**self.start.shape)
 
     def note(self, text):
-        """Print a message on rank 0, and keep it for train.log, which is not open yet."""
+        """Print a message on rank 0, and keep it in self.notes until train.log is open."""
         if self.ranks.is_main:
             self.notes.append(text)
             echo(text)
 
     def open_data(self, data=None):
-        """Set self.data, which is `data` or that of data_dir; convert epochs in self.config to
-        steps; set n_micro (micro-batches per step of this rank), full_count (items per micro-batch)
-        and units_per_step (tokens or rows, over all ranks). Raises UserError."""
+        """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
+        epochs in self.config to steps. Set n_micro (micro-batches per step of this rank),
+        full_count (tokens or rows per micro-batch) and units_per_step (tokens or rows per step,
+        over all ranks). Raises UserError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         settings = needing_evaluations(self.config)
@@ -128,10 +129,10 @@ class Run:
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
     def open_model(self, stack, model=None):
-        """Set self.raw_model, which is `model` or that of the model type, check that the checkpoint
-        fits it, and then open the log: no file is written into a folder that cannot be used. stack:
-        an ExitStack, which closes the log and waits for saves. Raises CheckpointError, SetupError.
-        """
+        """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
+        Check that the checkpoint fits it. Only then open the log, so that no file is written into a
+        folder that cannot be used. stack: an ExitStack; when it is closed, saves are completed and
+        the log is closed. Raises CheckpointError, SetupError."""
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -169,9 +170,9 @@ class Run:
                                  c.batch_size)
 
     def build_model(self, model=None):
-        """Return the bare model (without DDP) on the device: `model`, or the one that the model
-        type builds. A sharded model is built on the meta device, sharded and then filled, so that
-        no rank holds all weights."""
+        """Return the bare model (without DDP) on the device: `model` or, if `None`, a new model of
+        the model type. If the run shards the model, a new one is built on the meta device, sharded
+        and then filled, so that no rank holds all weights."""
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -182,9 +183,8 @@ class Run:
         return model.to(self.ranks.device)
 
     def open_log(self, precision):
-        """Open the Logger of the run, log the start-up lines, write config.yaml and
-        training_args.json, and return the Logger. precision: text about dtype and compiling, for a
-        start-up line."""
+        """Open and return the Logger of the run. Log the start-up lines, and write config.yaml and
+        training_args.json. precision: text about dtype and compiling, for a start-up line."""
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
@@ -199,9 +199,10 @@ class Run:
         return log
 
     def open_optimizer(self):
-        """Load the weights of init_from, if the run starts from them, then build the optimizer, the
-        moving average and the gradient scaler, then wrap the model in DDP: the optimizer may freeze
-        parameters, which DDP must know. Raises CheckpointError, ConfigError."""
+        """Load the weights of init_from if the run starts from them. Build the optimizer, the
+        moving average of the weights (ema) and the gradient scaler. Then wrap the model in DDP,
+        which must know the parameters that the optimizer has frozen. Raises CheckpointError,
+        ConfigError."""
         c = self.config
         is_trained = c.init_from != "scratch"
         if self.start.kind == "init_from":
@@ -233,7 +234,8 @@ class Run:
 
     def open_monitors(self, stack):
         """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
-        watchdog, the clock and the prefetcher. stack: an ExitStack, which ends their threads."""
+        watchdog, the clock and the prefetcher. stack: an ExitStack; when it is closed, the threads
+        are stopped."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       mode=c.early_stopping_mode)
@@ -258,24 +260,25 @@ class Run:
         stack.callback(self.batches.close)
 
     def finish_saves(self, kind, error, trace):
-        """Wait for the save in progress and, except after a crash, for the copy in the mirror. An
-        exit function of an ExitStack: kind, error, trace as for __exit__. A crash is an exception
-        that is not a UserError."""
+        """Wait for the save in progress and, unless the run crashed (an exception that is not a
+        UserError), for the copy in the mirror. An exit function for ExitStack.push(): kind, error
+        and trace are the arguments of __exit__."""
         self.folder.wait()
         if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
             self.folder.mirror.finish(self.log)
 
     def parts(self):
-        """Return {name in the checkpoint: object with state_dict() and load_state_dict()} of
-        everything with state besides model and optimizer: progress, loss scaler, plateau schedule,
-        early stopping, spikes."""
+        """Return {name in the checkpoint: object} of all objects with state except model and
+        optimizer, with state_dict() and load_state_dict(): progress, loss scaler, plateau schedule,
+        early stopping, spike detector."""
         return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
                     early_stopping=self.stopping, spikes=self.spikes)
 
     def restore(self, start):
-        """Load the checkpoint of `start` (a Start) into model, optimizer and parts(). The scale of
-        the plateau schedule is reset if this run has another schedule; best metric and early
-        stopping are reset if early_stopping_metric or _mode differ. Raises CheckpointError."""
+        """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
+        schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
+        stopping are reset if early_stopping_metric or early_stopping_mode have changed. All ranks
+        must call. Raises CheckpointError."""
         p = self.progress
         c = self.config
         old = start.state["config"]  # the state is freed below
@@ -292,10 +295,10 @@ class Run:
             self.order_buckets(p.iter_num)
 
     def take_folder(self):
-        """Make the files of out_dir those of this run: remove the steps that will be repeated from
-        metrics.jsonl; after --resume FILE, move later checkpoints to a subfolder and, if no
-        ckpt_best.pt is left, reset the best metric. Call it when no check that could refuse the run
-        remains. All ranks must call."""
+        """Prepare the files in out_dir for this run. Lines in metrics.jsonl about steps that will
+        be repeated are removed. After --resume FILE, later checkpoints are moved to a subfolder
+        and, if no ckpt_best.pt is left, the best metric is reset. To be called after all checks
+        that could end the run. All ranks must call."""
         p = self.progress
 
         def find_best():
@@ -309,9 +312,10 @@ class Run:
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
 
     def note_best(self, numbers):
-        """Compare an evaluation, `numbers` {val_NAME: number}, with the best one; if it is better,
-        it becomes the best, and the next save also writes ckpt_best.pt. Return the value of
-        early_stopping_metric in `numbers`, `None` if no item counted."""
+        """Compare the results of an evaluation, `numbers` {val_NAME: number}, with the best so far,
+        by early_stopping_metric. If it is better, it becomes the best, and best_due is set: the
+        next save also writes ckpt_best.pt. Return the value of the metric, or `None`, with a
+        warning, if `numbers` has no value for it."""
         p = self.progress
         metric = numbers.get(self.config.early_stopping_metric)
         if metric is None:
@@ -327,9 +331,10 @@ class Run:
         return metric
 
     def order_buckets(self, it):
-        """Compute gradients of the first micro-batch of step `it` and discard them. DDP orders its
-        buckets by the first backward pass after a start, and sums of more than two ranks depend on
-        the order: without this, the first step after a resume would differ in the last bit."""
+        """Compute the gradients of the first micro-batch of step `it` and discard them, to be
+        called after a resume. DDP orders its buckets by the first backward pass, and sums over more
+        than two ranks depend on the order: otherwise the first step would differ in the last bit
+        from an uninterrupted run."""
         for prepare in self.before_step:
             prepare(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
@@ -344,8 +349,8 @@ class Run:
 
     def require_gradients(self, *_):
         """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
-        then has not averaged all other gradients, and would fail in the next forward pass. With
-        DDP, a hook of the optimizer, which calls it before each step."""
+        has then not averaged all other gradients, and would fail in the next forward pass. With
+        DDP, it is called before each step of the optimizer, by a hook (register_step_pre_hook)."""
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
@@ -359,8 +364,9 @@ class Run:
                 f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
-        """Warn of trained parameters that the first step has not updated. Check that the state of
-        an optimizer other than AdamW and Muon can be resumed. Raises CheckpointError."""
+        """To be called after the first step: warn about trained parameters that had no update. For
+        an optimizer other than AdamW and Muon, raise CheckpointError if the state cannot be
+        resumed."""
         state = self.optimizer.state
         unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
                   if not state.get(p)]
@@ -372,9 +378,10 @@ class Run:
             checkpoint.check_state(self.optimizer, self.ranks)
 
     def evaluation_is_due(self, last):
-        """Return whether to evaluate before the next step: at an interval, before step 0 if
-        eval_on_start, and if no step follows (`last`). False if this step is evaluated already,
-        without validation data, or if eval_interval is 0."""
+        """Return whether to evaluate now, before the next step: every eval_interval steps (or
+        eval_epochs epochs), before step 0 if eval_on_start is set, and at the end of the run
+        (`last`: no step follows). False if there was an evaluation at this step, without validation
+        data, and if eval_interval is 0."""
         c = self.config
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
@@ -382,17 +389,18 @@ class Run:
         return last or (self.completes(c.eval_interval, c.eval_epochs) if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """Wait for the save in progress. If it was to write ckpt_best.pt and failed, restore the
-        previous best metric, so that later evaluations, also after a resume, are compared with the
-        file that exists. All ranks must call."""
+        """Wait for the save in progress. If a save of ckpt_best.pt failed, restore the previous
+        best metric: later evaluations, also after a resume, are then compared with the file that
+        exists. All ranks must call."""
         self.folder.wait()
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
             self.progress.best_metric, self.progress.loss_of_best = self.best_before
 
     def save_is_due(self):
-        """Return whether a checkpoint is due before the next step, by save_interval (default: the
-        interval of evaluations) or save_epochs; False if this step is saved already."""
+        """Return whether to save a checkpoint now, before the next step: every save_interval steps
+        (default: as often as evaluations) and every save_epochs epochs. False if this step has been
+        saved."""
         c = self.config
         at_interval = (self.completes(c.eval_interval, c.eval_epochs) if c.save_interval is None
                        else self.completes(c.save_interval))
@@ -400,14 +408,15 @@ class Run:
         return self.progress.iter_num != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
-        """Return whether a checkpoint saved now is also kept as ckpt_NNNNNNN.pt: with save_epochs
-        at each multiple of save_epochs, otherwise always if keep_last is above 0."""
+        """Return whether a checkpoint of this step is also saved as ckpt_NNNNNNN.pt. If save_epochs
+        is set: at each multiple of save_epochs. Otherwise: if keep_last is above 0."""
         c = self.config
         return c.keep_last > 0 if c.save_epochs is None else self.completes(epochs=c.save_epochs)
 
     def completes(self, steps=0, epochs=None):
-        """Return whether the last step reached or passed a multiple of `epochs` (float) epochs or,
-        without them, of `steps` steps, counted from the start of the run; False for 0."""
+        """Return whether the last step has reached or passed a multiple of `epochs` epochs (a
+        float) or, if it is `None` or 0, of `steps` steps, counted from the start of the run. False
+        if both are 0."""
         it = self.progress.iter_num
         if epochs:
             steps = epochs * self.data.train.samples / self.config.samples_per_step
@@ -416,9 +425,9 @@ class Run:
         return it > 0 and periods[1] > periods[0]
 
     def count_epochs(self):
-        """Return the number of epochs until now, a float of at most max_epochs, which must be set.
-        A step may go beyond the epoch at which an evaluation is due; the number is then that epoch,
-        e.g. 29 and not 29.01."""
+        """Return the number of epochs so far, a float, at most max_epochs (which must be set). If
+        the last step has passed the epoch at which an evaluation is due, the result is that epoch:
+        29, not 29.01."""
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.completes(epochs=c.eval_epochs):
@@ -426,25 +435,26 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the list of options whose limits a finished run has reached, of "--max_iters" (or
-        "--max_epochs") and "--early_stopping_patience": larger values would continue the run. []:
-        the run is not finished or can continue."""
+        """Return the list of options which have ended the run and with larger values would continue
+        it: some of "--max_iters" (or "--max_epochs") and "--early_stopping_patience". []: the run
+        is not finished, or continues without a change."""
         length = "--max_epochs" if self.config.max_epochs else "--max_iters"
         reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
 
     def stop(self, signum):
-        """Log how to resume the run, which is saved, and raise Stopped for the signal `signum`."""
+        """Log how to resume the run, and raise Stopped for the signal `signum`. To be called after
+        a save."""
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:\n"
                       + logger.resume_command(self.config, self.ranks))
         raise Stopped(signum)
 
     @contextlib.contextmanager
     def eval_mode(self):
-        """Context in which the model is in eval mode; on a CPU also not compiled, since compiling a
-        second variant of the model for evaluations would cost more than it saves. On exit the model
-        is in train mode."""
+        """Context manager in which the model is in eval mode and, on a CPU, not compiled, since
+        compiling a second variant of the model for evaluations would cost more than it saves. On
+        exit the model is in train mode."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():
@@ -456,7 +466,7 @@ class Run:
 
     def write_samples(self):
         """Generate texts with the model type's sample(), from the same prompts and seed every time,
-        and append them to samples.txt.
+        and append them to samples.txt. Without effect if the model type has no sample().
 
         A sharded model computes on all ranks, any other model on rank 0. An error in sampling is
         only a warning.
@@ -480,9 +490,10 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config, ranks, model=None, on_evaluation=None, data=None):
-    """Context that yields a Run, opened from scratch, a checkpoint or given weights, ready for the
-    next step; on exit the folder and the log are closed. config: as returned by validate_config;
-    ranks: of process_group; model, on_evaluation, data: as for train(). Raises UserError."""
+    """Context manager that yields a Run, ready for the next step: a new run, or one that continues
+    from a checkpoint. On exit the log is closed and the folder is unlocked. config: as returned by
+    validate_config(). ranks: a Ranks. model, on_evaluation, data: as for train(). All ranks must
+    call. Raises UserError."""
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)
@@ -506,8 +517,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
 
 
 def validate_config(config):
-    """Return a copy of the TrainConfig `config`, checked like a configuration that was read from a
-    file. Raises ConfigError, also if the package of a tracker is missing."""
+    """Return a copy of the TrainConfig `config`, checked like a configuration from a file.
+    ConfigError for invalid values, or if the package of a tracker is missing."""
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     config = load_config(overrides=asdict(config))
     config.origins = dict.fromkeys(explicit, "overrides")
@@ -518,7 +529,7 @@ def validate_config(config):
 
 
 def check_epochs(config, samples):
-    """Raise SetupError if max_iters steps are more than MAX_EPOCHS_IN_STEPS epochs, unless
+    """Raise SetupError if max_iters steps are more than MAX_EPOCHS_IN_STEPS epochs; not if
     max_epochs or eval_only is set. samples: number of samples per epoch."""
     c = config
     epochs = c.max_iters * c.samples_per_step / samples
@@ -530,9 +541,10 @@ def check_epochs(config, samples):
 
 
 def open_data(config, ranks, data=None):
-    """Return the Data of a run: `data`, with torch Datasets wrapped in loaders, or that of
-    data_dir, opened by the model type; several weighted folders ("a:0.7,b:0.3") become a mixture.
-    Raises DataError, and CheckpointError if Data.spec has other than plain Python types."""
+    """Return the Data of a run. It is `data`, with torch Datasets in it replaced by loaders, or, if
+    `None`, the data in data_dir, which the model type opens; several weighted folders
+    ("a:0.7,b:0.3") become a mixture. Raises DataError; CheckpointError if Data.spec has other than
+    plain Python types."""
     model_type = load_model_type(config.model)
     if config.eval_epochs and not config.eval_interval:
         config = config.replace(eval_interval=1)  # 0 would leave out the validation data

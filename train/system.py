@@ -50,9 +50,10 @@ class ModelType:
 
     @staticmethod
     def build_model(config, data):
-        """Return the model, an nn.Module, for a TrainConfig and the run's Data. It may read
-        data.spec only, so that it can be rebuilt from ckpt.pt, and is also called under
-        torch.device("meta"). load_model_type() refuses a file without it."""
+        """Return a new model, an nn.Module, for `config` (a TrainConfig) and `data` (the run's
+        Data). Of `data`, the function may only read data.spec, so that the model can be rebuilt
+        from ckpt.pt. It is also called under torch.device("meta"). A model type must define this
+        function."""
 
     # sample(model, data, config) -> list of texts for samples.txt, written at each evaluation.
     # It runs in eval mode without gradients: on all ranks if the model is sharded, otherwise
@@ -78,36 +79,40 @@ class ModelHooks:
     """
 
     def numbers(self, sums):
-        """Return {name: number, list of numbers or `None`} to be logged, without the names of log
-        lines (LINE_NAMES in train/logger.py). sums: {name: CPU tensor}, over all batches, with
-        "loss" and "count". Default: every other scalar sum divided by the count (`None` if that is
-        0)."""
+        """Return the numbers to log, {name: number, list of numbers or `None`}; names in LINE_NAMES
+        (train/logger.py) are reserved. sums: {name: CPU tensor}, added over all batches, with
+        "loss" and "count". Default: each other 0-dim sum divided by the count (`None` if the count
+        is 0)."""
         return {name: float(value / sums["count"]) if sums["count"] else None
                 for name, value in sums.items()
                 if name not in ("loss", "count") and value.dim() == 0}
 
     def initial(self, name, shape, seed):
-        """Return the initial value, a tensor, of a parameter or persistent buffer, a function of
-        (seed, name), so that FSDP can fill a sharded model one tensor at a time. Default: `None`,
-        for the value that the module has assigned, which FSDP does not support."""
+        """Return the initial value, a tensor of the shape `shape`, of the parameter or persistent
+        buffer `name`. It may depend only on the arguments, so that FSDP can fill a sharded model
+        one tensor at a time. Default: `None`, i.e. the value assigned in __init__; FSDP does not
+        support this."""
         return None
 
     def adopt(self, weights):
-        """Convert `weights` {name: tensor} of a different model (init_from), and return {name:
-        tensor} with the names and shapes of this model. Called on rank 0. Default: unchanged."""
+        """Convert `weights` {name: tensor} of a different model, with which the run starts
+        (init_from). Return {name: tensor} with names and shapes of this model. Called on rank 0.
+        Default: unchanged."""
         return weights
 
     def before_step(self, it):
-        """Run before the forward pass of step `it`, also of the first step after a resume: for
-        state that is a function of the step. Also called for submodules. Default: nothing."""
+        """Called before the first forward pass of step `it`, also directly after a resume, to set
+        state that is a function of the step. Submodules may have this method, too. Default:
+        nothing."""
 
     def after_step(self, it, sums):
-        """Run after optimizer step `it`, also if the update was skipped. Not called for submodules.
-        sums: {name: CPU tensor} of the step, over all ranks. Default: nothing."""
+        """Called after optimizer step `it`, also if the update was skipped; not called for
+        submodules. sums: {name: CPU tensor}, the sums of forward() over the step and all ranks.
+        Default: nothing."""
 
     def flops_per_unit(self):
-        """Return FLOPs, forward and backward, per token or row. The MFU needs it. Default: 0,
-        unknown."""
+        """Return the FLOPs of the forward and backward pass per token (per row if the loader's unit
+        is "row"), for the MFU. Default: 0, unknown."""
         return 0
 
 
@@ -123,28 +128,29 @@ class LoaderHooks:
     calls_per_chunk = 1
 
     def locate(self, step):
-        """Return a description of where the batch of `step` comes from, for messages."""
+        """Return a text that states where in the data the batch of `step` is, for messages."""
         return f"batch {step}"
 
     def source_of(self, index, count):
-        """Return the name of the source, e.g. a folder of a mixture, from which validation batch
-        `index` of `count` is read. Default: "", for a loader with a single source."""
+        """Return the name of the source, e.g. a folder of a mixture, of validation batch `index`,
+        if `count` batches are requested. Default: "", for a loader with a single source."""
         return ""
 
     def merge(self, sums_by_source):
-        """Return the sums {name: tensor} over all sources, weighted by the shares of the sources.
-        sums_by_source: {source: {name: tensor}}. Default: the sums of the only source, ""."""
+        """Return the total sums {name: tensor} over all sources, each weighted by the share of the
+        source in the mixture. sums_by_source: {source: {name: tensor}}. Default: the sums of the
+        only source, ""."""
         return sums_by_source[""]
 
     def passes(self, samples):
-        """Return an iterable of log lines, one per source, with the number of epochs of the source
-        in a run of `samples` samples. Default: no lines."""
+        """Return an iterable of lines for the log, one per source: the number of epochs over the
+        source in a run of `samples` samples. Default: no lines."""
         return ()
 
 
 def hook(owner, name):
-    """Return the method or attribute `name` of a model or loader, or the default (of ModelHooks or
-    LoaderHooks; a method is bound to `owner`)."""
+    """Return the attribute or bound method `name` of `owner` (a model or a loader), or if it has
+    none the default, from ModelHooks or LoaderHooks."""
     if hasattr(owner, name):
         return getattr(owner, name)
     default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
@@ -152,8 +158,8 @@ def hook(owner, name):
 
 
 def load_model_type(name):
-    """Import model/NAME.py and return the ModelType, with defaults for missing definitions. Raises
-    ConfigError if there is no such model type, or if it has no build_model."""
+    """Import model/NAME.py and return a ModelType with the definitions in it, and defaults for
+    missing ones. ConfigError if there is no such model type, or if it has no build_model."""
     known = model_types()
     if name not in known and f"model.{name}" not in sys.modules or name in NOT_MODEL_TYPES:
         raise ConfigError([f"model: there is no model type model/{name}.py; expected one of "
@@ -182,8 +188,8 @@ def model_types():
 
 def flops_per_step(model, config, loader):
     """Return the FLOPs, forward and backward, of an optimizer step over all ranks; 0: unknown.
-    Parameters that lr_groups will freeze count as frozen. Raises ConfigError, see match_lr_groups.
-    """
+    Parameters that lr_groups will freeze count as frozen. loader: of the training data. ConfigError
+    for invalid lr_groups."""
     from train.optimizer import match_lr_groups, scale_rate  # here, because it imports torch
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [trained[name] for name, own in match_lr_groups(config.lr_groups, trained).items()

@@ -69,9 +69,9 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 
 def training_loop(run):
-    """Evaluate, save and train an opened Run until it is finished, then save, evaluate the test
-    data and log a summary. Raises UserError, e.g. Stopped after a signal (the state is saved then),
-    BadNumbers or CollectiveExit."""
+    """Train an opened Run until it is finished, with evaluations and saves; then save, evaluate the
+    test data and log a summary. Raises UserError: Stopped after a signal (the state is then saved),
+    BadNumbers for non-finite numbers, CollectiveExit if the last save fails."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
@@ -105,9 +105,10 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, on all ranks; a spike or a float16 overflow can
-    leave the weights unchanged. lr: default, by the schedule. Return the mean loss, a float;
-    `None`, without a step, after a signal before the last micro-batch. Raises BadNumbers."""
+    """Do one optimizer step on the global batch. All ranks must call. Return the mean loss, a
+    float. The weights do not change if the update is skipped (a loss spike, a float16 overflow). If
+    a signal requests a stop between two micro-batches, return `None`: no step is done. lr: learning
+    rate (default: by the schedule). Raises BadNumbers for a non-finite loss or gradient."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -182,7 +183,8 @@ def train_step(run, lr=None):
 # parts of a step
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, step `it`, rank): a resumed run has equal dropout masks."""
+    """Seed torch's generators by (seed, step `it`, rank), so that a resumed run has the same
+    dropout masks as an uninterrupted one."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -192,8 +194,9 @@ def seed_step(seed, it, ranks):
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply the gradients of `optimizer` by `factor`, in place, then clip the global norm to
-    `max_norm` (0: off). Return the norm before clipping, 0-dim. With FSDP all ranks must call."""
+    """Multiply the gradients of the parameters of `optimizer` by `factor` (a number or 0-dim
+    tensor), in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm of
+    the multiplied gradients before clipping, a 0-dim tensor. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
@@ -207,10 +210,10 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 
 
 def react_to_anomaly(run, lr, loss, norm):
-    """Handle a step whose loss is a spike (with a warning), or whose loss or gradient norm is not
-    finite: count it in run.progress. Return whether to update the weights, the same on every rank.
-    Raises BadNumbers for non-finite numbers, except overflows that the loss scale of float16
-    explains."""
+    """Handle a step whose loss is a spike, or whose loss or gradient norm is not finite: update the
+    counters in run.progress, and warn of a spike. Return whether to update the weights, the same on
+    all ranks. Raises BadNumbers for non-finite numbers, except for float16 overflows, after which
+    the loss scale decreases. lr, loss, norm (of the gradients): floats."""
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
     # Bad data is a common cause. The message names two micro-batches at most: where this rank's
@@ -228,9 +231,10 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Log a step every log_interval steps and at the end, and add its loss to the mean of the next
-    evaluation; without effect after an overflow. lr, loss, norm (of the gradient): floats. sums:
-    {name: tensor}, the model's sums over the step and all ranks, with "count"."""
+    """Add the loss of a step to the mean of the next evaluation and, every log_interval steps and
+    in the last step, log the step. No effect after a float16 overflow. lr, loss, norm (of the
+    gradients): floats. sums: {name: tensor}, the model's sums over the step and all ranks, with
+    "count"."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -254,11 +258,12 @@ def log_step(run, lr, loss, norm, sums):
 # evaluation, and how the run reacts to it
 
 def validate(run):
-    """Evaluate a Run on fixed validation batches; all ranks must call. Log the numbers, update the
-    best metric, the plateau schedule and early stopping, call run.on_evaluation, and write samples
-    and loss.svg.
+    """Evaluate a Run on the validation data. Log the numbers, update the best metric, the plateau
+    schedule and early stopping, call run.on_evaluation(iter_num, numbers), and write samples and
+    loss.svg. All ranks must call.
 
-    Return {val_NAME: number}, or `None` after a signal: nothing is recorded then.
+    Return {val_NAME: number}, or `None` if a signal interrupts the evaluation: nothing is recorded
+    then.
     """
     c = run.config
     p = run.progress
@@ -293,9 +298,9 @@ def validate(run):
 
 
 def evaluate_validation(run, n_batches):
-    """Return {val_NAME: number} over `n_batches` fixed batches of the validation data, including
-    the numbers of task files (eval_tasks) and of averaged weights (ema); `None` after a signal. All
-    ranks must call. Nothing is logged."""
+    """Return {val_NAME: number} over `n_batches` batches of the validation data, including the
+    numbers of task files (eval_tasks) and of averaged weights (ema). `None` if a signal interrupts
+    the evaluation. All ranks must call. Nothing is logged."""
     def evaluate_weights():
         numbers = evaluate_loader(run, run.data.val, n_batches)
         if numbers is None or not run.tasks:
@@ -308,8 +313,9 @@ def evaluate_validation(run, n_batches):
 
 
 def evaluate_loader(run, loader, n_batches):
-    """Return {val_NAME: number} of the run's model over `n_batches` fixed batches of `loader` (all
-    if it has fewer), in eval mode; `None` after a signal. All ranks must call."""
+    """Return {val_NAME: number} of the run's model, in eval mode, over `n_batches` validation
+    batches of `loader` (all if it has fewer). `None` if a signal interrupts the evaluation. All
+    ranks must call."""
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
@@ -318,17 +324,19 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Return whether a signal requests the end of an evaluation. Called before each round, one
-    batch per rank: shows `done` of `total` batches on the console, and restarts the time limit."""
+    """Return whether a signal has requested a stop on this rank. Called in an evaluation before
+    each round (one batch per rank): shows "batch `done` of `total`" on the console, and restarts
+    the time limit (step_timeout)."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
 
 
 def update_best_and_schedules(run, numbers):
-    """Update a Run after an evaluation, `numbers` {val_NAME: number}: the best metric (run.best_due
-    is set if this is the best), the plateau schedule, and early stopping, which sets
-    run.progress.finished. Best metric and early stopping ignore untrained weights (step 0)."""
+    """Update a Run after an evaluation with the results `numbers` {val_NAME: number}:
+    best_val_loss, the best metric (sets run.best_due if this is the best), the plateau schedule,
+    and early stopping, which may set run.progress.finished. The best metric and early stopping
+    ignore an evaluation of untrained weights (step 0)."""
     c = run.config
     p = run.progress
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
@@ -345,9 +353,9 @@ def update_best_and_schedules(run, numbers):
 
 
 def check_metric_names(run):
-    """Raise SetupError if the evaluations of a Run lack the number early_stopping_metric, or if two
-    numbers have the same name. Only if a problem is possible, a batch is evaluated to find the
-    names. All ranks must call."""
+    """Raise SetupError if evaluations of a Run do not have early_stopping_metric as a number, or if
+    two numbers would have the same name. The names are found by an evaluation of one batch. It is
+    skipped if neither can occur. All ranks must call."""
     c = run.config
     # val_loss exists in every evaluation; without options, no second name can be equal.
     if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
@@ -368,9 +376,10 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint of a Run in the background, where a failure is a warning. last: write it
-    before returning, and raise CollectiveExit if that fails. Raises BadNumbers, without saving, if
-    weights or optimizer state are not finite. All ranks must call."""
+    """Save a checkpoint of a Run in the background, where a failure is only a warning. With `last`,
+    it is written before this function returns, and a failure raises CollectiveExit. Raises
+    BadNumbers, without saving, if weights or optimizer state are not finite. All ranks must call.
+    """
     run.watchdog.restart(slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.
@@ -395,8 +404,8 @@ def save(run, last=False):
 # the beginning and the end of a run
 
 def report_finished(run):
-    """Log that a resumed run is already finished, and how to continue it. Set run.test_numbers from
-    metrics.jsonl; if they are missing, evaluate the test data."""
+    """Log that a resumed run has already finished, and how to continue it. Set run.test_numbers to
+    the results in metrics.jsonl; if there are none, evaluate the test data. All ranks must call."""
     p = run.progress
     run.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
                  f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it "
@@ -408,9 +417,9 @@ def report_finished(run):
 
 
 def finish(run):
-    """Complete a Run after its last step: save, draw loss.svg, evaluate the test data, log a
-    summary and the command that uses the result. Raises CollectiveExit if the save fails, Stopped
-    after a signal."""
+    """Complete a Run after the last step: save, draw loss.svg, evaluate the test data, log a
+    summary and the command that uses the result. All ranks must call. Raises CollectiveExit if the
+    save fails, Stopped after a signal."""
     p = run.progress
     # The last save is not in the background: an error is raised.
     save(run, last=True)
@@ -433,9 +442,10 @@ def finish(run):
 
 
 def test(run):
-    """Evaluate the test data, if there are any, with the weights of ckpt_best.pt (without this
-    file, the last weights). Log the numbers and set run.test_numbers {test_NAME: number}, {} after
-    a signal. The loaded weights stay in the model; the last weights must be saved before."""
+    """Evaluate the test data, if there are any, with the weights in ckpt_best.pt (without this
+    file, with the last weights). Log the numbers and set run.test_numbers {test_NAME: number}, {}
+    if a signal interrupts the evaluation. The weights of ckpt_best.pt stay in the model: save the
+    last weights before. All ranks must call."""
     p = run.progress
     loader = run.data.test
     if loader is None:
