@@ -8,9 +8,9 @@ meta.json and in checkpoints, and is of one of two kinds:
     {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         of a published model
 
 The Jinja text of a downloaded model is untrusted and rendered in a child process (data/render.py).
-Special tokens that occur in a message are encoded as ordinary text: marks around each of them are
-added before rendering. A conversation is refused if a template changes such a special token, or
-forms one from the texts of messages.
+If the text of a message contains the text of a special token, e.g. <|endoftext|>, it is encoded as
+ordinary text: marks (private-use characters) are put around it before rendering. A conversation is
+refused if the template changes this text, or forms a special token from the texts of messages.
 """
 
 import bisect
@@ -45,9 +45,11 @@ MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
 # messages
 
 def parse_messages(value, name):
-    """Return [(role, text), ...] of `value`, a list of {"role", "content"} or of ShareGPT's
-    {"from", "value"}; role: system, user or assistant. name: the field with the list, for error
-    messages. Raises ValueError for any other value."""
+    """Convert a list of messages to [(role, text), ...]; the roles are system, user and assistant.
+    value: a list of dicts, {"role", "content"} or ShareGPT's {"from", "value"}. Role names of other
+    formats (keys of ROLES, e.g. human and gpt) are converted; for contents see parse_content. name:
+    the field of the record that has the list, for error messages. Raises ValueError for any other
+    value, and for a message with "weight": 0."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -62,8 +64,8 @@ def parse_messages(value, name):
 
 
 def parse_content(content):
-    """Return the text of a message's content: a string, or OpenAI's list of {"text": string} parts,
-    which are joined. Raises ValueError for any other value."""
+    """Return the text of a message's content: a string, or OpenAI's list of parts {"text": string},
+    whose texts are joined. Raises ValueError for any other value."""
     texts = [content]
     if isinstance(content, list):
         texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]
@@ -77,14 +79,18 @@ def parse_content(content):
 # templates
 
 class ChatTemplate:
-    """A chat format: converts messages, [(role, text), ...], to token ids (prompt_ids, fit_prompt)
-    and training data (sequences). Renders as `apply_chat_template` of `transformers`.
+    """A chat format. Converts messages, [(role, text), ...], to the token ids of a prompt
+    (prompt_ids, fit_prompt) or to training data (sequences). Renders like `apply_chat_template` of
+    `transformers`.
 
-    spec: a dict, {"system", "user", "assistant": text with {} for the message} or {"jinja": text,
-    "ends": [ids], "bos_token": text, ...}. DataError if it is invalid. Attributes: spec; jinja, the
-    text of the template; ends, the list of ids that end an answer (empty: only the tokenizer's end
-    of text); special_tokens, {"bos_token": text, ...}; implicit_start, the bos_token if the
-    template uses it, otherwise "": inference programs may add this token.
+    spec: a dict (default: DEFAULT_SPEC), {"system", "user", "assistant": text with {} in place of
+    the message}, or for a published model {"jinja": text of the template, "ends": [ids],
+    "bos_token": text and other special tokens}. Raises DataError if it is invalid.
+
+    Attributes: spec; jinja, the Jinja text; ends, the list of ids that end an answer ([] for the
+    built-in template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
+    implicit_start, the text of bos_token if the Jinja text contains this name, otherwise "" (if it
+    is not empty, llama.cpp adds this token to prompts for an exported .gguf file).
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -100,11 +106,15 @@ class ChatTemplate:
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
-        """Return the rendered text of messages [(role, text), ...], followed by the start of an
-        answer if `add_prompt`. With `tokenizer`, special tokens in messages and variables are
-        enclosed in marks, see encode_marked; without, the built-in template writes no end of text.
-        variables: {name: text, number or bool} for the template, e.g. enable_thinking. Raises
-        DataError if the template fails."""
+        """Return the text of messages, [(role, text), ...], in this template.
+
+        add_prompt: whether to append the start of the assistant's next answer, i.e. the header.
+        tokenizer: put OPEN_MARK and CLOSE_MARK around the texts of this tokenizer's special tokens
+        in messages and variables, for encode_marked(); `None`: no marks, and the built-in template
+        writes no end of text after an answer. variables: {name: text, number or bool}, further
+        variables of the Jinja template, e.g. enable_thinking. Raises DataError if the template
+        fails, UserError if it exceeds a limit of time or memory.
+        """
         mark = functools.partial(mark_special, tokenizer=tokenizer)
         turns = [dict(role=role, content=mark(text)) for role, text in messages]
         names = {name: mark(value) if isinstance(value, str) else value
@@ -115,11 +125,11 @@ class ChatTemplate:
                                                add_generation_prompt=add_prompt))
 
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
-        """Return (text with marks, list of token ids) of messages [(role, text), ...]; for the
-        arguments and marks see `render`. answer: text to append, the first words of the answer that
-        `add_prompt` starts. Raises DataError if the template fails, changes a special token in a
-        message, or forms one from the texts of messages, e.g. by deleting a word between the two
-        halves of one."""
+        """Render and encode messages, [(role, text), ...]. Return (rendered text with marks, list
+        of token ids). add_prompt, tokenizer (required), variables, errors: as for `render`. answer:
+        text to append to the rendered text: the first words of the answer that `add_prompt` starts.
+        Also raises DataError if the template changes a special token in a message, or forms one
+        from the texts of messages, e.g. by deleting a word between the two halves of the token."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         text += mark_special(answer, tokenizer)
         ids = encode_marked(text, tokenizer)
@@ -135,20 +145,24 @@ class ChatTemplate:
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
-        """Return the list of ids of messages [(role, text), ...] and of the start of the next
-        answer, whose first words are `answer`. variables: {name: text, number or bool} for the
-        template. Raises DataError if the template fails or writes nothing."""
+        """Return the list of token ids of a prompt: messages, [(role, text), ...], and the start of
+        the assistant's next answer. answer: the first words of this answer, a text that the model
+        continues. variables: {name: text, number or bool} for the template. Raises DataError if the
+        template fails or writes nothing."""
         if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")
 
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
-        """Return (list of ids, number of messages left out): the longest prompt of at most
-        `max_tokens` tokens. It has the system messages at the start and the latest messages,
-        beginning with one of the user. The last question is always included, even if it does not
-        fit. messages: [(role, text), ...]; if the last is the assistant's, the prompt ends with it,
-        and the model continues it. variables: {name: value} for the template. Raises DataError if
-        the template fails."""
+        """Return (list of token ids, number of messages left out) of the longest prompt of at most
+        `max_tokens` tokens.
+
+        messages: [(role, text), ...], not empty. If the last message is the assistant's, the prompt
+        ends with it, and the model continues it. The oldest messages are left out, up to a message
+        of the user; system messages at the start and the last message of the user are always
+        included, even if the prompt is then longer than `max_tokens`. variables: {name: text,
+        number or bool} for the template. Raises DataError if the template fails.
+        """
         answer = ""
         if messages[-1][0] == "assistant":
             *messages, (_, answer) = messages
@@ -165,11 +179,15 @@ class ChatTemplate:
         return prompt(start), start - n_system
 
     def sequences(self, messages, tokenizer):
-        """Return [(ids (n,) uint32, mask (n,) uint8)] of messages [(role, text), ...]. The mask is
-        1 for tokens to learn: each answer and the end token. One sequence, or several for templates
-        that write an earlier answer differently if a message follows; [] without an answer.
-        Messages after the last answer are left out. Raises DataError for a conversation that the
-        template cannot represent."""
+        """Return the training sequences of a conversation, [(ids (n,) uint32, mask (n,) uint8),
+        ...].
+
+        messages: [(role, text), ...]. The mask is 1 for the tokens to learn: each answer of the
+        assistant and the end token after it. There is one sequence; or several, each from the first
+        message on, if the template writes an earlier answer differently when a message follows
+        (e.g. without the reasoning); or [] if there is no answer. Messages after the last answer
+        are left out. Raises DataError for a conversation that the template cannot represent.
+        """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
         # prompt do not continue the previous sequence, and a new one begins.
@@ -189,10 +207,11 @@ class ChatTemplate:
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
 
     def encode_answer(self, messages, tokenizer):
-        """Return (ids of the prompt, ids of the answer, number of answer ids to learn, up to and
-        including the end token) of messages [(role, text), ...]; the last message is the answer.
-        Raises DataError unless, in the rendered text, the answer and an end token follow the
-        prompt."""
+        """Encode a conversation whose last message is the answer to learn. Return (list of ids of
+        the prompt, list of ids of the answer, n): the first n ids of the answer are to be learned,
+        up to and including the end token; the template may write others after it. messages: [(role,
+        text), ...]. Raises DataError unless the rendered conversation begins with the rendered
+        prompt, followed by the unchanged answer and an end token."""
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
@@ -213,8 +232,9 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the sorted list of ids that end an answer: `ends`, or without these the
-        tokenizer's end of text; and the special token that the template writes after an answer."""
+        """Return the sorted list of the token ids that end an answer: the attribute `ends`, or the
+        tokenizer's end of text if `ends` is empty, and the special token that the template writes
+        after an answer, if any."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
@@ -229,18 +249,19 @@ class ChatTemplate:
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        """Return a ChatTemplate, for training data, with end_ids(tokenizer) as `ends`. The built-in
-        template is returned unchanged."""
+        """Return a new ChatTemplate whose attribute `ends` is end_ids(tokenizer), for training
+        data. The built-in template, whose `ends` is empty, is returned unchanged."""
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
 
 
 def builtin_jinja(spec):
-    """Return a Jinja template, a text, for a spec {"system", "user", "assistant": text with {} for
-    the message}. The only special token in it is the end of text, which follows an answer. Message
-    texts are stripped. A line that looks like the header of a message is escaped with a backslash,
-    so that a message cannot imitate a different role. Raises DataError for an invalid spec."""
+    """Return the Jinja text that renders messages by a spec of the built-in kind, {"system",
+    "user", "assistant": text with one {} in place of the message}. An answer is followed by the end
+    of text, the only special token in the template. Message texts are stripped. A line in a message
+    that looks like the header of a message is escaped with a backslash, so that a message cannot
+    imitate a different role. Raises DataError for an invalid spec."""
     if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
         raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
                         f"{', '.join(DEFAULT_SPEC)}")
@@ -262,10 +283,15 @@ def builtin_jinja(spec):
 
 
 def open_chat_format(source):
-    """Return (tokenizer, block_size, ChatTemplate) of a checkpoint (.pt), hf:OWNER/NAME or another
-    name for `open_tokenizer`, e.g. gpt2. block_size is `None` unless the source is a checkpoint;
-    the ChatTemplate is `None` if the source has no chat template. Raises DataError if there is no
-    tokenizer or it cannot be read, CheckpointError for such a checkpoint."""
+    """Open the tokenizer and the chat template of a model. Return (Tokenizer, block_size,
+    ChatTemplate).
+
+    source: the path of a checkpoint (.pt), or any other source that `open_tokenizer` accepts, e.g.
+    hf:OWNER/NAME, a folder or gpt2. block_size: the context of a checkpoint in tokens; `None` for
+    other sources. The ChatTemplate is `None` if the source has no chat template. Raises DataError
+    if there is no tokenizer or it cannot be read, CheckpointError for a checkpoint that cannot be
+    read.
+    """
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
         tokenizer = tokenizer_from_spec(spec["tokenizer"])
@@ -283,46 +309,48 @@ def open_chat_format(source):
 
 @functools.lru_cache(16)
 def match_any(texts):
-    """Return a compiled pattern that matches any of a tuple of literal texts, the longest first; of
-    an empty tuple, one that matches nothing."""
+    """Return a compiled regular expression that matches any of `texts`, a tuple of literal texts,
+    the longest first. For an empty tuple it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def mark_special(text, tokenizer):
-    """Return a message's text with each special token of the tokenizer between OPEN_MARK and
-    CLOSE_MARK: encode_marked() encodes it as ordinary text. Marks that `text` already has are
-    removed. tokenizer: `None` to add no marks."""
+    """Return `text`, of a message, with OPEN_MARK and CLOSE_MARK around the text of each special
+    token of `tokenizer`, so that encode_marked() encodes it as ordinary text. Marks that `text`
+    already has are removed. tokenizer: `None` to add no marks."""
     pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
     return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
 
 def count_special(ids, tokenizer):
-    """Return a Counter {id: number of times} of the tokenizer's special tokens in the list `ids`.
-    """
+    """Return a Counter {id: number of occurrences} of the special tokens of `tokenizer` in the list
+    `ids`."""
     special = {*tokenizer.special.values()}
     return Counter(i for i in ids if i in special)
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
-    """Return a Counter {id: number of times} of the special tokens that `template`, a ChatTemplate,
-    writes by itself around `messages`, a tuple of (role, text) without special tokens. variables: a
-    dict for the template, as JSON, because it is a part of the cache's key."""
+    """Return a Counter {id: number of occurrences} of the special tokens that `template`, a
+    ChatTemplate, writes around messages. messages: a tuple of (role, text) without special tokens.
+    add_prompt: as for ChatTemplate.render. variables: the dict of the template's variables as a
+    JSON text, because all arguments are the key of the cache."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
-    """Return `text` without white space, backslashes and the marks of special tokens, which
-    templates may change, to find a message in a rendered text."""
+    """Return `text` without white space, backslashes, OPEN_MARK and CLOSE_MARK. A template may
+    change these; without them, the text of a message can be found in a rendered text."""
     return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):
-    """Return the list of token ids of `text`, the result of ChatTemplate.render. Special tokens
-    become single ids, but between OPEN_MARK and CLOSE_MARK, which enclose those of messages, they
-    are ordinary text. Raises DataError for an id outside the vocabulary, and if the marks enclose
-    other text: it could contain the template's special tokens."""
+    """Return the list of token ids of `text`, a result of ChatTemplate.render. Special tokens that
+    the template writes become single ids. Text between OPEN_MARK and CLOSE_MARK, which `render`
+    puts around special tokens in messages, is encoded as ordinary text. Raises DataError for an id
+    outside the vocabulary, and if there is anything but one special token between two marks,
+    because the template then changed the text of a message."""
     @functools.cache  # a text can repeat the same special token many times
     def encode_part(part, encode):
         # Encode after a newline: some tokenizers add a space before the first word of a text.

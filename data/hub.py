@@ -1,7 +1,7 @@
-"""Downloads of models and data sets of the Hugging Face hub.
+"""Downloads of models and data sets from the Hugging Face hub.
 
-The hub is accessed by the optional package huggingface_hub, which caches files and uses the access
-token. HF_ENDPOINT names a mirror.
+The hub is accessed by the optional package huggingface_hub, which caches files and uses the user's
+access token. The environment variable HF_ENDPOINT is the address of a mirror.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ WRITES = {"open": 0, "os.mkdir": 0, "os.link": 1, "os.rename": 1, "os.symlink": 
 
 def model_name(path):
     """Return the name of the model at `path`, for display: OWNER/NAME for hf:OWNER/NAME, the name
-    of a folder, or for a file the name of the folder that contains it."""
+    of a folder, or for a file the name of the folder that contains the file."""
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -45,11 +45,14 @@ def model_name(path):
 
 
 def local_folder(name, weights=True):
-    """Return the path of the model `name`: for hf:OWNER/NAME, the cached folder of that model on
-    the hub, downloaded if necessary (without `weights`: configuration and tokenizer only); for a
-    local path, which need not exist, `name` with ~ expanded. Raises DataError if it cannot be
-    downloaded or has no config.json, and for a local folder with named pipes or devices, which
-    would block a reader."""
+    """Return the local path of a model. name: hf:OWNER/NAME, or a local path.
+
+    For hf:OWNER/NAME, return the folder of the model in the cache of huggingface_hub; missing files
+    are downloaded (weights=False: configuration and tokenizer only). For a local path, return
+    `name` with ~ expanded; it may be missing, or be a file. Raises DataError for an invalid name
+    hf:..., a failed download, a model on the hub without config.json, and a local folder with named
+    pipes or devices, which would block a reader.
+    """
     if not name.startswith("hf:"):
         folder = os.path.expanduser(name)
         for entry in os.scandir(folder) if os.path.isdir(folder) else ():
@@ -72,9 +75,10 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder, ending):
-    """Raise DataError if a file in `folder`, the cached folder of the model `name`, is cut off or
-    has invalid content, e.g. an HTML page from a mirror; the invalid files are deleted. ending: of
-    the files to check: .json, .jinja or .safetensors."""
+    """Delete the invalid files of a downloaded model, and raise DataError if there were any. A file
+    is invalid if it is cut off or has wrong content, e.g. the HTML page of a mirror. name: of the
+    model, for the message. folder: the model's folder in the cache. ending: .json, .jinja or
+    .safetensors, of the files to check."""
     invalid = set()
     for path in Path(folder).glob("*" + ending):
         try:
@@ -98,9 +102,10 @@ def check_files(name, folder, ending):
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path that it
-    returns. function: a name, e.g. "snapshot_download". name: for error messages. Raises DataError
-    if it fails, a file has more than max_bytes, or it takes more than max_seconds; SetupError
-    without the package."""
+    returns, a text. name: of the model or data set, for error messages. function: name of the
+    function, e.g. "snapshot_download". max_bytes: limit of the size of each file. Raises DataError
+    if the download fails, exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https
+    address; SetupError without the package."""
     require("huggingface_hub", name)
     endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     if not re.match(TRUSTED_URL, endpoint):
@@ -119,8 +124,9 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 
 def check_write(folders, event, *args):
-    """Raise PermissionError if an audit event (sys.addaudithook) with `args` writes outside of all
-    `folders`, a list of Paths, or creates a link that leads there."""
+    """Raise PermissionError if an audit event is a write outside of all `folders`, a list of Paths,
+    or moves or links a file from outside. event, args: name and arguments of the event, as for
+    sys.addaudithook."""
     # O_WRONLY is 1, O_RDWR 2; a file that is opened by its number exists.
     if event in WRITES and (event != "open" or args[2] & 3 and not isinstance(args[0], int)):
         new = Path(args[WRITES[event]])
@@ -132,9 +138,10 @@ def check_write(folders, event, *args):
 
 def run_download(function, max_bytes, max_seconds, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`. Print the path
-    that it returns; after an error, print that and exit with code 1. The process ends after
-    max_seconds, and with its parent. Files are limited to max_bytes, memory to 16 times that and to
-    MAX_MEMORY_BYTES; only the folder of the repository in the cache, or local_dir, is written."""
+    that is returned; after an error, print the error and exit with code 1. The operating system
+    ends the process after max_seconds or when the parent ends, and limits each file to max_bytes
+    and memory to 16 * max_bytes (at most MAX_MEMORY_BYTES). Only the folder of the repository in
+    the cache, or the argument local_dir, is written."""
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants
     with contextlib.suppress(ImportError, AttributeError):  # Windows; macOS

@@ -1,7 +1,8 @@
 """Labelled texts: the records that data.prepare.labels reads and the arrays that it writes.
 
-A record has a text, a label, and the evidence: the part of the text that supports the label, as
-words or as offsets in characters, or a list of several parts. Label or evidence may be missing.
+A record has a text, a label, and the evidence: the part of the text that supports the label, given
+as words or as offsets in characters; a list if there are several parts. Label or evidence may be
+missing.
 """
 
 import os
@@ -28,8 +29,9 @@ ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
-    """A text with an optional label and optional evidence: `spans`, [(start, end)] in characters,
-    of the parts of the text that support the label. Texts of one `group` are in the same split."""
+    """A text with an optional label and optional evidence. spans: [(start, end), ...] of the
+    evidence, i.e. the parts text[start:end] that support the label; [] without evidence. group:
+    texts of the same group are in the same split."""
     text: str
     label: str | None
     spans: list         # [(start, end)] of the evidence, text[start:end] each
@@ -44,7 +46,7 @@ class LabelledText(NamedTuple):
 @dataclass
 class Fields:
     """Names of the fields of a record with a labelled text, as options of a command. The class
-    itself has the default names."""
+    attributes are the defaults, so `Fields` can be used in place of an instance."""
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
     evidence: str = key("evidence", "field with the words that support the label, or a list",
@@ -59,9 +61,10 @@ class Fields:
 # records
 
 def parse_labelled_text(record, fields):
-    """Return a LabelledText of a record, a dict; without a label or evidence, its label is `None`
-    or its spans are []. fields: Fields, the names of the record's fields. Raises ValueError for a
-    missing text or group, and for an invalid text, label or evidence."""
+    """Return the LabelledText of a record, a dict. The label is `None` if the record has no label;
+    spans is [] without evidence. fields: a Fields, the names of the record's fields. Raises
+    ValueError for a missing or invalid text, an invalid label or invalid evidence, and a missing
+    group if fields.group is set."""
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
@@ -78,8 +81,9 @@ def parse_labelled_text(record, fields):
 
 
 def normalize_label(text):
-    """Return the name of a class, equal for all file formats, from the text of a label: without
-    surrounding spaces, integers without .0, true and false as in JSON."""
+    """Return the name of the class for the text of a label, so that a label gets the same name from
+    all file formats: surrounding white space is removed, 1.0 becomes 1, and True, TRUE, False and
+    FALSE become lower case."""
     text = text.strip()
     if re.fullmatch(r"-?\d+\.0+", text):
         return text[:text.index(".")]
@@ -87,10 +91,15 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return [(start, end)], text[start:end] each, of the evidence of `record`, a dict; [] without
-    evidence. fields: Fields, the names of the record's fields; each has a value or a list. Offsets
-    in the record take precedence over words; of words, the first match in `text` is used,
-    preferably of whole words. Raises ValueError for invalid offsets, and for missing words."""
+    """Return the spans of the evidence in `text`, [(start, end), ...], i.e. text[start:end] of
+    each; [] if the record has no evidence.
+
+    record: a dict. fields: a Fields, the names of the record's fields for words, start and end; the
+    value of each is a single one or a list. If the record has both start and end, words are
+    ignored. Otherwise the span of words is the first match in `text`, preferably of whole words.
+    Raises ValueError for offsets that are not integers or not inside the text, for start without
+    end or end without start if there are no words, and for words that do not occur in the text.
+    """
     words, starts, ends = (
         value if isinstance(value, list) else [] if value in (None, "") else [value]
         for value in map(record.get, (fields.evidence, fields.start, fields.end)))
@@ -112,8 +121,9 @@ def locate_evidence(text, record, fields):
 
 
 def find_words(text, part):
-    """Return (start, end) of the first occurrence of `part` in `text`, preferably as whole words.
-    Raises ValueError if there is none."""
+    """Return (start, end) of the first occurrence of the words `part` in `text`, as whole words if
+    there is one, otherwise also inside a word. Raises ValueError if there is no occurrence, or
+    `part` is empty or `None`."""
     words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
@@ -123,10 +133,11 @@ def find_words(text, part):
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=False):
-    """Return the list of LabelledTexts of `sources`: names of files or data sets, or iterables of
-    (location, record). fields: names of the fields. skip_bad: leave out invalid records, with a
-    printed line. Otherwise DataError lists them. Raises DataError if there are no rows, or if a
-    field name that is not the default occurs in no record."""
+    """Read all records and return a list of LabelledTexts. sources: a list of names of files or
+    data sets, or of iterables of (location, record). fields: a Fields, the names of the record's
+    fields. skip_bad: leave out invalid records and print a line about them; if False, raise a
+    DataError that lists them. Also raises DataError for a source that cannot be read, if there are
+    no rows, and if no record has a field whose name is not the default."""
     seen = set()
 
     def parse(record):
@@ -153,13 +164,18 @@ def warn_if_few(counts):
 # arrays
 
 def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
-    """Return {"tokens": (N, T), padded with 0, "lengths": (N,) in tokens, "labels": (N,), "spans":
-    (N, 2S)} of `rows`, N LabelledTexts with up to S spans. Texts are cut to max_tokens, including
-    the tokens that the tokenizer puts before and after a text, if `framed`. labels: indices in the
-    list `classes`, 0 for other labels. spans: indices of the first and last token of each span of
-    the evidence, where spans with a token in common are one, padded with -1; all are -1 in a row
-    without evidence, or of which a span is cut or has no token. Raises DataError if max_tokens
-    leaves no token for a text."""
+    """Convert `rows`, N LabelledTexts with at most S spans each, to arrays. Return a dict:
+
+        tokens (N, T)     token ids of each text, padded with 0
+        lengths (N,)      number of tokens of each text
+        labels (N,)       index of the label in the list `classes`; 0 for a label that is not in it
+        spans (N, 2S)     first, last, first, last, ...: tokens of the evidence, padded with -1
+
+    Texts are cut to max_tokens tokens. framed: add the tokens that the tokenizer puts before and
+    after a text, e.g. BERT's [CLS] and [SEP]; they count for lengths, spans and max_tokens. Spans
+    that share a token are merged. spans is -1 for a row without evidence, and for a row in which a
+    span is cut off or has no token. Raises DataError if max_tokens leaves no token for a text.
+    """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     before, after = (tokenizer.start, tokenizer.end) if framed else ([], [])
@@ -185,8 +201,8 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
 
 
 def merge_spans(spans):
-    """Return [first, last, first, last, ...] of `spans` (first, last), an iterable, in increasing
-    order; spans that have a position in common are one."""
+    """Return [first, last, first, last, ...] in increasing order. spans: an iterable of (first,
+    last), both inclusive; spans that share a position are merged."""
     merged = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1]:
@@ -197,9 +213,9 @@ def merge_spans(spans):
 
 
 def to_token_span(text, span, ids, token_bytes, tokenizer):
-    """Return the indices (first, last) of the tokens of text[start:end], where span is (start,
-    end); last < first if no token has a part of it. ids: (n,) of the text. token_bytes: (V,) number
-    of bytes per id."""
+    """Return (first, last), the indices of the first and the last token that have a part of
+    text[start:end]; last < first if no token has a part of it. span: (start, end) in characters.
+    ids: (n,) the token ids of `text`. token_bytes: (V,) the result of tokenizer.token_bytes()."""
     if tokenizer.kind == "json":
         starts, ends = tokenizer.offsets(text).T  # (n,) each, in characters
         return int(np.searchsorted(ends, span[0], "right")), int(
@@ -210,24 +226,27 @@ def to_token_span(text, span, ids, token_bytes, tokenizer):
 
 
 def read_labels_meta(folder):
-    """Return the Meta of a folder that data.prepare.labels wrote; the dict `extra` in it has task,
-    classes, class_counts and max_tokens. Raises DataError for any other folder."""
+    """Return the Meta of a folder that data.prepare.labels wrote. The dict `extra` in it has task
+    (class, span or joint), classes (list of names), class_counts (training rows per class) and
+    max_tokens. Raises DataError for any other folder."""
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
                          task=str, classes=[str], class_counts=[int], max_tokens=int)
 
 
 def open_labels(folder, split, spec):
-    """Return [tokens (N, T), lengths (N,), labels (N,), spans (N, 2S)] of a split, memory-mapped
-    or, with folds, in memory. spec: a model's {"vocab_size": int, "classes": list, ...}, the limits
-    of ids and labels, and with folds "fold": see open_fold. Raises DataError for values outside of
-    these, and for missing files."""
+    """Open the arrays of a split, "train", "val" or "test". Return [tokens (N, T), lengths (N,),
+    labels (N,), spans (N, 2S)], see to_arrays; memory-mapped, or in memory for cross-validation.
+    spec: a dict {"vocab_size": int, "classes": list of names, ...} of a model: ids must be below
+    vocab_size, and labels below the number of classes. "fold": [k, n] in it: see open_fold. Raises
+    DataError for other ids or labels, and for missing files."""
     return open_fold(folder, split, spec) if spec.get("fold") else open_split(folder, split, spec)
 
 
 def open_split(folder, split, spec, **more):
-    """Return the memory-mapped arrays of a split as it was prepared, as open_labels. more: limits
-    of further arrays, as of open_rows."""
+    """Return the memory-mapped arrays of a split as data.prepare.labels wrote it, without
+    cross-validation. folder, split, spec, result, errors: as for open_labels. more: NAME=(shape of
+    a row, low, limit) of further arrays, which are opened by open_rows and follow the others."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     n_spans = open_rows(folder, split, spans=((None,), -1, width))[0].shape[1] // 2
@@ -237,9 +256,10 @@ def open_split(folder, split, spec, **more):
 
 
 def open_fold(folder, split, spec):
-    """Return the arrays of a split for cross-validation, as open_labels. spec["fold"] [k, n]: all
-    rows of the folder are in n folds, by the hash of the group. Fold k is "test", the next one
-    "val", and the others are "train". Raises DataError for an empty fold."""
+    """Return the arrays of a split for cross-validation, in memory. folder, split, spec, result,
+    errors: as for open_labels. spec["fold"] is [k, n]. The rows of all splits of the folder are
+    divided into n folds by the hash of the group, modulo n. Fold k is "test", fold (k + 1) % n is
+    "val", and the others are "train". Raises DataError if one of the n folds is empty."""
     k, n = spec["fold"]
     if not os.path.exists(os.path.join(folder, "train_groups.npy")):
         raise DataError(f"{folder}: folds: no groups of rows in it: an earlier version wrote it; "

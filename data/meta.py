@@ -23,9 +23,10 @@ KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": 
 
 @dataclass
 class Meta:
-    """The contents of meta.json, which describes a folder of prepared data; read_meta returns one.
-    `extra`: {key: value} of the keys that only one model type has; in the file they are at the top
-    level, like all others. A field that is `None` is not written."""
+    """The contents of meta.json, which describes a folder of prepared data; read_meta returns an
+    instance. extra: {key: value} of all other keys, which only one model type uses; in the file
+    they are at the top level, like the fields of this class. A field that is `None` is not written.
+    """
     model: str | None = None         # the --model that the data are for, if known
     dtype: str | None = None         # of raw token files: uint16 or uint32
     vocab_size: int | None = None
@@ -51,14 +52,14 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 def write_meta(folder, meta):
     """Write a Meta to meta.json in `folder`, atomically. Call this after all other files are
-    written, unless `meta.incomplete` is True."""
+    written, or with `meta.incomplete` True: otherwise the folder counts as complete."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 
 def read_meta(folder, allow_incomplete=False):
-    """Return the Meta of meta.json, or of nanoGPT's meta.pkl, in `folder`; an empty one if neither
-    exists. Raises DataError for a damaged file and, unless allow_incomplete, an interrupted
-    preparation."""
+    """Return the Meta of meta.json, or of nanoGPT's meta.pkl, in `folder`; an empty Meta() if
+    neither exists. Raises DataError for a damaged file and, unless allow_incomplete is True, if the
+    preparation of the folder was interrupted."""
     for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -75,8 +76,9 @@ def read_meta(folder, allow_incomplete=False):
 
 
 def parse_meta(content):
-    """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Raises ValueError
-    if it is no dict, or the dtype or vocab_size in it is invalid; other values are not checked."""
+    """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
+    fields of Meta are put into `extra`. Raises ValueError if `content` is not a dict, or the dtype
+    or vocab_size in it is invalid; other values are not checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
@@ -95,12 +97,10 @@ def parse_meta(content):
 
 
 def read_meta_for(model, folder, how_to_prepare, **types):
-    """Return the Meta of a folder that was prepared for --model `model`.
-
-    types: {key: type} of the keys that must be present: a type, [type] for a list, {str: type} for
-    a dict. Raises DataError if one is missing or of another type, or the folder is for a different
-    model; `how_to_prepare`, a text, is the end of the message.
-    """
+    """Return the Meta of a folder that was prepared for the model type `model`, a value of --model.
+    types: KEY=TYPE for each key that must be present: a type, [type] for a list, {str: type} for a
+    dict. Raises DataError if a key is missing or of a different type, or the folder is for a
+    different model. how_to_prepare: a text, the end of this error's message."""
     meta = read_meta(folder)
     values = meta.to_dict()
     problems = [f"{name} is {reprlib.repr(values[name])}" if name in values else f"no {name}"
@@ -131,9 +131,9 @@ def is_prepared(folder):
 
 
 def prepared_model(folder):
-    """Return the model type that a folder of data was prepared for, e.g. "gpt"; `None` if that is
-    unknown, or meta.json is damaged or that of an interrupted preparation. A folder with a
-    train.bin is always for gpt."""
+    """Return the model type, e.g. "gpt", for which a folder of data was prepared; "gpt" for any
+    folder with a train.bin. `None` if it is unknown, or if meta.json is damaged or states that the
+    preparation was interrupted."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:
@@ -144,8 +144,8 @@ def prepared_model(folder):
 
 
 def model_hint(folder):
-    """Return "; it is for --model NAME" for messages about a folder of data, "" if that is unknown.
-    """
+    """Return "; it is for --model NAME", the end of an error message about a folder of data, or ""
+    if the model type is unknown."""
     model = prepared_model(folder)
     return f"; it is for --model {model}" if model else ""
 
@@ -162,9 +162,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_pickle(f):
-    """Return the content of a pickle of builtin types in the binary file `f`, without running code
-    from it. Raises ValueError for other types, and for a pickle that requests more memory than its
-    size (nine bytes can request gigabytes)."""
+    """Return the content of a pickle of builtin types in the open binary file `f`, without running
+    code from it. Raises ValueError for other types, and for a pickle that would need far more
+    memory than the size of the file (nine bytes can request gigabytes)."""
     content = f.read(MAX_PICKLE_BYTES)
     for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
         if op.name.endswith("PUT") and value > len(content):

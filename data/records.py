@@ -8,7 +8,7 @@
     a folder                saved by the package datasets, or one that this package can load
     hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
 
-Each record has a location, e.g. FILE:LINE, for messages.
+Each record has a location, a text for messages, e.g. FILE:LINE.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists `problems`, [(location, problem)] texts, or the first of many. A
-    line has up to three locations of equal problems; `hint` is the end. Return if the list is
-    empty."""
+    """Raise a DataError whose message lists `problems`, [(location, problem), ...] pairs of texts;
+    do nothing if the list is empty. Equal problems share a line, with up to three locations. At
+    most MAX_PROBLEM_LINES (20) lines are listed. hint: text to append to the message."""
     locations = {}
     for where, problem in problems:
         locations.setdefault(problem, []).append(where)
@@ -75,8 +75,8 @@ def is_hub_name(source):
 
 
 def open_bytes(path):
-    """Open a file for reading and return the binary stream; .gz is decompressed, "-" is standard
-    input."""
+    """Open the file `path`, a string, for reading; return the binary stream. A .gz file is
+    decompressed; "-" is standard input."""
     if path == "-":
         return sys.stdin.buffer
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
@@ -111,9 +111,9 @@ def parse_json(content):
 
 
 def json_lines(lines, name, columns=None):
-    """Yield (location, value) per line that is not blank, in which value is the line's JSON, or a
-    ValueError if that is invalid. lines: iterable of bytes. name: of the file, for the location.
-    columns is ignored."""
+    """Yield (location, value) for each line that is not blank: the value of the JSON in this line,
+    or a ValueError, not raised, if it is invalid. lines: an iterable of bytes. name: of the file,
+    for the location. columns is ignored."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -123,10 +123,11 @@ def json_lines(lines, name, columns=None):
 
 
 def json_values(stream, name, columns):
-    """Yield (location, value) of a JSON file, the binary `stream`: a list of records, one record,
-    or one per line, if the first line is a record. name: of the file. columns is ignored. A later
-    line that is invalid is yielded as a ValueError; any other invalid content, also of more than
-    1 GB that is not one record per line, raises ValueError."""
+    """Yield (location, value) for each record in the binary stream of a .json file: a list of
+    records, one record, or one record per line. It has one record per line if the first line is a
+    whole record; a later line that is invalid is then yielded as a ValueError, not raised. name: of
+    the file, for the location. columns is ignored. Raises ValueError for other invalid content, and
+    for more than 1 GB unless there is one record per line."""
     lines = [stream.readline(MAX_JSON_BYTES)]
     while lines[-1].isspace():
         lines.append(stream.readline(MAX_JSON_BYTES))
@@ -146,9 +147,9 @@ def json_values(stream, name, columns):
 
 
 def check_columns(names, columns, option="--field"):
-    """Raise ValueError unless all `columns` (`None`: no check) are among `names`, the columns of a
-    table or the fields of a record. option: the command's option for other columns, for the
-    message."""
+    """Raise ValueError unless `names`, the columns of a table or the fields of a record, contain
+    all of `columns`; `None`: no check. option: the command-line option by which the user chooses
+    columns, for the message."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
@@ -156,9 +157,10 @@ def check_columns(names, columns, option="--field"):
 
 
 def csv_rows(stream, name, columns):
-    """Yield (location, row) of a table, the binary `stream`. A row is a dict, or a ValueError if it
-    is invalid. name: of the file, .csv or .tsv. columns: names that must exist; otherwise
-    ValueError."""
+    """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
+    row is a dict, or a ValueError, not raised, if it is invalid. name: of the file; the extension
+    selects the delimiter. columns: names of columns that must exist (`None`: no check); otherwise
+    raises ValueError."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
@@ -185,9 +187,10 @@ def csv_rows(stream, name, columns):
 
 
 def parquet_rows(stream, name, columns):
-    """Yield (location, row as a dict) of a parquet file, the binary `stream`, a thousand rows at a
-    time. name: of the file. columns: names to read (default: all), which must exist; otherwise
-    ValueError."""
+    """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
+    a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
+    read (`None`: all); raises ValueError if one is missing, SetupError without the package pyarrow.
+    """
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
         check_columns(file.schema_arrow.names, columns)
@@ -197,9 +200,10 @@ def parquet_rows(stream, name, columns):
 
 
 def dataset_rows(source):
-    """Yield (location, row as a dict) of a data set of the package datasets: from the hub, streamed
-    (hf:NAME, hf:NAME:CONFIG:SPLIT), or from a folder; default split: train. Raises ValueError if it
-    cannot be read, SetupError without the package."""
+    """Yield (location, row as a dict) for each row of a data set, read by the package datasets.
+    source: a folder, or a name on the hub, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or
+    OWNER/NAME, which is streamed; default split: train. Raises ValueError if it cannot be read,
+    SetupError without the package."""
     is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
     hint = "" if is_known else " (there is no file or folder of this name)"
     datasets = require("datasets", f"reading {source}{hint}")
@@ -222,12 +226,11 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 
 def records(source, columns=None):
-    """Yield (location, record) of a source: a file, "-" (standard input), a folder or name of a
-    data set. A record is a dict, or a ValueError if it cannot be read.
-
-    columns: the columns to read from a table, which must exist. Raises READ_ERRORS: ValueError and
-    the errors of reading a file.
-    """
+    """Yield (location, record) for each record of a source: a file, "-" (standard input), or the
+    folder or name of a data set. A record is a dict, or a ValueError, not raised, if it cannot be
+    read. columns: names of columns that a table (.csv, .tsv, .parquet) must have (`None`: any); of
+    a parquet file, only these are read. Raises one of READ_ERRORS if the source cannot be read,
+    SetupError without a package that it needs."""
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
@@ -244,9 +247,9 @@ def records(source, columns=None):
 # several sources
 
 def source_records(source):
-    """Yield (location, record or ValueError) of a source: a file, "-", a folder or name of a data
-    set. Raises DataError, which names the source, if it is missing or cannot be read, and
-    SetupError without a package that it needs."""
+    """Yield (location, record) like records(source), but raise a DataError that names the source if
+    it is missing or cannot be read. A single record that cannot be read is yielded as a ValueError.
+    Raises SetupError without a package that the source needs."""
     try:
         yield from records(source)
     except FileNotFoundError:
@@ -257,9 +260,9 @@ def source_records(source):
 
 
 def parse_each(stream, parse, problems, max_problems=MANY):
-    """Yield parse(record) of a stream of (location, record or ValueError). A ValueError in the
-    stream or of `parse` is appended to the list `problems` as (location, message); the generator
-    ends when this list has max_problems entries."""
+    """Yield parse(record) for each good record of `stream`, an iterable of (location, record). If a
+    record is a ValueError, or `parse` raises one, (location, message) is appended to the list
+    `problems` instead; the generator returns when this list has max_problems entries."""
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
@@ -275,12 +278,13 @@ def parse_each(stream, parse, problems, max_problems=MANY):
 
 def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
                   hint="\n--skip_bad leaves such records out"):
-    """Yield parse(record) for the records of all sources, at most `limit` results.
+    """Yield parse(record) for the records of all sources, at most `limit` results (`None`: all).
 
-    sources: names, or iterables of (location, record). `parse` raises ValueError for a bad record.
-    Bad records are reported at the end: by a DataError that lists them and ends with `hint`
-    (reading stops after MANY, 1000), or with skip_bad by log(text), which states their number and
-    the first. Raises DataError for a source that cannot be read.
+    sources: an iterable of names (see records) or of iterables of (location, record). parse: a
+    function that raises ValueError for a bad record. Bad records are reported after the last
+    result. skip_bad False: raise a DataError that lists them and ends with `hint`; reading stops
+    after MANY (1000) bad records. skip_bad True: call log(text), with the number of bad records and
+    the first one. Raises DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)

@@ -31,9 +31,9 @@ MAX_ADDED_CHARS = 1 << 20  # beyond twice the length of the variables
 # the process that asks
 
 class Renderer:
-    """A child process that renders Jinja templates, with limits on time and memory:
-    render(template, variables). The threads of this process share it; one at a time uses it. Raises
-    SetupError without jinja2."""
+    """A child process that renders Jinja templates with limits on time and memory, by the method
+    render(). It is started by the first call, and again after it was ended. Threads may share a
+    Renderer; their calls wait for each other. Raises SetupError without the package jinja2."""
 
     def __init__(self):
         require("jinja2", "this model's chat template")
@@ -41,9 +41,9 @@ class Renderer:
         self.child = None
 
     def render(self, template, variables):
-        """Return the text that `template`, a Jinja template as a text, writes with `variables`
-        {name: value of a JSON type}. Starts the child process if necessary. Raises DataError if the
-        template fails or writes too much, UserError if it exceeds the limit of time or memory."""
+        """Return the text that a Jinja template produces. template: the source of the template, a
+        string. variables: {name: value of a JSON type}. Raises DataError if the template fails or
+        writes too much, UserError if it exceeds the limit of time or memory."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -75,15 +75,16 @@ class Renderer:
 
 @functools.cache
 def renderer(pid):
-    """Return the Renderer of this process, created by the first call. pid: of this process, the key
-    of the cache: after a fork, the child does not use the Renderer of the parent."""
+    """Return the Renderer of this process, which the first call creates. pid: os.getpid(), the key
+    of the cache, so that after a fork the new process does not use the Renderer of the parent."""
     return Renderer()
 
 
 def render(template, variables):
-    """Return the text that `template`, a Jinja template as a text, writes with `variables` {name:
-    value of a JSON type}, in a child process with limits on time and memory. Raises DataError if
-    the template fails or writes too much, UserError if it exceeds the limit of time or memory."""
+    """Return the text that a Jinja template produces, in a child process with limits on time and
+    memory. template: the source of the template, a string. variables: {name: value of a JSON type}.
+    Raises DataError if the template fails or writes too much, UserError if it exceeds the limit of
+    time or memory, SetupError without the package jinja2."""
     return renderer(os.getpid()).render(template, variables)
 
 
@@ -113,8 +114,9 @@ def compile_template(text):
 
 
 def answer(request):
-    """Render the template of a request, a line of JSON [template text, {name: value}]. Return the
-    reply, a list: [text, `None`], or [`None`, problem] if the template fails or writes too much."""
+    """Render the template of a request in this process. request: a line of JSON, the list [template
+    text, {name: value}]. Return the reply, a list: [text, `None`], or [`None`, error message] if
+    the template fails or writes too much."""
     text, variables = json.loads(request)
     limit = MAX_ADDED_CHARS + 2 * len(request)
     out = io.StringIO()
@@ -133,7 +135,8 @@ def answer(request):
 
 def set_timers(cpu_seconds, seconds):
     """Let the operating system end this process after `cpu_seconds` of processor time or `seconds`
-    of real time, also during an operation in C. 0 cancels a timer. Without effect on Windows."""
+    of real time, even during a long operation in C. The two timers replace earlier ones; 0 cancels
+    a timer. Without effect on Windows."""
     if hasattr(signal, "setitimer"):  # POSIX
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)

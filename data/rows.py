@@ -1,4 +1,5 @@
-"""Arrays of rows: SPLIT_NAME.npy files with one row per sample, and the rules of the splits.
+"""Arrays of rows: files SPLIT_NAME.npy (e.g. train_tokens.npy) with one row per sample, and the
+rules that divide samples into splits.
 
 Commands of data.prepare write the arrays (save_arrays), model types read them (open_rows).
 """
@@ -16,7 +17,8 @@ GROUPS = 2**56       # limit of hash_group
 
 
 def id_dtype(n_vocab):
-    """Return the dtype of token ids in files, little-endian: uint16, or uint32 above 65,536 ids."""
+    """Return the dtype of token ids in files for a vocabulary of n_vocab ids: little-endian uint16,
+    or uint32 if n_vocab is more than 65,536."""
     return np.dtype("<u2" if n_vocab <= 65536 else "<u4")
 
 
@@ -24,11 +26,11 @@ def id_dtype(n_vocab):
 # reading
 
 def open_rows(folder, split, **limits):
-    """Return the list of the memory-mapped arrays folder/SPLIT_NAME.npy, in the order of `limits`.
-
-    limits: NAME=(shape of a row, low, limit). Values must be integers from `low` to below `limit`,
-    or float32 if `limit` is `None` (NaN: missing). A `None` in a shape allows any size. All arrays
-    must have the same number of rows. Raises DataError if one is missing or violates these limits.
+    """Open the files folder/SPLIT_NAME.npy of a split. Return the list of the memory-mapped arrays,
+    one for each keyword argument in `limits`, in the same order. limits: NAME=(shape, low, limit).
+    shape: of a row, i.e. without the first dimension; `None` in it allows any size. Values must be
+    integers with low <= value < limit, or float32 if `limit` is `None` (NaN: a missing value). All
+    arrays must have the same number of rows. Raises DataError if a file is missing or does not fit.
     """
     arrays = []
     for name, (shape, low, limit) in limits.items():
@@ -41,10 +43,10 @@ def open_rows(folder, split, **limits):
 
 
 def check_array(path, array, shape, limit, low=0):
-    """Raise DataError unless an array has this shape (`None`: any size) and integers from `low` to
-    below `limit` (limit `None`: float32 numbers or NaN). path: of the file, for the message: on a
-    GPU an id outside the vocabulary would end the process without naming the file. Large arrays are
-    sampled."""
+    """Raise DataError unless `array` has the shape `shape` (`None` in it: any size) and integers
+    with low <= value < limit, or, if `limit` is `None`, float32 numbers or NaN. Of a large array,
+    only a part of the rows is checked. path: of the file, for the message. Without this check, an
+    id outside the vocabulary would crash a process with a GPU without naming the file."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
         kind = "float32 numbers (NaN: missing)"
@@ -64,8 +66,9 @@ def check_array(path, array, shape, limit, low=0):
 # writing
 
 def pad_rows(rows, width, value, dtype):
-    """Return an array (n, width) of `rows`, n sequences of at most `width` numbers each, filled up
-    with `value`: a number, or a list that broadcasts to (n, width)."""
+    """Return an array (n, width) of `dtype` with the numbers of `rows`, n sequences of at most
+    `width` numbers each, filled up at the end with `value`: a number, or a list that broadcasts to
+    (n, width)."""
     padded = np.full((len(rows), width), value, dtype)
     for target, row in zip(padded, rows):
         target[:len(row)] = row
@@ -73,15 +76,17 @@ def pad_rows(rows, width, value, dtype):
 
 
 def save_arrays(folder, split, **arrays):
-    """Write each of `arrays` {NAME: array} to the file folder/SPLIT_NAME.npy; SPLIT is `split`."""
+    """Write each array of the keyword arguments NAME=array to the file folder/SPLIT_NAME.npy, where
+    SPLIT is the argument `split`."""
     for name, array in arrays.items():
         np.save(os.path.join(folder, f"{split}_{name}.npy"), array)
 
 
 def pack_chats(chats, width):
-    """Pack whole conversations (ids, mask), of at most `width` tokens each, into rows of at most
-    `width` tokens. Return the rows, lists of conversations. A conversation is added to the fullest
-    of the last MAX_OPEN_ROWS rows in which it fits (best fit), or to a new row."""
+    """Pack conversations into rows of at most `width` tokens, without dividing them. Return the
+    list of rows, each a list of conversations. chats: a list of (ids, mask) of at most `width`
+    tokens each. A conversation is added to the fullest of the last MAX_OPEN_ROWS rows that has
+    enough room (best fit); if no row has, to a new row."""
     def used(row):
         return sum(len(ids) for ids, _ in row)
 
@@ -98,8 +103,9 @@ def pack_chats(chats, width):
 # train and validation splits. The split of a sample does not change when data are added.
 
 def documents_in_val(first, count, fraction):
-    """Return bool (count,): whether the documents with indices first, first + 1, ... are for
-    validation: about `fraction` of them, by a hash (splitmix64) of the index."""
+    """Return bool (count,): for each of the documents with indices first, first + 1, ..., whether
+    it is for validation. About `fraction` of the documents are, chosen by a hash (splitmix64) of
+    the index."""
     index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
@@ -111,18 +117,19 @@ def hash_group(group):
 
 
 def split_by_group(group, fraction):
-    """Return the split of a sample, "train", "val" or "test", by a hash of the text `group`:
-    samples of the same group are in the same split. Val and test each contain about `fraction` of
-    the groups."""
+    """Return the split, "train", "val" or "test", of a sample of the group `group`, a text, by a
+    hash of this text: samples of the same group are in the same split. About `fraction` of the
+    groups are in val, and as many in test."""
     position = hash_group(group) / GROUPS
     return "test" if position < fraction else "val" if position < 2 * fraction else "train"
 
 
 def split_by_prompt(samples, fraction):
-    """Return {"train": samples, "val": samples}, about `fraction` of them in val, by a hash of the
-    prompt: samples with the same prompt are in the same split. sample[0]: (ids, mask), arrays (n,);
-    the prompt is the ids before the first 1 of the mask, or all ids if these are equal in all
-    samples. The lowest hash is always in val."""
+    """Split samples by a hash of the prompt, so that samples with the same prompt are in the same
+    split. Return {"train": list of samples, "val": list of samples}, about `fraction` of the
+    samples in val. samples: a list; sample[0] is (ids, mask), arrays (n,). The prompt is the ids
+    before the first 1 of the mask; if all samples have the same prompt, all ids of a sample are
+    used instead. The sample with the lowest hash is always in val."""
     prompts = [ids[:int(mask.argmax())].tobytes() for (ids, mask), *_ in samples]
     if len(set(prompts)) == 1:  # e.g. every conversation begins with the same greeting
         prompts = [ids.tobytes() for (ids, _), *_ in samples]
@@ -136,10 +143,10 @@ def split_by_prompt(samples, fraction):
 
 
 def runs_in_val(runs, fraction, whose=""):
-    """Return bool (n,), True for the rows of the validation split: whole runs, evenly spread, about
-    `fraction` of the runs and at least one. runs: (n,) the run of each row; neighbouring rows of a
-    run are nearly equal. Raises DataError if there is only one run; whose: of the rows, for this
-    message."""
+    """Return bool (n,), True for the rows of the validation split: whole runs, evenly spread over
+    the sorted runs, about `fraction` of the runs and at least one, but not all. runs: (n,) the
+    number of the run of each row; rows of a run are nearly equal. whose: text for the message, e.g.
+    " of subject 3". Raises DataError if there is only one run."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:

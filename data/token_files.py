@@ -36,9 +36,9 @@ def mix64(x):
 
 @dataclass
 class Shard:
-    """Where the tokens of one file are: path, dtype, number of tokens, offset of the first in
-    bytes; and identity, the result of `identify`, by which TokenStream, which reads the tokens,
-    notices that the file has changed."""
+    """The place of the tokens in one file: path, dtype, n_tokens (number of tokens), offset (bytes
+    before the first token), and identity, the result of identify() when the file was opened. By the
+    identity, TokenStream, which reads the tokens, notices that the file was changed."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -47,16 +47,17 @@ class Shard:
 
 
 def identify(stat):
-    """Return (inode, size, modification time) of os.stat's result; they change if a file is
-    replaced."""
+    """Return (inode, size, modification time in ns) of `stat`, a result of os.stat. They change if
+    a file is replaced."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def find_files(data_dir, split):
-    """Return the sorted paths of the token files of one split, at least one. data_dir: a file or a
-    glob pattern, in which {split} is replaced, or a folder with SPLIT.bin or shards, *SPLIT*.bin
-    and *SPLIT*.npy (no letter before SPLIT). Raises DataError if there is none, and for a file or
-    pattern without {split} if the split is not train."""
+    """Return the sorted list of paths of the token files of a split, e.g. "train"; at least one.
+    data_dir: a file or a glob pattern, in which the text {split} is replaced by the split; or a
+    folder, with SPLIT.bin or else shards *SPLIT*.bin and *SPLIT*.npy (with no letter before SPLIT).
+    Raises DataError if there is no such file, and for a file or pattern without {split} if the
+    split is not "train"."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         shards = [f"*{split}*.bin", f"*{split}*.npy"]
@@ -82,8 +83,8 @@ def find_files(data_dir, split):
 
 
 def open_npy(path):
-    """Open a .npy file without unpickling; return the memory-mapped, read-only array. Raises
-    DataError if it is missing or damaged."""
+    """Return the array in the .npy file `path`, memory-mapped and read-only. Objects are not
+    unpickled. Raises DataError if the file is missing or damaged."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
@@ -94,10 +95,11 @@ def open_npy(path):
 
 
 def read_layout(path, f, raw_dtype):
-    """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of the token file
-    `path`: a .npy file, a shard of llm.c, or else raw tokens of raw_dtype. f: this file, open in
-    binary mode. Raises DataError for text, a .npy array that is not a row of ids, and uint32 tokens
-    that would be read as uint16."""
+    """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of a token file.
+    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of raw_dtype. f:
+    this file, open in binary mode. Raises DataError for text, for a .npy array that is not
+    one-dimensional or has a dtype other than uint16, uint32, int32 or int64, and for raw tokens
+    that seem to be uint32 although raw_dtype is uint16."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -119,9 +121,10 @@ def read_layout(path, f, raw_dtype):
 
 
 def open_shard(path, raw_dtype):
-    """Read the header of a token file and check the file's size; return its Shard. raw_dtype: the
-    type of the tokens in a file without a header. Raises DataError for a file without tokens, of
-    another size, or that read_layout does not accept."""
+    """Read the header of the token file `path`, check the size of the file, and return a Shard.
+    raw_dtype: the dtype of the tokens in a file without a header. Raises DataError for a file that
+    cannot be read, has no tokens, has a different size than the header states, or is not accepted
+    by read_layout."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
@@ -139,12 +142,13 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """Open the token files of one split as a TokenStream. data_dir: a folder, or a file or glob
-    pattern, in which {split} is replaced (without {split}: training data only).
+    """Open the token files of a split as a TokenStream. data_dir: a folder, a file or a glob
+    pattern, see find_files. vocab_size: ids must be smaller (default: the value in meta.json).
+    least: the smallest accepted number of tokens (block_size + 1).
 
     Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
-    below `least`, and for ids of vocab_size (default: meta.json's) or more. Of large files, only
-    samples are checked here; reading checks all ids.
+    below `least`, and for ids outside the vocabulary. In large files, only samples of the ids are
+    checked here; reading checks all ids.
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
@@ -165,12 +169,12 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
 
 class TokenStream:
-    """The tokens of several memory-mapped files (shards: Shards of one dtype) as one stream.
-    read(starts, length) returns windows. Attributes: n_tokens, dtype, vocab_size (ids must be
-    smaller; `None`: unknown).
+    """The tokens of several memory-mapped files as one stream; read(starts, length) returns windows
+    of it. shards: a list of Shards of the same dtype. Attributes: n_tokens, dtype, vocab_size (all
+    ids must be smaller; `None`: unknown).
 
     At most about MAPPED_BYTES (64 MiB) are in memory, so a terabyte can be read on a laptop. Before
-    each read the files are checked (DataError if one changed since it was opened). If a file is
+    each read the files are checked: DataError if one has changed since it was opened. If a file is
     truncated during a read, or the disk fails, the process is killed by SIGBUS.
     """
 
@@ -187,15 +191,15 @@ class TokenStream:
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
 
     def locate(self, token):
-        """Return (path, offset in tokens) of the file that has the token with index `token` of the
-        stream."""
+        """Return (path, offset in tokens): the file that has the token with the index `token` in
+        the stream, and the index of this token in the file."""
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_ids(self):
-        """Raise DataError for an id outside the vocabulary, or a changed file. Checks all tokens of
-        a stream of up to CHECKED_WHOLE bytes, otherwise 256 windows of CHECKED_WINDOW tokens,
-        including the first and the last."""
+        """Raise DataError for an id outside the vocabulary, or if a file has changed. All tokens of
+        a stream of up to CHECKED_WHOLE (64 MiB) are checked; of a larger one, 256 windows of
+        CHECKED_WINDOW tokens, including the first and the last."""
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
         length = n if is_small else CHECKED_WINDOW
@@ -203,8 +207,9 @@ class TokenStream:
         self.read(starts, length)
 
     def read(self, starts, length):
-        """Return the windows (n, length) that begin at the tokens `starts`, (n,) int64, inside the
-        stream. Raises DataError for an id outside the vocabulary, or if a file has changed."""
+        """Return the windows (n, length) of ids that begin at the positions `starts`, (n,) int64,
+        in the stream; the windows must be inside the stream. Raises DataError for an id outside the
+        vocabulary, or if a file has changed."""
         tokens = self._copy(starts, length)
         limit = self.vocab_size or MAX_ID
         # On a GPU an id outside the embedding kills the process without naming the file.
@@ -216,7 +221,8 @@ class TokenStream:
         return tokens
 
     def _copy(self, starts, length):
-        """Return the windows (n, length) for `read`, without a check of the ids."""
+        """Return the windows (n, length) for `read`, without a check of the ids. Raises DataError
+        if a file has changed."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         arrays = {i: self._map(i) for i in np.unique(which).tolist()}
@@ -235,8 +241,8 @@ class TokenStream:
         return rows
 
     def _map(self, i):
-        """Return shard i, memory-mapped, as an array (n_tokens,). Raises DataError if it changed.
-        """
+        """Return the tokens of shard number i, memory-mapped, as an array (n_tokens,). Raises
+        DataError if the file has changed or cannot be read."""
         shard = self.shards[i]
         try:
             now = identify(os.stat(shard.path))

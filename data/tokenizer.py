@@ -1,4 +1,5 @@
-"""Opening tokenizers: by name, file, folder, checkpoint or spec."""
+"""Open a tokenizer by name, or from a file, a folder, a checkpoint or a spec (see Tokenizer.spec).
+"""
 
 import os
 
@@ -58,9 +59,10 @@ def open_tokenizer(source) -> Tokenizer:
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer in the file or folder `path`, or without it the tokenizer `name` (byte,
-    gpt2, a file or a folder). Raises DataError if it cannot be read, or if `name` is byte, char,
-    gpt2 or bpe and the one at `path` is of another kind."""
+    """Return the tokenizer in the file or folder `path`, as open_tokenizer(path). If `path` is
+    `None`, return open_tokenizer(name). With both, a name byte, char, gpt2 or bpe is the expected
+    kind of the tokenizer in `path`. Raises DataError if it cannot be read or is of a different
+    kind."""
     tokenizer = open_tokenizer(os.fspath(path or name))
     kind = "ranks" if name == "bpe" else name
     if path and name in NAMES and kind != tokenizer.kind:
@@ -69,8 +71,8 @@ def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenize
 
 
 def gpt2_ranks():
-    """Return GPT-2's {bytes of a token: rank}, from tiktoken's cache, or downloaded into it. Raises
-    DataError if the download fails."""
+    """Return the ranks of GPT-2's tokens, {bytes of a token: rank}. They are read from tiktoken's
+    cache and, if missing, downloaded into it. Raises DataError if the download fails."""
     try:
         return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
     except (OSError, ValueError) as error:
@@ -80,9 +82,10 @@ def gpt2_ranks():
 
 
 def is_same_tokenizer(spec_a, spec_b):
-    """Return whether two dicts of `Tokenizer.spec` give every id the same bytes, also if the dicts
-    differ: GPT-2's tokenizer, for example, may be a rank file or a tokenizer.json. An id that is
-    special in either is not compared, except that the end of text must be the same."""
+    """Return whether two tokenizers have the same number of ids, the same id for the end of text,
+    and the same bytes for every id that is special in neither. spec_a, spec_b: dicts of
+    `Tokenizer.spec`; they may differ although the tokenizers are the same, e.g. GPT-2's as a rank
+    file and as a tokenizer.json."""
     if spec_a == spec_b:
         return True
     a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)
@@ -95,9 +98,9 @@ def is_same_tokenizer(spec_a, spec_b):
 # data folders and checkpoints
 
 def load_dataset_tokenizer(data_dir):
-    """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes, or
-    `None` if there is no description. data_dir: the folder or files in it. Raises DataError if the
-    description is damaged."""
+    """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes;
+    `None` if it describes no tokenizer or does not exist. data_dir: the folder, a file in it, or a
+    glob pattern. Raises DataError if the description is damaged."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     try:
@@ -121,9 +124,9 @@ def load_dataset_tokenizer(data_dir):
 
 
 def write_tokenizer(folder, tokenizer):
-    """Write the large parts of a tokenizer's spec (ranks, tokenizer.json) to files in `folder`.
-    Return keyword arguments for Meta, a dict: vocab_size, tokenizer (a spec that refers to these
-    files) and eot_token."""
+    """Write the large parts of a Tokenizer's spec (ranks, tokenizer.json) to files in `folder`.
+    Return a dict of keyword arguments for Meta: vocab_size, tokenizer (the spec, with names of
+    these files in place of the parts) and eot_token."""
     spec = tokenizer.spec()
     for part, name in TOKENIZER_FILES.items():
         if part in spec:
@@ -134,11 +137,13 @@ def write_tokenizer(folder, tokenizer):
 
 
 def find_vocabulary(data_dir, name=None, size=None):
-    """Return (vocabulary size, tokenizer or `None`) of the token files of data_dir.
+    """Return (vocabulary size, tokenizer or `None`) for the token files of data_dir, see
+    find_files.
 
-    The tokenizer is that of the files or, if they have none, open_tokenizer(name). The vocabulary
-    size is the first that is known: `size`, the tokenizer's, that of meta.json, GPT-2's. Raises
-    DataError if `size` is below the tokenizer's, and without a tokenizer if there are no files.
+    The tokenizer is the one that the data describe; if they describe none, open_tokenizer(name), or
+    `None` if name is empty. The vocabulary size is the first known one of: `size`, the size of the
+    tokenizer, vocab_size in meta.json, GPT-2's 50257. Raises DataError if `size` is smaller than
+    the tokenizer's vocabulary, or if neither a tokenizer nor token files are found.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:
@@ -154,8 +159,8 @@ def find_vocabulary(data_dir, name=None, size=None):
 
 def read_checkpoint_spec(path):
     """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec or `None`,
-    "block_size": int or `None`} of the checkpoint file `path`. Raises DataError if it names no
-    tokenizer, CheckpointError if it cannot be read."""
+    "block_size": int or `None`} of the checkpoint file `path`. Raises DataError if the checkpoint
+    has no tokenizer, CheckpointError if it cannot be read."""
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(path)
     data_spec = state.get("spec") or {}

@@ -1,7 +1,7 @@
-"""Hugging Face's tokenizer.json: reading it, and writing tokenizers as such a file.
+"""Hugging Face's tokenizer.json: read it, and write any Tokenizer in this format.
 
-tiktoken's rank files describe the same byte pair encoding: tiktoken joins the pair with the lowest
-rank of the joined bytes; tokenizer.json lists the pairs in this order.
+tiktoken's rank files describe the same byte pair encoding: tiktoken merges the adjacent pair whose
+merged bytes have the lowest rank; tokenizer.json lists the pairs in this order.
 """
 
 import json
@@ -19,15 +19,15 @@ MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if th
 
 
 def token_text(token):
-    """Return the printable characters by which a byte-level vocabulary such as GPT-2's represents
-    the bytes `token`, one per byte."""
+    """Return the string by which a byte-level vocabulary, e.g. GPT-2's, represents `token`, a bytes
+    object: one printable character for each byte."""
     return "".join(BYTE_CHARACTERS[b] for b in token)
 
 
 def list_merges(ranks):
-    """Return the merges for a tokenizer.json, [(left, right)]: all pairs of tokens (bytes) that,
-    joined, are a token, in the order of the joined token's rank. ranks: {bytes of a token: rank}.
-    Raises DataError for tokens so long that this would be too slow."""
+    """Return the merges for a tokenizer.json, [(left, right), ...]: all pairs of tokens (bytes)
+    whose concatenation is a token, in the order of the rank of this token. ranks: {bytes of a
+    token: rank}. Raises DataError if the tokens are so long that this would be too slow."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
     merges = []
@@ -41,8 +41,8 @@ def list_merges(ranks):
 # writing
 
 def tokenizer_json(tokenizer):
-    """Return the content of Hugging Face's tokenizer.json, a dict, for a Tokenizer of any kind.
-    Raises DataError for a vocabulary of very long tokens."""
+    """Return the content of a tokenizer.json, a dict, for a Tokenizer of any kind. Raises DataError
+    if the vocabulary has very long tokens."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
     content = dict(version="1.0", added_tokens=[])
@@ -72,8 +72,8 @@ def tokenizer_json(tokenizer):
 
 
 def split_at(pattern):
-    """Return the dict, for tokenizer.json, of a pre-tokenizer that splits text into the matches of
-    `pattern`, a regular expression, and the text between them."""
+    """Return the dict of a pre-tokenizer in a tokenizer.json that divides text into the matches of
+    `pattern`, a regular expression, and the text between matches."""
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
@@ -81,8 +81,8 @@ def split_at(pattern):
 # reading
 
 def read_json(path):
-    """Return the object in a JSON file, a dict. Raises DataError if the file is missing or invalid.
-    """
+    """Return the content of a JSON file, an object, as a dict. Raises DataError if the file is
+    missing or invalid, or has a different type of content."""
     try:
         with open(path, encoding="utf-8") as f:
             content = json.load(f)
@@ -94,15 +94,16 @@ def read_json(path):
 
 
 def read_optional_json(folder, name):
-    """Return the object in the JSON file folder/name, a dict, or {} if the file is missing. Raises
-    DataError if it is invalid."""
+    """Return the content of the JSON file folder/name, an object, as a dict; {} if the file is
+    missing. Raises DataError if the file is invalid."""
     path = os.path.join(folder, name)
     return read_json(path) if os.path.exists(path) else {}
 
 
 def read_hf_tokenizer(folder):
-    """Return the JsonTokenizer of `folder`, that of a Hugging Face model, by the files
-    tokenizer.json and, if they exist, config.json and tokenizer_config.json. Raises DataError."""
+    """Return the JsonTokenizer of the Hugging Face model in `folder`, read from tokenizer.json and,
+    if they exist, config.json and tokenizer_config.json. Raises DataError for missing or invalid
+    files."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     try:
@@ -114,9 +115,9 @@ def read_hf_tokenizer(folder):
 
 
 def end_of_text(folder, content):
-    """Return the id of the end of text for a Hugging Face model's `folder`: of eos_token of
-    tokenizer_config.json if `content` has it as an added token, otherwise eos_token_id of
-    config.json (of a list, the first) or `None`. content: the dict of the tokenizer.json."""
+    """Return the id of the end of text of the Hugging Face model in `folder`, or `None`. It is the
+    id of eos_token in tokenizer_config.json if this is an added token in `content`, the dict of the
+    tokenizer.json; otherwise eos_token_id in config.json (the first, if it is a list)."""
     text = special_tokens(folder).get("eos_token")
     for token in content.get("added_tokens") or ():
         if token["content"] == text:
@@ -126,8 +127,8 @@ def end_of_text(folder, content):
 
 
 def special_tokens(folder):
-    """Return {"bos_token": "<s>", ...}, the texts of the NAME_token keys of the
-    tokenizer_config.json in `folder`; {} if there is no such file."""
+    """Return {"bos_token": "<s>", ...}: all keys in tokenizer_config.json in `folder` that end with
+    _token, and the texts of these tokens. {} if there is no such file."""
     config = read_optional_json(folder, "tokenizer_config.json")
     tokens = {name: value.get("content") if isinstance(value, dict) else value
               for name, value in config.items() if name.endswith("_token")}
@@ -135,9 +136,10 @@ def special_tokens(folder):
 
 
 def read_template_spec(folder, tokenizer):
-    """Return the dict for ChatTemplate, {"jinja": text, "ends": [ids], "bos_token": text, ...}, of
-    a Hugging Face model's `folder`; `None` if it has no chat template, or `tokenizer` no end of
-    text. Raises DataError for a file that cannot be read."""
+    """Return the spec of the chat template of the Hugging Face model in `folder`, a dict {"jinja":
+    text, "ends": [ids], "bos_token": text, ...} for ChatTemplate. `None` if the model has no chat
+    template, or if `tokenizer` is `None` or has no end of text. Raises DataError for a file that
+    cannot be read."""
     if tokenizer is None or tokenizer.eot_token is None:
         return None
     given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")

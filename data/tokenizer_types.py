@@ -1,7 +1,7 @@
 """Tokenizers: RankTokenizer (tiktoken), CharTokenizer and JsonTokenizer (the package tokenizers).
 
-`tokenizer.spec()` is a dict of builtin types, which checkpoints contain: `tokenizer_from_spec`
-creates the same tokenizer from it, without files or a network.
+`tokenizer.spec()` returns a dict of builtin types, which is saved in checkpoints:
+`tokenizer_from_spec` creates the same tokenizer from it, without files or a network.
 """
 
 import base64
@@ -38,8 +38,9 @@ def clean(text):
 
 
 def split_long_spaces(text):
-    """Yield `text` in parts, split after each run of MAX_SPACE_RUN white-space characters: longer
-    runs are too long for tiktoken's regular expressions. Joined, the parts are the text."""
+    """Yield the parts of `text` when it is divided after every MAX_SPACE_RUN consecutive
+    white-space characters, because tiktoken fails on longer runs. The parts in order are the whole
+    text."""
     while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
         yield text[:run.end()]
         text = text[run.end():]
@@ -48,9 +49,9 @@ def split_long_spaces(text):
 
 @contextlib.contextmanager
 def library_errors(message):
-    """Context manager that converts every exception in its block, which calls a Rust library, also
-    a panic (which is no Exception), to a DataError: `message`, a colon and the error. Ctrl-C and
-    SystemExit are not converted."""
+    """Context manager that converts every exception in the block to a DataError with the text
+    `message`, a colon and the exception. For calls of Rust libraries, whose panics are not
+    subclasses of Exception. KeyboardInterrupt and SystemExit are not converted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -60,26 +61,24 @@ def library_errors(message):
 
 
 class Tokenizer:
-    """Base class of the tokenizers: encode(text) -> ids, decode(ids) -> text.
-
-    Attributes: kind, n_vocab, eot_token (id of the end of text, or `None`), special ({text: id} of
-    special tokens), start ([id] of the tokens that begin a prompt, e.g. Llama's <s>), end ([id] of
-    the tokens after a text, e.g. BERT's [SEP]). Subclasses implement encode_array, bytes_of and
-    spec.
-    """
+    """Base class of the tokenizers: encode(text) -> list of ids, decode(ids) -> text. Attributes:
+    kind (a name), n_vocab (number of ids), eot_token (id of the end of text, or `None`), special
+    ({text: id} of the special tokens), start and end (lists of the ids that belong before a prompt,
+    e.g. Llama's <s>, and after a text, e.g. BERT's [SEP]; encode() does not add them). Subclasses
+    implement encode_array, bytes_of and spec."""
     special = {}
     start = []
     end = []
     nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
-        """Return the list of token ids of `text`; special tokens in it are ordinary text. DataError
-        for text that the vocabulary cannot represent."""
+        """Return the list of token ids of `text`; the texts of special tokens in it are encoded as
+        ordinary text. Raises DataError for text that the vocabulary cannot represent."""
         return self.encode_array(text).tolist()
 
     def normalize(self, text):
-        """Return `text` in the form that is encoded: without lone surrogates, and in Unicode's NFC
-        if the attribute `nfc` is True."""
+        """Return `text` without lone surrogates and, if the attribute `nfc` is True, in Unicode's
+        normal form NFC. This is the text that encode() encodes."""
         return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
@@ -88,8 +87,8 @@ class Tokenizer:
         return self.encode(text)
 
     def begin(self, ids):
-        """Return the list of ids of a prompt: `ids`, after `start` unless `ids` begins with
-        `start`."""
+        """Return the list of ids of a prompt: `ids`, a list, preceded by the attribute `start`,
+        unless `ids` already begins with it."""
         return ids if ids[:len(self.start)] == self.start else self.start + ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -102,40 +101,41 @@ class Tokenizer:
         return self.decode_known(ids)
 
     def encode_array(self, text):
-        """Return the token ids of `text` as an array (n,) of integers; special tokens are ordinary
-        text. Implemented by subclasses. Raises DataError for text that the vocabulary cannot
-        represent."""
+        """Return the token ids of `text` as an array (n,) of integers; the texts of special tokens
+        in it are encoded as ordinary text. Implemented by subclasses. Raises DataError for text
+        that the vocabulary cannot represent."""
 
     def decode_known(self, ids):
-        """Return the text of a list of ids. All are in the vocabulary: `decode` checks that first.
-        """
+        """Return the text of `ids`, a list of ids in the vocabulary, which are not checked. For
+        `decode`."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
-        """Return the bytes of text that the token id `i` represents, 0 <= i < n_vocab. Implemented
-        by subclasses."""
+        """Return the text of the token id `i` as bytes of UTF-8; 0 <= i < n_vocab. Implemented by
+        subclasses."""
 
     def token_bytes(self):
-        """Return an int64 array (n_vocab,): the number of bytes of text per token; 0 for special
-        tokens."""
+        """Return an array (n_vocab,) int64: the number of bytes of text that each id represents; 0
+        for special tokens."""
         special = set(self.special.values())
         sizes = (0 if i in special else len(self.bytes_of(i)) for i in range(self.n_vocab))
         return np.fromiter(sizes, np.int64)
 
     def spec(self):
-        """Return the dict of builtin types, e.g. for a checkpoint, from which `tokenizer_from_spec`
-        creates this tokenizer. Implemented by subclasses."""
+        """Return a dict of builtin types, from which `tokenizer_from_spec` creates this tokenizer,
+        e.g. for a checkpoint. Implemented by subclasses."""
 
 
 class RankTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken. Attributes: kind ("byte": a token per byte; "gpt2"; "ranks":
-    any other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
+    """Byte pair encoding by tiktoken. Attributes: kind ("byte": one token per byte; "gpt2";
+    "ranks": any other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
-        """kind: byte, gpt2 or ranks. ranks: {bytes of a token: rank}. pattern: the regular
-        expression that splits text. eot_token: an id of `added`. added: {text: [id, is special]} of
-        additional tokens; default: the end of text. nfc: whether to convert text to Unicode's
-        normal form NFC first. Raises DataError for invalid ids or patterns."""
+        """kind: "byte", "gpt2" or "ranks". ranks: {bytes of a token: rank}; the rank is the id.
+        pattern: the regular expression that splits text before pairs are merged. added: {text: [id,
+        whether it is special]} of additional tokens; default: only <|endoftext|>, with the id
+        eot_token. eot_token: the id of the end of text, one of the ids in `added`. nfc: convert
+        text to Unicode's normal form NFC first. Raises DataError for invalid ids or patterns."""
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -159,9 +159,9 @@ class RankTokenizer(Tokenizer):
         return self.encode_array(text, "all").tolist()
 
     def encode_array(self, text, allowed=None):
-        """Return the ids (n,) of `text`: uint8 for kind byte without `allowed`, otherwise uint32.
-        allowed: the added tokens that are recognised, a nonempty set of texts or "all"; default:
-        tokens that are not special."""
+        """Return the ids (n,) of `text`, uint32 (uint8 if kind is "byte" and allowed is `None`).
+        allowed: the added tokens whose texts become single ids, a nonempty set of texts or "all";
+        default: only the added tokens that are not special."""
         text = self.normalize(text)
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.
@@ -172,8 +172,8 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the bytes of text of the token id `i`, also of a special token; for an unused id,
-        which a model may generate, the byte 0xFF, which is invalid in UTF-8."""
+        """Return the text of the token id `i` as bytes, also for a special token. For an id without
+        a token, which a model may generate, return the byte 0xFF, which is invalid in UTF-8."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
@@ -190,9 +190,9 @@ class RankTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of the string `chars`, in this order, and no end of text, like
-    nanoGPT's. Raises DataError if `chars` is empty or repeats a character. A text with other
-    characters cannot be encoded: DataError."""
+    """A tokenizer with one id per character: id i is chars[i]. Like nanoGPT's, it has no end of
+    text. chars: a string of distinct characters; DataError if it is not. encode() raises DataError
+    for a text with other characters."""
     kind = "char"
     eot_token = None
 
@@ -220,13 +220,15 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of a published model, by the package tokenizers (SetupError if missing)."""
+    """The tokenizer of a published model, a tokenizer.json, computed by the package tokenizers.
+    Raises SetupError without this package."""
     kind = "json"
 
     def __init__(self, text, eot_token, n_vocab=0):
-        """text: the content of tokenizer.json. eot_token: an id or `None`. n_vocab: number of ids
-        of the model, 0 if unknown; special tokens beyond it, except eot_token, do not extend the
-        vocabulary. Raises DataError for an invalid text or eot_token."""
+        """text: the content of a tokenizer.json. eot_token: the id of the end of text, or `None`.
+        n_vocab: number of ids of the model, 0 if unknown. A special token with an id of n_vocab or
+        more, except eot_token, does not count for the size of the vocabulary. Raises DataError for
+        an invalid text or eot_token."""
         tokenizers = require("tokenizers", "this tokenizer.json")
         with library_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
@@ -258,22 +260,24 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def special_enc(self):
-        """A tokenizers.Tokenizer that recognises special tokens: a copy of `enc`, which threads
-        share and which must not change."""
+        """A tokenizers.Tokenizer that encodes the texts of special tokens as single ids: a changed
+        copy of `self.enc`, which threads share and which must not be changed."""
         enc = copy.deepcopy(self.enc)
         enc.encode_special_tokens = False
         return enc
 
     def encode_array(self, text, enc=None):
         """Return the ids (n,) uint32 of `text`. enc: the tokenizers.Tokenizer to use; default:
-        `self.enc`, for which special tokens in a text are ordinary text."""
+        `self.enc`, which encodes the texts of special tokens as ordinary text. Raises DataError for
+        text that the vocabulary cannot represent."""
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encoding, = (enc or self.enc).encode_batch_fast([clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def offsets(self, text):
-        """Return an array (n, 2): the first character of each token of `text`, and the one after
-        the last. The tokens themselves may have a different text, e.g. in lower case."""
+        """Return an array (n, 2) int64: for each token of `text`, the index of the first character
+        and the index after the last one. Token and characters may differ, e.g. in upper and lower
+        case."""
         offsets = self.enc.encode(clean(text), add_special_tokens=False).offsets
         return np.array(offsets, np.int64).reshape(-1, 2)
 
@@ -286,7 +290,8 @@ class JsonTokenizer(Tokenizer):
         return self.enc.decode([*prefix, *ids], skip_special_tokens=False)[len(prefix_text):]
 
     def bytes_of(self, i):
-        """Return the bytes of text of the token id `i`, empty for special tokens and unused ids."""
+        """Return the text of the token id `i` as bytes; empty for special tokens and for ids
+        without a token."""
         token = self.enc.id_to_token(i)
         table = byte_table()
         if token is None or token in self.special:
@@ -302,8 +307,8 @@ class JsonTokenizer(Tokenizer):
 
 
 def find_frame(content):
-    """Return ([ids], [ids]) that `content`, the dict of a tokenizer.json, puts before and after
-    every text."""
+    """Return (list of ids before, list of ids after) every text, as a tokenizer's post-processor
+    adds them. content: the dict of a tokenizer.json."""
     before, after = [], []
     processor = content.get("post_processor") or {}
     for part in processor.get("processors", [processor]):
@@ -320,9 +325,9 @@ def find_frame(content):
 
 
 def check_growth(content):
-    """Raise DataError if the replacements in `content`, the dict of a tokenizer.json, can make a
-    text more than MAX_GROWTH times as long: with 30 replacements that double it, the text would use
-    all memory."""
+    """Raise DataError if the replacements in a tokenizer.json can make a text more than MAX_GROWTH
+    times as long. For example, 30 replacements that double the length would use all memory.
+    content: the dict of the tokenizer.json."""
     growth = 1
     parts = [content.get("normalizer"), content.get("decoder")]
     while parts and growth <= MAX_GROWTH:
@@ -338,7 +343,8 @@ def check_growth(content):
 
 @functools.cache
 def byte_table():
-    """Return {printable character: byte}, the inverse of GPT-2's bytes_to_unicode: 256 entries."""
+    """Return the dict {printable character: byte} with 256 entries, the inverse of GPT-2's
+    bytes_to_unicode."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -348,9 +354,9 @@ def byte_table():
 # specs
 
 def parse_ranks(text, where):
-    """Return {bytes of a token: rank} of the text of a rank file: lines of `base64 rank`, which
-    include all 256 single bytes. where: its path, for error messages. Raises DataError for any
-    other text, and for negative or equal ranks."""
+    """Parse the text of a rank file: lines of `base64 rank`, which include all 256 single bytes.
+    Return {bytes of a token: rank}. where: the path of the file, for error messages. Raises
+    DataError for any other text, and for negative or equal ranks."""
     ranks = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -366,23 +372,25 @@ def parse_ranks(text, where):
 
 
 def format_ranks(ranks):
-    """Return the text of a rank file, a line `base64 rank` per token, of {bytes of a token: rank}.
-    """
+    """Return the text of a rank file, with a line `base64 rank` for each token, in the order of the
+    ranks. ranks: {bytes of a token: rank}."""
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n"
                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def rank_tokenizer(ranks):
-    """Return a RankTokenizer of {bytes of a token: rank} that splits text by GPT-2's pattern, with
-    the end of text after the last rank. Its kind is gpt2 if these are GPT-2's ranks, else ranks."""
+    """Return a RankTokenizer that splits text by GPT-2's pattern. ranks: {bytes of a token: rank}.
+    The id of the end of text follows the highest rank. The kind is "gpt2" if these are GPT-2's
+    ranks, otherwise "ranks"."""
     digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
     kind = "gpt2" if digest == R50K_SHA256 else "ranks"
     return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)
 
 
 def tokenizer_from_spec(spec):
-    """Return the Tokenizer of `spec`, a dict of `Tokenizer.spec`: "kind" (byte, char, gpt2, ranks
-    or json) and the keys of that kind. Raises DataError for an invalid dict."""
+    """Return the Tokenizer that a result of `Tokenizer.spec` describes. spec: a dict with "kind"
+    (byte, char, gpt2, ranks or json) and further keys of this kind. Raises DataError for an invalid
+    dict."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     try:
         if kind == "byte":

@@ -1,4 +1,4 @@
-"""Text to token files: train.bin, val.bin and meta.json.
+"""Turn text into token files: train.bin, val.bin and meta.json.
 
     python -m data.prepare my.txt notes/ more.jsonl --out data/bin/mine
 
@@ -57,9 +57,10 @@ class Options(FolderOptions):
 # preparing text
 
 def choose_tokenizer(o):
-    """Return the tokenizer that o.tokenizer names, or `None` if it is to be made from the text
-    (char, bpe). o: Options. Raises UserError if it cannot be read, or unless o.vocab_size is set
-    for bpe and only for bpe; SetupError without the package for bpe."""
+    """Return the Tokenizer that o.tokenizer names; `None` for char and bpe, which are made from the
+    text later, by make_tokenizer(). o: Options. Raises UserError if it cannot be read, if
+    o.vocab_size is missing for bpe, or given for a different tokenizer; SetupError for bpe without
+    the package rustbpe."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -68,9 +69,10 @@ def choose_tokenizer(o):
 
 
 def make_tokenizer(o, documents):
-    """Return a tokenizer made from the text of `documents`, a Documents: a RankTokenizer of up to
-    o.vocab_size tokens if o.tokenizer is bpe, else a CharTokenizer of its characters and, if there
-    are several documents, the newline, which ends each."""
+    """Return a tokenizer made from the text of `documents`, a Documents. If o.tokenizer is "bpe": a
+    RankTokenizer of up to o.vocab_size tokens. Otherwise: a CharTokenizer of all characters in the
+    text and, if there are several documents, of the newline, which is written after each. o:
+    Options."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")
@@ -80,10 +82,11 @@ def make_tokenizer(o, documents):
 
 
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
-    """Write train.bin, val.bin and meta.json of `sources`, a list of names, to the folder `out`.
-    Return the content of meta.json. tokenizer: as --tokenizer. log: is called with each line of the
-    report. options: other fields of Options, e.g. val_fraction, force. Raises UserError for sources
-    that cannot be read or have too little text, and as choose_tokenizer and new_folder."""
+    """Write train.bin, val.bin and meta.json to the folder `out`. Return the content of meta.json,
+    a dict. sources: a list of names of files, folders or data sets. tokenizer: a name, as
+    --tokenizer. log: a function that is called with each line of the report. options: other fields
+    of Options, e.g. val_fraction, force. Raises UserError for sources that cannot be read or have
+    too little text, and the errors of choose_tokenizer and new_folder."""
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)
@@ -111,9 +114,9 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
 
 def report_text(out, splits):
-    """Print the numbers of `splits`, {"train": {"tokens": n, ...}, ...}, and the command that
-    trains on the folder `out`: with train/config.yaml if there is a GPU and at least 100 million
-    tokens, else with train/config_quick.yaml."""
+    """Print the numbers of each split, and the command that trains on the folder `out`: with
+    train/config.yaml if there is an NVIDIA GPU and at least 100 million training tokens, otherwise
+    with train/config_quick.yaml. splits: {"train": {"tokens": n, ...}, "val": ...}."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     is_large = gpu and splits["train"]["tokens"] >= 100e6
     report(out, splits, "config" if is_large else "config_quick")
@@ -123,9 +126,10 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir, log=echo):
-    """Prepare the built-in data, Python's standard library, in `data_dir` unless it is prepared.
-    Several processes may call this at once: the first one prepares. log(line): for a message.
-    Raises DataError if data_dir cannot be written, has other files, or has a damaged meta.json."""
+    """Prepare the built-in data, Python's standard library, in the folder data_dir, unless data_dir
+    already has prepared data. Several processes may call this at once: the first one prepares, the
+    others wait. log: a function that is called with a line of text after the preparation. Raises
+    DataError if data_dir cannot be written, has other files, or has a damaged meta.json."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
@@ -143,8 +147,9 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def run(o):
-    """Prepare o.sources or o.dataset and print a summary. o: Options; `out` and `sources` in it may
-    be changed. Raises UserError."""
+    """Run the command: prepare o.sources or o.dataset and print a summary. o: Options; if o.out is
+    empty, the default is written to it, and the sources of a dataset are written to o.sources.
+    Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

@@ -49,12 +49,16 @@ class ChatOptions(SampleOptions):
 
 
 def to_messages(record, fields=(), prompt_only=False):
-    """Return the conversation [(role, text), ...] of a record, a dict. fields: the field with the
-    messages, or the question's, joined by a blank line, and, last, the answer's; by default the
-    first of FORMATS that the record has. The text of the field `system`, if it exists, becomes the
-    first message unless the messages begin with one of the system. prompt_only: a single question
-    without an answer is accepted. Raises ValueError for a record without these fields or with
-    values other than text and messages."""
+    """Return the conversation [(role, text), ...] of a record, a dict.
+
+    fields: names of fields of the record; default: the first entry of FORMATS of which the record
+    has all fields. One name: the field with the list of messages. Several names: the fields of the
+    question, whose texts are joined by a blank line, and last the field of the answer; or fields
+    with lists of messages, which are concatenated. The text of the field `system`, if it exists,
+    becomes the first message unless the messages begin with a system message. prompt_only: also
+    accept a question without an answer (a text in the only field; default: `prompt`). Raises
+    ValueError for a record without these fields, or with values other than text and messages.
+    """
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
     fields = fields or next((names for names in formats
@@ -77,17 +81,18 @@ def to_messages(record, fields=(), prompt_only=False):
 
 
 class ChatWriter(SampleWriter):
-    """The steps of data.prepare.chat: encodes conversations and writes packed rows. args:
-    ChatOptions."""
+    """The steps of the command data.prepare.chat: encode() converts a record, write_split() writes
+    packed rows. args: a ChatOptions."""
     noun = "chat"
     model = "chat"
     n_shown = 0
 
     def encode(self, record):
-        """Return [(ids, mask), ...] of a record, a dict: sequences of at most block_size + 1
-        tokens, cut to the first exchanges that fit; mask 1 for tokens to learn. `None` if an answer
-        is empty, there is none, or no sequence fits; this is counted in self.notes. Prints the
-        first args.show conversations. Raises ValueError for an invalid record."""
+        """Return the training sequences of a record (a dict), [(ids (n,), mask (n,)), ...]; the
+        mask is 1 for the tokens to learn. A sequence longer than block_size + 1 tokens is cut after
+        the last exchange that fits. Return `None` if an answer is empty, there is no answer, or no
+        sequence fits; the reason is counted in self.notes. Prints the sequences of the first
+        args.show records. Raises ValueError for an invalid record."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer)
@@ -108,9 +113,10 @@ class ChatWriter(SampleWriter):
         return None
 
     def write_split(self, folder, split, samples):
-        """Pack `samples`, results of `encode`, into rows of block_size + 1 tokens, filled up with
-        end tokens, and write SPLIT_tokens, SPLIT_mask and SPLIT_chat.npy to `folder`; SPLIT is
-        `split`. Return {"chats", "rows", "tokens", "learned_tokens": number}, for meta.json."""
+        """Pack the conversations into rows of block_size + 1 tokens, filled up with end tokens, and
+        write SPLIT_tokens.npy, SPLIT_mask.npy and SPLIT_chat.npy to `folder`; SPLIT is `split`.
+        samples: a list of results of encode(). Return {"chats", "rows", "tokens", "learned_tokens":
+        number}, for meta.json."""
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
@@ -124,16 +130,17 @@ class ChatWriter(SampleWriter):
 
 
 def cut(ids, mask, width):
-    """Return (ids, mask) of the first whole exchanges (question and answer) that fit into `width`
-    tokens; empty if the first one does not fit. ids, mask: (n,); the mask is 1 for answers."""
+    """Return (ids, mask), cut after the last exchange (question and answer) that ends within the
+    first `width` tokens; empty if the first exchange does not fit. ids, mask: (n,); the mask is 1
+    for answers."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]
 
 
 def bracket_answers(ids, mask, tokenizer):
-    """Return the text of `ids` (n,), with the tokens where `mask` (n,) is 1 in brackets, for
-    --show."""
+    """Return the text of `ids` (n,), for --show. Each part in which `mask` (n,) is 1 is in
+    brackets."""
     parts = np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))  # every second one is learned
     texts = map(tokenizer.decode, parts)
     return "".join(f"[{text}]" if i % 2 else text for i, text in enumerate(texts))

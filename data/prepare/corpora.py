@@ -41,10 +41,14 @@ def download_shakespeare():
 
 
 def prepare_tokens(o):
-    """Download o.dataset (the first o.shards training files, default: all) into the folder o.out,
-    write meta.json and remove files of an earlier preparation. o: Options of data.prepare. Return
-    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError, also for options that only
-    apply to text, and for a folder with data of other sources unless o.force is True."""
+    """Download o.dataset (fineweb10B or fineweb_edu), token files that are already split, into the
+    folder o.out, write meta.json, and remove files of an earlier preparation.
+
+    o: Options of data.prepare; o.shards: the number of training files (default: all). Return
+    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError for a failed download, for
+    options that only apply to text, e.g. o.tokenizer, and for a folder with data of other sources
+    unless o.force is True.
+    """
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
         raise DataError(f"dataset {o.dataset} has GPT-2's tokens, already split: leave out "

@@ -31,16 +31,16 @@ THREADS = min(16, os.cpu_count() or 1)
 # the split
 
 def choose_split(documents, fraction):
-    """Choose the part of the text for validation. Return (in_val, cut): it is the documents where
-    in_val, bool (n,), is True, and all text from byte `cut` on, so that a document may be divided
-    there. documents: a Documents; fraction: of the text, for validation.
+    """Choose the part of the text for validation: about `fraction` of the bytes. Return (in_val,
+    cut). Validation has each document i for which in_val[i], bool (n,), is True, and all text from
+    byte `cut` on, so that a document may be divided there. documents: a Documents, of n documents.
 
-    Documents are chosen by `documents_in_val`, if these are at least MIN_VAL_DOCUMENTS and 0.5 to 2
-    times the requested size; cut is then the size of the text. Otherwise the end of the text is
-    chosen. It begins between two documents if 0.5 to 2 times the requested size is possible so,
-    otherwise inside a document; among several records, always between two. If it would then be more
-    than half of the text, and more than 2 times the requested size, the single record nearest to
-    that size is chosen instead.
+    Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS and have 0.5
+    to 2 times the requested size; cut is then the size of the text. Otherwise the end of the text
+    is chosen. It begins between two documents if 0.5 to 2 times the requested size is possible in
+    this way, otherwise inside a document; if there are records, which are never divided, always
+    between two. If it would then be more than half of the text, and more than 2 times the requested
+    size, the single record nearest to that size is chosen instead.
     """
     size = documents.size
     ends = np.array(documents.ends)
@@ -71,10 +71,10 @@ def seek_character(f, position):
 
 
 def find_cut(f, position):
-    """Return the first byte position after `position` at which the text in the binary file `f` can
-    be cut without changing a token: before a space or newline that follows a visible character,
-    because no token of GPT-2 extends over such a place. Without one in LOOKAHEAD_BYTES (4096), the
-    start of the character that contains `position`."""
+    """Return a byte position at which the text in the open binary file `f` can be divided without
+    changing a token: the first one after `position` that is before a space or newline and after a
+    visible character (no token of GPT-2 extends over it). If there is no such position in
+    LOOKAHEAD_BYTES (4096): the start of the character that contains the byte `position`."""
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)
@@ -82,8 +82,8 @@ def find_cut(f, position):
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one: bytes start..end (exclusive) of the file of all
-    documents. split: "train" or "val". closes: whether the document ends here."""
+    """A document, or a part of a long one: the bytes from start to end (exclusive) of the file of
+    all documents. split: "train" or "val". closes: whether the document ends at `end`."""
     split: str
     start: int
     end: int
@@ -91,9 +91,10 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Yield the Pieces of a Documents in order: byte ranges of about PIECE_BYTES at most. The split
-    of a piece is "val" for documents where in_val, bool (n,), is True, and for all text from byte
-    `cut` on (a document that extends over `cut` is divided there), otherwise "train"."""
+    """Divide all text into byte ranges of about PIECE_BYTES (1 MiB) or less; yield them as Pieces,
+    in order. documents: a Documents. in_val, cut: the result of choose_split(). A piece is "val" if
+    in_val of the document is True or if it begins at byte `cut` or later, otherwise "train"; a
+    document that extends over `cut` is divided there."""
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
@@ -109,8 +110,9 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Group Pieces that begin in the same PIECE_BYTES (1 MiB) of the text. Return an iterator of
-    lists of Pieces; a list is the task of a thread."""
+    """Return an iterator of lists of Pieces; each list is the task of a thread. pieces: an iterable
+    of Pieces in order; those that begin in the same block of PIECE_BYTES (1 MiB) of the text are
+    grouped."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
@@ -125,8 +127,9 @@ def read_piece(f, piece):
 # tokens
 
 def sample_texts(documents, max_bytes):
-    """Yield texts, of about PIECE_BYTES (1 MiB) or less, that are spread evenly over the Documents:
-    every k-th MiB, with the smallest k for which these have about `max_bytes` or less in all."""
+    """Yield a sample of the text of a Documents, evenly spread, as texts of about PIECE_BYTES (1
+    MiB) or less: the text of every k-th MiB. k is the smallest number for which these have about
+    `max_bytes` or less in total."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):
@@ -134,10 +137,10 @@ def sample_texts(documents, max_bytes):
 
 
 def train_bpe(texts, vocab_size):
-    """Train byte pair encoding on an iterable of texts. Return a RankTokenizer of `vocab_size`
-    tokens, including the end of text, or fewer if the texts contain no more. Text is split by
-    GPT-2's pattern, so that a rank file describes the tokenizer completely. Raises SetupError
-    without the package rustbpe."""
+    """Train byte pair encoding on `texts`, an iterable of strings. Return a RankTokenizer of
+    `vocab_size` tokens, including the end of text, or fewer if the texts contain too few pairs.
+    Text is split by GPT-2's pattern, so that a rank file describes the tokenizer completely. Raises
+    SetupError without the package rustbpe."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
@@ -146,9 +149,9 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Return (ids (n,), number of bytes of text) of a list of Pieces of `documents`, a Documents.
-    At the end of a document is the id of the end of text or, if the vocabulary has none and there
-    are several documents, a newline."""
+    """Encode a list of Pieces. Return (ids (n,), number of bytes of text). documents: the Documents
+    with the text. After the end of a document follows the id of the end of text; if the tokenizer
+    has no end of text and there are several documents, a newline, which counts as text."""
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []
@@ -166,8 +169,8 @@ def encode_pieces(pieces, documents, tokenizer):
 
 
 def map_in_order(function, tasks):
-    """Yield function(task) per task, in the order of `tasks`, an iterator (not a list). Threads
-    compute a few tasks at a time."""
+    """Yield function(task) for each task, in the order of `tasks`. tasks: an iterator (not a list),
+    of which threads compute a few tasks at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
         while some := list(itertools.islice(tasks, 4 * THREADS)):
             yield from pool.map(function, some)
@@ -175,9 +178,9 @@ def map_in_order(function, tasks):
 
 def write_splits(folder, documents, tokenizer, in_val, cut):
     """Encode the text of a Documents and write train.bin and val.bin to the existing `folder`.
-    tokenizer: a Tokenizer; in_val, cut: the result of `choose_split`. Return {"train": {"tokens",
-    "documents", "bytes", "sha256"}, "val": ...}: number of tokens, of documents that begin in the
-    split and of bytes of text, and the digest of the file."""
+    tokenizer: a Tokenizer. in_val, cut: the result of choose_split(). Return {"train": {"tokens",
+    "documents", "bytes", "sha256"}, "val": ...}: the numbers of tokens, of documents that begin in
+    the split and of bytes of text, and the hexadecimal SHA-256 digest of the file."""
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
     shown = time.monotonic()
     n_val = int(in_val.sum())  # documents that begin in it

@@ -47,7 +47,8 @@ MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 
 def open_array(path):
     """Return the memory-mapped array (rows, dims) of the .npy file `path`; an array (rows,) becomes
-    (rows, 1). Raises DataError for other shapes and types, and for an empty array."""
+    (rows, 1). Raises DataError for an array of a different shape, without elements, or of a dtype
+    other than integers and floats."""
     array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
     if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size:
@@ -57,9 +58,10 @@ def open_array(path):
 
 
 class Mean:
-    """The mean of repeats, a list of arrays (rows, dims), without NaN. Like a memory-mapped array,
-    it has a `shape` and is indexed by rows, whose mean is computed only then. Raises DataError if
-    the shapes of the repeats differ."""
+    """The mean of several recordings of the same rows, without NaN. repeats: a list of arrays
+    (rows, dims). Indexed by rows, like a memory-mapped array: mean[i] computes the mean of the rows
+    i only, in float64. Attributes: shape, repeats. Raises DataError if the shapes of the repeats
+    differ."""
 
     def __init__(self, repeats):
         self.repeats = repeats
@@ -73,17 +75,18 @@ class Mean:
 
 
 def mean(x):
-    """Return the mean, in float64, over the first dimension of x, without NaN; NaN if all are."""
+    """Return the mean over the first dimension of the array x, in float64. NaN is ignored; the mean
+    is NaN if all values are."""
     with np.errstate(invalid="ignore"):
         return np.nansum(x, 0, dtype=np.float64) / (x == x).sum(0)
 
 
 def noise_ceiling(repeats, chosen):
-    """Return the noise ceiling (dims,) of the mean of n > 1 repeats, arrays (rows, dims), in the
-    rows `chosen`, an array of indices: sqrt(n r / (1 + (n - 1) r)), the root of the reliability
-    (Spearman and Brown), where r is the mean correlation of two repeats without rows that are NaN
-    in either; 0 if r is negative, NaN if a repeat is constant. It is the correlation of the mean
-    with the signal that the repeats share."""
+    """Return the noise ceiling (dims,) of the mean of n > 1 repeats: the correlation of this mean
+    with the signal that the repeats share. repeats: a list of arrays (rows, dims). chosen: indices
+    (m,) of the rows to use. The ceiling is sqrt(n r / (1 + (n - 1) r)), the root of the reliability
+    (Spearman and Brown); r is the correlation of two repeats, averaged over all pairs, without rows
+    that are NaN in either. 0 if r is negative, NaN if a repeat is constant."""
     r = []
     for pair in itertools.combinations(repeats, 2):
         x = np.stack([array[chosen] for array in pair]).astype(np.float64)
@@ -99,14 +102,15 @@ def noise_ceiling(repeats, chosen):
 
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
-    """Write prepared arrays for --model autoencoder to the folder `out`; return the keys of this
-    model in meta.json, a dict. Raises DataError for different numbers of rows, infinite values, and
-    as rows_in_val and new_folder.
+    """Write prepared arrays for --model autoencoder to the folder `out`. Return a dict, the keys of
+    meta.json that only this model has (modalities, target, mean, std, rows, ...).
 
-    arrays: {name: (rows, dims)}; target: (rows, dims), a Mean or `None`; runs: (rows,) the run of
-    each row. val_fraction: of the runs; 0: no validation rows. sources: names of the files;
-    features of other sources are replaced only with `force`. subjects: (rows,) the subject of each
-    row, integers from 0 (default: there is one subject). Every run must be of one subject.
+    arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or `None`.
+    val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,) the number
+    of each row's run. force: replace features of other sources in `out`. sources: names of the
+    files, for meta.json. subjects: (rows,) the subject of each row, integers from 0 (default: there
+    is one subject). Every run must be of one subject. Raises DataError for different numbers of
+    rows, infinite values, and the errors of rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
@@ -144,10 +148,11 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 
 def rows_in_val(runs, subjects, fraction):
-    """Return bool (rows,): the rows for validation, whole runs, about `fraction` of the runs of
-    each subject and at least one, or none if `fraction` is 0. runs, subjects: as of
-    prepare_features(). Raises DataError for subjects other than integers from 0 to 2**31 - 1, a run
-    of several subjects and, unless `fraction` is 0, a subject with only one run."""
+    """Return bool (rows,), True for the rows of the validation split: whole runs, about `fraction`
+    of the runs of each subject and at least one; no rows if `fraction` is 0. runs, subjects:
+    (rows,) the run and the subject of each row. Raises DataError for subjects other than integers
+    from 0 to 2**31 - 1, a run of several subjects and, unless `fraction` is 0, a subject with only
+    one run."""
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
@@ -164,9 +169,10 @@ def rows_in_val(runs, subjects, fraction):
 
 
 def read_chunks(name, array, chosen):
-    """Yield the rows `chosen`, (n,) indices, of `array` (rows, dims), which may exceed the memory,
-    in blocks of CHUNK_ROWS in its dtype. NaN, a missing value, is allowed. Raises DataError, with
-    `name` (of the array), for values that are infinite in float32."""
+    """Yield the rows `chosen`, (n,) indices, of `array` (rows, dims) in blocks (CHUNK_ROWS or
+    fewer, dims), because `array` may exceed the memory. The dtype is unchanged. name: of the array,
+    for the message. Raises DataError for values that are infinite in float32; NaN, a missing value,
+    is allowed."""
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]
@@ -180,9 +186,9 @@ def read_chunks(name, array, chosen):
 
 
 def statistics(name, array, chosen):
-    """Return (mean, standard deviation), each (dims,) float64, of the rows `chosen`, (n,) indices,
-    of `array` (rows, dims), without NaN; both are 0 for a dimension of NaN only. Raises DataError,
-    with `name`, for infinite values."""
+    """Return (mean, standard deviation), each (dims,) float64, over the rows `chosen`, (n,)
+    indices, of `array` (rows, dims). NaN is ignored; both are 0 for a dimension of NaN only. name:
+    of the array, for the message. Raises DataError for infinite values."""
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, (np.fmax.reduce(x) for x in
                                          read_chunks(name, array, chosen)))
@@ -195,8 +201,9 @@ def statistics(name, array, chosen):
 
 
 def write_array(path, name, array, chosen, shift):
-    """Write the rows `chosen`, (n,) indices, of `array` (rows, dims) minus shift (dims,) as the
-    .npy file `path` of float32. Raises DataError, with `name`, for infinite values."""
+    """Write the rows `chosen`, (n,) indices, of `array` (rows, dims) minus `shift` (dims,) as
+    float32 to the .npy file `path`. name: of the array, for the message. Raises DataError for
+    infinite values."""
     header = dict(descr="<f4", fortran_order=False, shape=(len(chosen), array.shape[1]))
     with open(path, "wb") as f:  # no memory map: a full disk would kill this process (SIGBUS)
         np.lib.format.write_array_header_1_0(f, header)
@@ -208,11 +215,13 @@ def write_array(path, name, array, chosen, shift):
 # synthetic data
 
 def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
-    """Return ({modality: (rows, dims)}, target (rows, 60), runs (rows,)) with a known structure.
+    """Return example data: ({modality: array (rows, dims)}, target (rows, 60), runs (rows,)), with
+    rows = n_runs * run_length.
 
-    Eight hidden signals change slowly in time. Each modality is a nonlinear mixture of some
-    signals, the target a linear mixture of all plus noise: no single modality is sufficient. The
-    highest correlation with the target that can be reached is 1 / sqrt(1 + noise ** 2).
+    Eight hidden signals of variance 1 change slowly in time. Each modality (video, audio, text) is
+    a nonlinear mixture of some signals, the target a linear mixture of all signals plus noise of
+    standard deviation `noise`: no single modality is sufficient. The highest correlation with the
+    target that can be reached is 1 / sqrt(1 + noise ** 2).
     """
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((n_runs, run_length, 8))
@@ -252,11 +261,14 @@ class FeatureOptions(FolderOptions):
 
 
 def open_arrays(args):
-    """Return ({name: array (rows, dims)}, target or `None`, runs (rows,), subjects (rows,) or
-    `None`) of the files that `args`, a FeatureOptions, names. Default of args.runs: about 20 equal
-    runs, divided where the subject changes. Raises DataError for files that open_array does not
-    accept, repeats of different shapes, and names of modalities that are equal, reserved or not of
-    letters, digits and _, a letter first."""
+    """Open the files that `args`, a FeatureOptions, names. Return ({name of a modality: array
+    (rows, dims)}, target, runs (rows,), subjects); target is an array, a Mean or `None`, subjects
+    (rows,) or `None`. Default of args.runs: about 20 equal runs, divided where the subject changes.
+
+    Raises DataError for files that open_array does not accept, repeats of different shapes, and
+    names of modalities that are equal, reserved, or contain other characters than letters, digits
+    and _, a letter first.
+    """
     arrays = {source_name(path): open_array(path) for path in args.arrays}
     names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"
     wrong = [name for name in arrays if not re.fullmatch(names, name)]
@@ -277,8 +289,8 @@ def open_arrays(args):
 
 
 def run(args):
-    """Write the folder of prepared arrays; print a summary. args: FeatureOptions. Raises UserError
-    for invalid options or files."""
+    """Run the command: write the folder of prepared arrays and print a summary. args:
+    FeatureOptions. Raises UserError for invalid options or files."""
     more = args.target or args.runs or args.subjects
     if bool(args.arrays) == args.synthetic or args.synthetic and more:
         raise UserError("give one or more FILE.npy, or --synthetic without --target, --runs and "

@@ -35,10 +35,11 @@ class FolderOptions:
 
 
 def check_replaceable(out, model, sources, force):
-    """Raise DataError unless the data in the folder `out` may be replaced: `out` is missing or
-    empty, `force` is set, or the data was prepared, even incompletely, for --model `model` from
-    the same `sources`, a list of names in the same order. If "-", standard input, is one of them,
-    only `force` permits it. OSError if `out` is a file."""
+    """Raise DataError unless the data in the folder `out` may be replaced. That is the case if
+    `out` is missing or empty, `force` is True, or the data was prepared (or an interrupted
+    preparation began) for --model `model` from the same `sources`, a list of names in the same
+    order; but not if "-", standard input, is one of the sources. Raises OSError if `out` is a file.
+    """
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:
@@ -52,12 +53,13 @@ def check_replaceable(out, model, sources, force):
 
 @contextmanager
 def new_folder(out, model, sources, force=False):
-    """Context manager that yields a temporary folder next to `out`, or in it if it is a mount
-    point. At the end, the files in it, one of which must be meta.json, are moved to `out`.
+    """Context manager that yields the path of a temporary folder. At the end of the block, the
+    files in this folder, one of which must be meta.json, are moved to the folder `out`.
 
     Until then, and after an exception, `out` does not change. Files of an earlier preparation are
-    removed, all other files in `out` remain. Raises DataError if `out` has files that were not
-    prepared from `sources` for --model `model`, unless `force` is given, and UserError if a
+    removed from `out`, all other files remain. The temporary folder is next to `out`, or inside if
+    `out` is a mount point. Raises DataError if `out` has files that were not prepared from
+    `sources`, a list of names, for --model `model`, unless `force` is True; UserError if a
     different process prepares the same folder.
     """
     check_replaceable(out, model, sources, force)
@@ -98,8 +100,9 @@ def move_files(folder, out):
 
 
 def read_settings(path):
-    """Return the settings {key: text} of a YAML configuration, `path` (a Path), merged into those
-    of the file that the key `base` names, recursively; {} if the file does not exist."""
+    """Return the settings {key: value as text} of the YAML configuration `path`, a Path. If it has
+    the key `base`, the name of a file in the same folder, the settings of that file are included,
+    with lower priority. {} if `path` does not exist."""
     if not path.exists():
         return {}
     settings = yaml.load(path.read_text("utf-8"), PlainLoader)
@@ -108,9 +111,10 @@ def read_settings(path):
 
 
 def is_too_long(numbers, path):
-    """Return whether training with the YAML configuration `path`, a Path, would exceed WARN_EPOCHS
-    (20) epochs; False if it sets max_epochs. numbers: {name: number} of the training split, with
-    "rows", "pairs" or "questions", or else "tokens"."""
+    """Return whether training with the configuration `path`, a Path of a YAML file, would take more
+    than WARN_EPOCHS (20) epochs; False if the configuration sets max_epochs. numbers: {name:
+    number} of the training split; the samples of an epoch are counted by "rows", "pairs" or
+    "questions", otherwise computed from "tokens"."""
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
@@ -120,18 +124,18 @@ def is_too_long(numbers, path):
 
 
 def start_option(source):
-    """Return the text " --init_from SOURCE", the option of run_train.py to start from `source`, the
-    --tokenizer of a command, if that is a model: a checkpoint (.pt), hf:OWNER/NAME or a Hugging
-    Face folder; otherwise ""."""
+    """Return " --init_from SOURCE", the option of run_train.py to start from a model, if `source`,
+    the value of --tokenizer, is a model: a checkpoint (.pt), hf:OWNER/NAME or a Hugging Face
+    folder; otherwise ""."""
     config = os.path.expanduser(os.path.join(source, "config.json"))
     is_model = source.startswith("hf:") or source.endswith(".pt") or os.path.exists(config)
     return f" --init_from {shlex.quote(source)}" if is_model else ""
 
 
 def report(out, splits, config, options=""):
-    """Print the numbers of each split of the folder `out`, and the command that trains on this
-    folder. splits: {split: {name: number}}. config: configuration for this command, a path below
-    train/ without .yaml. options: text to append to the command."""
+    """Print the numbers of each split, and the command that trains on the folder `out`. splits:
+    {split: {name: number}}. config: the configuration for this command, a path below train/ without
+    .yaml, e.g. "configs/chat". options: text to append to the command."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]

@@ -6,8 +6,8 @@
 A record has a text, a label, and evidence: a part of the text, as words or as offsets in
 characters, or a list of several parts. Label or evidence may be missing. Writes train, val and test
 arrays with one row per text (SPLIT_tokens.npy etc., see data/labels.py) and meta.json. The split is
-a hash of the text, or of the field --group, so that records that belong together are in the same
-split.
+chosen by a hash of the text, or of the field --group, so that records of the same group are in the
+same split.
 """
 
 import contextlib
@@ -57,8 +57,9 @@ class LabelOptions(FolderOptions, Fields):
 
 
 def prepare_labels(args):
-    """Write the folder of texts for --model classifier and print a summary. args: LabelOptions; if
-    args.example is True, args.files and args.group are overwritten. UserError for invalid args."""
+    """Run the command: write the folder of labelled texts and print a summary. args: LabelOptions;
+    with args.example, args.files and args.group are overwritten. Raises UserError for invalid
+    options or files."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
     tokenizer = open_tokenizer(args.tokenizer)
@@ -101,9 +102,9 @@ def prepare_labels(args):
 
 
 def split_rows(rows, fraction):
-    """Return {"train": rows, "val": rows, "test": rows}: LabelledTexts, split by a hash of
-    row.group, so that rows of a group stay together. fraction: of val, and of test. Raises
-    DataError for an empty split."""
+    """Split a list of LabelledTexts by a hash of the group. Return {"train": list, "val": list,
+    "test": list}. fraction: the share of the groups for val, and also for test. Raises DataError if
+    a split is empty."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
@@ -114,8 +115,9 @@ def split_rows(rows, fraction):
 
 
 def find_classes(rows):
-    """Return the sorted labels of LabelledTexts (numerically if all are integers), [] for data
-    without labels. Raises DataError if only some rows have a label, or all have the same."""
+    """Return the list of the different labels of `rows`, LabelledTexts, sorted (numerically if all
+    are integers); [] for data without labels. Raises DataError if only some rows have a label, or
+    all have the same label."""
     names = {row.label for row in rows}
     if names == {None}:
         return []
@@ -130,9 +132,10 @@ def find_classes(rows):
 # the example: which word is missing from this piece of code, and where?
 
 def missing_words(source):
-    """Yield (word, text, start, end): `text` is a few lines of `source`, Python code, without one
-    occurrence of `word`, one of EXAMPLE_WORDS; text[start:end] is the name that followed the word,
-    the evidence. Raises SyntaxError or tokenize.TokenError for invalid source."""
+    """Find examples of a missing word in Python code. Yield (word, text, start, end) for each:
+    `text` is a few lines of `source`, a string, without one occurrence of `word`, an entry of
+    EXAMPLE_WORDS; text[start:end], the evidence, is the name that followed the word. Raises
+    SyntaxError or tokenize.TokenError for invalid source."""
     lines = source.splitlines(keepends=True)
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
@@ -148,9 +151,10 @@ def missing_words(source):
 
 
 def example_records():
-    """Yield (file, {"text", "label", "start", "end", "file"}) of missing_words() in the sources of
-    numpy and torch, EXAMPLE_ROWS_PER_WORD per word. Texts are unique: a copy could be in another
-    split."""
+    """Yield (location, record) of example data: records {"text", "label", "start", "end", "file"}
+    from missing_words() in the sources of numpy and torch; location and "file" are the name of the
+    source file. There are at most EXAMPLE_ROWS_PER_WORD records for each label. All texts are
+    different: a copy could be in another split."""
     files = {}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])

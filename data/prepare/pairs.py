@@ -9,9 +9,9 @@ Formats of records (TRL, UltraFeedback):
 
 Writes, for train and val, SPLIT_tokens.npy and SPLIT_mask.npy (each row: the chosen conversation,
 then the rejected one; the mask is 1 for the tokens of the last answer), and SPLIT_logps.npy (both
-answers' log probabilities according to the model --reference). meta.json identifies the weights of
-that model by a digest, and states the precision, which must be that of training: if both are the
-same, training starts at a margin of 0.
+answers' log probabilities according to the model --reference). meta.json has a digest of the
+weights of this model, and the precision (--dtype). Training must start from these weights and use
+this precision; the margin of every pair is then 0 at the start.
 """
 
 import shlex
@@ -40,10 +40,11 @@ class PairOptions(SampleOptions):
 
 
 def to_pair(record):
-    """Return [messages with the chosen answer, messages with the rejected answer] of a record, a
-    dict with chosen, rejected and perhaps prompt (see join_messages) and system, a text; messages:
-    [(role, text), ...] that end with the answer. Raises ValueError for missing or invalid fields,
-    different messages before the answers, or equal answers."""
+    """Return [conversation with the chosen answer, conversation with the rejected answer] of a
+    record; each is a list of messages (role, text) that ends with the answer. record: a dict with
+    chosen and rejected, and optionally prompt (see join_messages) and system, a text. Raises
+    ValueError for missing or invalid fields, for different messages before the answers, and for
+    equal answers."""
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -59,11 +60,14 @@ def to_pair(record):
 
 
 def join_messages(prompt, answer, name):
-    """Return the conversation [(role, text), ...] of a prompt (a text, list of messages or `None`)
-    and an answer: a text if there is a prompt, a list of messages that begins with the assistant's,
-    or the whole conversation, which is returned as it is. Messages are dicts. name: the field of
-    the answer, for error messages. Raises ValueError for other values, and for a whole conversation
-    without a message of the prompt."""
+    """Return the conversation [(role, text), ...] of a prompt and an answer.
+
+    prompt: a text, a list of messages, or `None`. answer: a text (only with a prompt); a list of
+    messages that begins with the assistant's, which follow the prompt; or a list with the whole
+    conversation, which is returned. Messages are dicts, as for parse_messages. name: the field of
+    the answer, for error messages. Raises ValueError for other values, and if the whole
+    conversation lacks a message of the prompt.
+    """
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):
@@ -81,16 +85,17 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Set `mask` (n,), which is 1 for answers, to 0 before the last answer, in place. Return (ids,
-    mask)."""
+    """Change `mask` (n,), which is 1 for all answers, in place: keep the 1s of the last answer
+    only. Return (ids, mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask
 
 
 class PairWriter(SampleWriter):
-    """The steps of data.prepare.pairs: encodes pairs of conversations and computes the log
-    probabilities of a reference model. args: PairOptions."""
+    """The steps of the command data.prepare.pairs: encodes pairs of conversations and computes the
+    log probabilities of a reference model. args: a PairOptions. The constructor loads the model
+    args.reference; it raises DataError if this is not a chat model."""
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"
@@ -116,9 +121,10 @@ class PairWriter(SampleWriter):
         self.options = f" --init_from {shlex.quote(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
-        """Return [(ids, mask), (ids, mask)] of the chosen and the rejected conversation of a
-        record, a dict; the mask is 1 for the last answer. `None`, counted in self.notes, if one is
-        longer than block_size + 1 tokens. Raises ValueError for an invalid record."""
+        """Return [(ids, mask) of the chosen conversation, (ids, mask) of the rejected one], arrays
+        (n,), of a record, a dict. The mask is 1 for the last answer. Return `None`, and count the
+        reason in self.notes, if one of both is longer than block_size + 1 tokens. Raises ValueError
+        for an invalid record."""
         pair = [mask_last_answer(*self.template.sequences(side, self.tokenizer)[-1])
                 for side in to_pair(record)]
         width = self.block_size + 1
@@ -128,9 +134,10 @@ class PairWriter(SampleWriter):
         return pair
 
     def write(self, folder, splits):
-        """Write the encoded pairs {"train": [...], "val": [...]}, and the log probabilities of the
-        reference model, to `folder`. Rows fit the longest conversation. Return {split: numbers for
-        meta.json}."""
+        """Write the encoded pairs and the log probabilities of the reference model to `folder`.
+        splits: {"train": list of results of encode(), "val": list}. self.block_size is first
+        reduced, if possible, to the longest conversation. Return {split: {name: number}}, for
+        meta.json."""
         import torch
 
         from train.device import choose_dtype

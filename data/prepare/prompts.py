@@ -9,7 +9,7 @@ the reward uses.
 Writes, for train and val, SPLIT_tokens.npy (one row per prompt, filled up with end tokens),
 SPLIT_length.npy (tokens of the prompt) and SPLIT_rows.jsonl (per row the question, the reference
 answer or null, and the record, which the reward receives). The validation split has the same
-questions as that of data.prepare.chat.
+questions as the validation split of data.prepare.chat.
 """
 
 import json
@@ -35,11 +35,14 @@ class PromptOptions(SampleOptions):
 
 
 def to_question(record, fields=()):
-    """Return (messages [(role, text), ...] up to the last question, reference answer or `None`,
-    record) of `record`, a dict. The reference answer, a text, is the answer to the last question
-    or, without one, the field `answer`. fields: the field of the prompt, or the fields of the
-    question and, last, of the answer (default: those of a known format). Raises ValueError for
-    other fields or without a question."""
+    """Return (messages, answer, record) of a record, a dict: messages are [(role, text), ...] up to
+    the last question; answer is the reference answer, a text or `None`.
+
+    The reference answer is the answer to the last question in the record or, without this, the
+    field `answer`. fields: the field of the prompt, or the fields of the question and, last, of the
+    answer (default: the fields of a known format, see to_messages). Raises ValueError for a record
+    without these fields or without a question.
+    """
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
     if messages and messages[-1][0] == "assistant":
@@ -51,17 +54,21 @@ def to_question(record, fields=()):
 
 
 class PromptWriter(SampleWriter):
-    """The steps of data.prepare.prompts: encodes prompts and writes rows. args: PromptOptions."""
+    """The steps of the command data.prepare.prompts: encodes prompts and writes rows. args: a
+    PromptOptions."""
     noun = "question"
     model = "grpo"
     suffix = "-prompts"
 
     def encode(self, record):
-        """Return [(ids, mask), list of ids of the prompt, line of SPLIT_rows.jsonl as a dict] of a
-        record, a dict, or `None`, counted in self.notes, if the prompt is too long. (ids, mask) are
-        for split_by_prompt: the conversation before the first answer, as in data.prepare.chat, and
-        one token in place of the answer, the only one with mask 1. Raises ValueError for an
-        invalid record."""
+        """Return [(ids, mask), prompt, line] of a record, a dict. Return `None`, and count the
+        reason in self.notes, if the prompt is too long. Raises ValueError for an invalid record.
+
+        (ids, mask): arrays (n,) for split_by_prompt, which then chooses the same split as in
+        data.prepare.chat: the conversation before the first answer, and one token in place of the
+        answer, the only one with mask 1. prompt: the list of token ids to write. line: a dict, the
+        line of SPLIT_rows.jsonl.
+        """
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)
@@ -75,8 +82,9 @@ class PromptWriter(SampleWriter):
         return [(np.array([*start, self.tokenizer.eot_token], np.uint32), mask), ids, line]
 
     def write(self, folder, splits):
-        """Write the encoded prompts {"train": [...], "val": [...]} to `folder`, in rows as long as
-        the longest prompt. Return {split: numbers for meta.json}."""
+        """Write the encoded prompts to `folder`, in rows as long as the longest prompt. splits:
+        {"train": list of results of encode(), "val": list}. Sets self.block_size to that length.
+        Return {split: {name: number}}, for meta.json."""
         self.block_size = max(len(ids) for rows in splits.values() for _, ids, _ in rows)
         return super().write(folder, splits)
 

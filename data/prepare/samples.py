@@ -33,10 +33,11 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (location, {"prompt", "response", "chosen", "rejected"}), sample data: for each
-    snake_case name in the source of Python's standard library, a question about another spelling of
-    it, e.g. CamelCase; the correct answer, as response and chosen; and a wrong one, in which one
-    letter has the other case. source: "example", or "example-more" for further spellings."""
+    """Yield (location, record) of example data, records {"prompt", "response", "chosen",
+    "rejected"}. For each snake_case name in the source of Python's standard library: a question
+    about another spelling of the name, e.g. CamelCase; the correct answer, as response and chosen;
+    and as rejected a wrong answer, in which one letter has the other case. source: "example", or
+    "example-more" for further spellings."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -59,14 +60,17 @@ def example_records(source):
 
 
 class SampleWriter:
-    """Base class of data.prepare.chat, pairs and prompts; run() does the work. args: SampleOptions.
-    Subclasses set noun (the word for a sample) and model (the value of --model), and define
+    """Base class of the commands data.prepare.chat, pairs and prompts; run() does all the work.
+    args: a SampleOptions. Subclasses set noun (the word for a sample in messages) and model (a
+    value of --model), and define
 
-        encode(record)          the encoded sample, whose first item is (ids, mask), for
-                                split_by_prompt; `None`: left out, and counted in self.notes.
-                                Raises ValueError for an invalid record
+        encode(record)          return the encoded sample, a list whose first item is (ids, mask),
+                                for split_by_prompt; or `None`, to leave the record out, after
+                                counting the reason in self.notes. Raises ValueError for an
+                                invalid record
         write_split(folder, split, samples)
-                                writes the encoded samples and returns the numbers of meta.json
+                                write the encoded samples of a split; return {name: number},
+                                for meta.json
     """
     suffix = ""  # of the default folder
     config = ""  # of the next command (default: that of the model type), and options
@@ -88,9 +92,9 @@ class SampleWriter:
         self.extra = {}  # keys of meta.json
 
     def run(self):
-        """Write the folder of prepared samples, args.out or by default one in data/bin, and print a
-        summary. Raises DataError for a tokenizer without an end of text, bad records (see `read`),
-        and a folder with other data unless args.force is True."""
+        """Run the command: write the folder of prepared samples, args.out or by default a folder in
+        data/bin, and print a summary. Raises DataError for a tokenizer without an end of text, the
+        errors of `read`, and for a folder with other data unless args.force is True."""
         args = self.args
         name = source_name(args.sources[0]) + self.suffix
         out = args.out or os.path.join("data", "bin", name)
@@ -108,13 +112,14 @@ class SampleWriter:
         report(out, splits, self.config or f"configs/{self.model}", self.options)
 
     def write(self, folder, splits):
-        """Write the encoded samples {"train": [...], "val": [...]} to `folder`. Return {split:
-        numbers for meta.json}."""
+        """Write all encoded samples to `folder`. splits: {"train": list of results of encode(),
+        "val": list}. Return {split: {name: number}}, for meta.json."""
         return {split: self.write_split(folder, split, part) for split, part in splits.items()}
 
     def read(self):
-        """Read and encode the records of args.sources. Return {"train": encoded samples, "val":
-        encoded samples}. Raises DataError for bad records (unless args.skip_bad) and for an empty
+        """Read and encode the records of args.sources, and split them by a hash of the prompt.
+        Return {"train": list of results of encode(), "val": list}. Prints how many records were
+        left out, and why. Raises DataError for bad records (unless args.skip_bad) and for an empty
         split."""
         args = self.args
         self.notes = Counter()
@@ -131,7 +136,7 @@ class SampleWriter:
         return splits
 
     def pad_tokens(self, ids, width):
-        """Return an array (n, width) of n sequences of up to `width` ids, padded with end
-        tokens."""
+        """Return an array (n, width) of token ids: n sequences, each filled up with end tokens.
+        ids: n sequences of at most `width` ids."""
         dtype = id_dtype(self.tokenizer.n_vocab)
         return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

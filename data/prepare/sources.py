@@ -27,10 +27,10 @@ MIN_BYTES = 4  # of text: two for each split
 # finding files
 
 def find_files(source, skipped_folder):
-    """Return the list of paths to read for a source. A folder: the files below it, in a fixed
-    order, without hidden ones and without `skipped_folder` (an absolute path). dataset:stdlib: the
-    .py files of Python's library. Any other source (a file, hf:NAME, -, a folder that the package
-    datasets saved): [source]."""
+    """Return the list of paths to read for a source, a name. For a folder: the files in it and in
+    folders below, in a fixed order, without hidden ones and without `skipped_folder` (an absolute
+    path). For dataset:stdlib: the .py files of Python's library. For any other source (a file,
+    hf:NAME, -, a folder that the package datasets saved): [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -40,8 +40,8 @@ def find_files(source, skipped_folder):
 
 
 def source_name(source):
-    """Return the default name of the data that are prepared from a source: of a path or hf:NAME
-    without folders and extensions, "stdin" for -."""
+    """Return the name of a source, for the default name of the output folder: the last part of the
+    path or of hf:NAME, without extension; "stdin" for "-"."""
     if source == "-":
         return "stdin"
     path = source.split(":")[1] if source.startswith("hf:") else os.path.abspath(source)
@@ -52,10 +52,11 @@ def source_name(source):
 # reading documents
 
 def has_records(path):
-    """Return whether a source (file, folder, hf:NAME or - for standard input) has records, e.g.
-    JSONL or CSV; otherwise it is text. Folders and data sets of the hub always have records, a file
-    by its extension. Standard input is recognised by the first characters, { or [{, which are not
-    consumed."""
+    """Return whether a source has records, e.g. JSONL or CSV; if False, it is text. path: a file, a
+    folder, hf:NAME, or "-" for standard input. Folders and data sets of the hub always have
+    records; a file, if the extension is one of RECORD_EXTENSIONS, also with .gz; standard input, if
+    it begins with { or [{. The first characters of standard input can still be read after this
+    call."""
     if path == "-":
         return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
     return (os.path.isdir(path) or records.is_hub_name(path)
@@ -63,9 +64,10 @@ def has_records(path):
 
 
 def read_text(path, separator):
-    """Yield (text, whether a document ends here) of a text file: blocks of one document, or
-    documents between lines equal to `separator` ("": blank lines, `None`: the file is one
-    document). Raises ValueError if the file is binary or not UTF-8."""
+    """Yield (text, whether a document ends here) of a text file. separator: the line between two
+    documents, "" for blank lines: each document is yielded as a whole. `None`: the file is one
+    document, which is yielded in several blocks; only the last has True. Raises ValueError if the
+    file is binary or not UTF-8."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
@@ -87,8 +89,9 @@ def read_text(path, separator):
 
 
 def record_text(record, fields):
-    """Return the text of a record, a dict: the texts of `fields`, joined by newlines. Raises
-    ValueError if a field is missing or neither text nor null."""
+    """Return the text of a record, a dict: the texts of `fields`, a list of names, joined by
+    newlines. null counts as no text. Raises ValueError if a field is missing or has a different
+    value."""
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -97,10 +100,11 @@ def record_text(record, fields):
 
 
 class Documents:
-    """The documents of all sources, one after the other in a new file of UTF-8, `path`: call
-    add_file() per file of a source, then file.close(). Attributes: path, file, ends (of each
-    document, in bytes), size (bytes), kinds (of the sources, a set of "records", which are never
-    divided, and "text files"), is_damaged (whether the last file could be read in part only)."""
+    """The documents of all sources, one after the other in a new UTF-8 file, `path`. Call
+    add_file() for each file of a source, then file.close(). Attributes: path; file; ends, the
+    position after each document in bytes; size, in bytes; kinds, the set of kinds of the sources
+    ("records", which are never divided, and "text files"); is_damaged, whether reading the last
+    file failed in the middle."""
 
     def __init__(self, path):
         self.path = path
@@ -114,8 +118,9 @@ class Documents:
         return self.ends[-1] if self.ends else 0
 
     def add_file(self, path, o):
-        """Add the documents of a file, or none if it has problems. o: Options of data.prepare.
-        Return the list of problems, [(location, message)]."""
+        """Append the documents of the file `path`, or no document if the file has problems. o:
+        Options of data.prepare (field, separator, num_samples). Return the list of problems,
+        [(location, message), ...]."""
         size = self.size
         ends = array("q", [size])
         problems = []
@@ -149,10 +154,10 @@ class Documents:
 
 
 def read_sources(o, path):
-    """Copy the text of o.sources to the file `path`. Return (Documents, names of skipped files):
-    skipped are files that were read already, e.g. by a link, and files in folders that are no text.
-    o: Options of data.prepare. Raises a DataError that lists the problems of all sources, also if
-    there is almost no text."""
+    """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
+    (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
+    link, and files in a folder that are not text. Raises a DataError that lists the problems of all
+    sources, also if there is almost no text."""
     documents = Documents(path)
     skipped = []
     problems = []

@@ -42,10 +42,10 @@ from train.system import load_model_type
 
 @dataclass
 class Source:
-    """A model to export: path of the checkpoint; weights {our name: tensor}; shape, the GPTConfig
-    or MoEConfig; tokenizer and chat template, if any. formulas: {"DEFINITION (FILE)": digest} of
-    the functions and classes for the logits that were edited when the checkpoint was written, or
-    None (model/core/formulas.py)."""
+    """A model to export. path: of the checkpoint. weights: {name in this program: tensor}. shape:
+    the GPTConfig or MoEConfig. tokenizer: the Tokenizer, or `None`. template: the ChatTemplate, or
+    `None`. formulas: {"DEFINITION (FILE)": digest} of the definitions for the logits that had been
+    edited when the checkpoint was written, or `None` if unknown (model/core/formulas.py)."""
     path: str
     weights: dict
     shape: object
@@ -55,10 +55,11 @@ class Source:
 
 
 def read_source(state, path, backbone=None, for_others=True):
-    """Return the Source of the checkpoint `state`, a dict read from `path`, with adapters merged.
-    backbone: the present path of the model that adapters need; for_others: whether a different
-    program will compute the logits: then the code that computes them must not have been edited.
-    Raises CheckpointError for models that cannot be exported."""
+    """Return the Source of a checkpoint, with adapters merged into the weights. state: the
+    checkpoint, a dict. path: the file it was read from. backbone: the present path of the frozen
+    model that adapters need, if it was moved. for_others: whether a different program will compute
+    the logits; then the code that computes them here must not have been edited. Raises
+    CheckpointError for a model that cannot be exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -74,8 +75,8 @@ def read_source(state, path, backbone=None, for_others=True):
 # formats
 
 def convert_weights(weights, precision):
-    """Return `weights` {name: tensor} in `precision`, the name of a dtype. Raises CheckpointError
-    for values that are too large for it."""
+    """Return {name: tensor}: `weights` {name: tensor} converted to the dtype `precision`, a name,
+    e.g. "bfloat16". Raises CheckpointError for values that are too large for this dtype."""
     weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
     if bad := find_non_finite(weights):
         raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
@@ -94,9 +95,9 @@ def write_json(folder, name, content):
 
 def export_folder(source, to, precision):
     """Write a Source to the folder `to` in the format of Hugging Face, for transformers, vLLM and
-    llama.cpp's converter; return a description, e.g. "a LlamaForCausalLM". Deletes files of a
-    different model in it. precision: dtype of the weights, a name. Raises CheckpointError for
-    options that no family of models has."""
+    llama.cpp's converter. Files of an earlier model in the folder are deleted or replaced.
+    precision: name of the dtype of the weights. Return a description, e.g. "a LlamaForCausalLM".
+    Raises CheckpointError for options that no model class of transformers in FAMILIES has."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -125,9 +126,10 @@ def export_folder(source, to, precision):
 
 
 def export_weights(source, to, precision):
-    """Write the weights of a Source by our names to the .safetensors file `to`, with configuration,
-    formulas, tokenizer and chat template as JSON in the header; return a text that says what was
-    written. precision: dtype of the weights, a name."""
+    """Write a Source to the .safetensors file `to`: weights by the names of this program;
+    configuration, formulas, tokenizer and chat template as JSON in the header. precision: name of
+    the dtype of the weights. Return a description of the file. Raises CheckpointError for values
+    that are too large for this dtype."""
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
@@ -137,9 +139,9 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a Source to the file `to`, a checkpoint for nanoGPT's sample.py; return a description.
-    precision is not used: weights keep the dtype. Raises CheckpointError for options that nanoGPT
-    does not have."""
+    """Write a Source to the file `to`, a checkpoint for nanoGPT's sample.py. precision is ignored:
+    weights keep the dtype. Return a description of the file. Raises CheckpointError for options
+    that nanoGPT does not have."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
@@ -149,10 +151,11 @@ def export_nanogpt(source, to, precision):
 
 
 def export_merged(state, path, to, precision, backbone):
-    """Write the checkpoint `state`, a dict read from `path`, as one checkpoint of this program with
-    the backbone to the file `to`: adapters are merged into the weights; the layers of model/memory
-    stay beside it. backbone: present path of the backbone; precision: dtype of the weights, a name.
-    Return a text that says what was written, and the next command."""
+    """Write a model with a backbone as one checkpoint of this program, which does not need the
+    backbone's file, to the file `to`. Adapters are merged into the weights; memory layers
+    (model/memory) are stored as they are. state: the checkpoint, a dict. path: the file it was read
+    from. precision: name of the dtype of the weights. backbone: the present path of the backbone,
+    if it was moved. Return a description of the file and the command to use it."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -177,11 +180,15 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
-    """Write the model at `ckpt`, a path that read_model() accepts, to `to`, in the format that the
-    name implies: .pt (nanoGPT's; this program's for shards, adapters and model/memory),
-    .safetensors, .gguf, otherwise a Hugging Face folder. backbone: present path of the frozen
-    model; ema: write the running averages of the weights; quantize: "q8_0", for .gguf. Prints what
-    was written. Raises UserError."""
+    """Run the command: write a model in the format that the name `to` implies: FILE.pt (nanoGPT's
+    format; this program's for a sharded checkpoint, adapters and memory layers), FILE.safetensors,
+    FILE.gguf, otherwise a Hugging Face folder. Prints a description of the result.
+
+    ckpt: a path that read_model() accepts. save_precision: name of the dtype of the weights,
+    ignored for nanoGPT's format. backbone: the present path of the frozen model, if it was moved.
+    ema: write the running averages of the weights. quantize: "q8_0" or `None`, only for .gguf.
+    Raises UserError.
+    """
     ending = os.path.splitext(to)[1]
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).

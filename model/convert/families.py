@@ -1,10 +1,10 @@
-"""config.json of `transformers` and nanoGPT's model_args, to and from our configuration: one table,
-used both ways.
+"""Convert configurations: config.json of `transformers` and nanoGPT's model_args, to and from
+GPTConfig and MoEConfig. One table, FAMILIES, is used in both directions.
 
-A Family is a model_type. Reading gives the fields of a GPTConfig or MoEConfig. A family computes
-the same as a model if writing and reading the model's configuration gives it back; otherwise
-CheckpointError names the options that the family does not have: a model is converted with the
-logits that it has, or not at all.
+A Family describes the models of one model_type of `transformers`. To export a model, the
+configuration is written in the keys of a Family and read back. If all fields are the same, other
+programs compute the same logits. Otherwise CheckpointError names the fields that differ: a model is
+exported with the same logits, or not at all.
 """
 
 import json
@@ -69,14 +69,16 @@ FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window",
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: the class in `transformers`, the keys of config.json and their implied values.
+    """The models of one model_type of `transformers`. "Field": of a GPTConfig or MoEConfig; "key":
+    of config.json.
 
-    keys: {our field: key of config.json}. values: {our field: [values]} that these models imply,
-    without a key, if not our default; the first is read, any is exported. defaults: {key: the value
-    if it is missing}. layers: the letters of read_layers() that these models may have.
-    activations: {name there: our mlp}. constants: {key: value} that is always written.
-    experts: whether it is a mixture of experts. is_encoder: whether it is a backbone for
-    classifiers, which is read and not written.
+    architecture: name of the class in `transformers`. keys: {field: key}. values: {field: list of
+    values} of fields without a key in which these models differ from the default; the first value
+    is set when a model is read, and any of them can be exported. defaults: {key: value if the key
+    is missing}. layers: the letters of read_layers() that these models may have. activations:
+    {value of the key hidden_act or the like: value of the field mlp}. constants: {key: value} that
+    are always written. experts: whether it is a mixture of experts. is_encoder: whether it is a
+    backbone for classifiers, which can be read but not written.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -151,8 +153,9 @@ WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and not family.
 # reading a config.json
 
 def read_config(c, path):
-    """Return (model_type, {field: value} of a GPTConfig or MoEConfig) of c, the dict in a
-    config.json at `path`. Raises CheckpointError for unsupported options and models."""
+    """Return (model_type, {field: value} for a GPTConfig or MoEConfig) of `c`, the dict in a
+    config.json. path: of this file, for messages. Raises CheckpointError for models and options
+    that are not supported."""
     kind = c.get("model_type") if isinstance(c, dict) else None
     if kind == "gemma3" and isinstance(c.get("text_config"), dict):  # multimodal: the text part
         kind = "gemma3_text"
@@ -174,9 +177,9 @@ def read_config(c, path):
 
 
 def read_fields(given, family):
-    """Return {field: value} of a GPTConfig or MoEConfig from `given`, the dict in a config.json of
-    a Family. Raises CheckpointError for unsupported options; KeyError for a missing key, other
-    exceptions for values of a wrong type."""
+    """Return {field: value} for a GPTConfig or MoEConfig. given: the dict in a config.json. family:
+    the Family of the model. Raises CheckpointError for options that are not supported, KeyError for
+    a missing key, TypeError, ValueError and others for values of a wrong type."""
     c = DEFAULTS | family.defaults | given
     known = USED | set(family.keys.values())
     if wrong := [f"{k}: {v!r}" for k, v in sorted(given.items())
@@ -211,9 +214,10 @@ def read_fields(given, family):
 
 
 def read_attention(c, family, out):
-    """Add the fields of layer types, windows, rotary positions and scales to the dict `out` of
-    fields, in place, from c, the dict in a config.json with defaults. Raises CheckpointError for
-    unsupported options."""
+    """Add the fields for layer types, windows, rotary positions and scales of embeddings and scores
+    to `out`, in place. out: {field: value} so far, with n_embd, n_head and n_layer. c: the dict in
+    a config.json, with default values. family: the Family of the model. Raises CheckpointError for
+    options that are not supported."""
     head_dim = out.get("head_dim") or out["n_embd"] // out["n_head"]
     if head_dim % 2:
         raise CheckpointError(f"head_dim: {head_dim}, expected an even number")
@@ -243,9 +247,9 @@ def read_attention(c, family, out):
 
 
 def read_layers(c, n):
-    """Return a string with the letter of each of n layers, as in the key layer_types (F full, W
-    window; f, w: without rotary positions), from c, the dict in a config.json. Raises
-    CheckpointError for invalid values."""
+    """Return a string of n letters, the type of attention of each layer: F full, W with a window;
+    f, w: the same without rotary positions. c: the dict in a config.json, with default values.
+    Raises CheckpointError for invalid values."""
     types = c.get("layer_types")
     every = c.get("_sliding_window_pattern", c.get("sliding_window_pattern"))
     if types is None and every:
@@ -266,10 +270,10 @@ def read_layers(c, n):
 
 
 def read_rope(given, theta):
-    """Return (rope_theta, rope_scaling), fields of a GPTConfig, of `given`, an entry of
-    rope_parameters in a config.json. rope_scaling: a text, "FACTOR" or Llama 3's four numbers,
-    "8,1,4,8192", or None. theta: the default of rope_theta. Raises CheckpointError for unsupported
-    types."""
+    """Return (rope_theta, rope_scaling), two fields of a GPTConfig. given: a dict of rotary
+    parameters in a config.json (rope_parameters or rope_scaling). theta: rope_theta if `given` does
+    not have it. rope_scaling is a text, "FACTOR" or Llama 3's four numbers, e.g. "8,1,4,8192", or
+    `None`. Raises CheckpointError for types other than default, linear and llama3."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
         raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3")
@@ -282,8 +286,9 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(config_json):
-    """Return {field: value}, all fields of a GPTConfig in config_json, the text of a config.json,
-    except SIZES. Older checkpoints have this text as "family" in model_args, besides the sizes."""
+    """Return {field: value} of a GPTConfig that config_json implies, except the fields in SIZES.
+    config_json: the text of a config.json, which older checkpoints have as "family" in model_args,
+    together with the fields in SIZES."""
     _, new = read_config(json.loads(config_json), "family")
     new["max_positions"] = new["max_positions"] or new["block_size"]
     return {k: v for k, v in new.items() if k not in SIZES}
@@ -293,9 +298,10 @@ def upgrade_fields(config_json):
 # writing a config.json
 
 def find_family(shape, path, kinds=WRITTEN):
-    """Return the model_type, a key of FAMILIES and one of `kinds`, that computes the same as the
-    GPTConfig or MoEConfig `shape`. Raises CheckpointError, with the options that the closest one
-    does not have. path: of the model, for messages."""
+    """Return the model_type, a key of FAMILIES, whose models compute the same logits as a model
+    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from. path:
+    of the model, for messages. Raises CheckpointError if there is no such model_type; the message
+    names the options that the most similar one does not have."""
     wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds
              if FAMILIES[kind].experts == hasattr(shape, "n_experts") or len(kinds) == 1}
     kind = min(wrong, key=lambda k: len(wrong[k]))
@@ -305,16 +311,17 @@ def find_family(shape, path, kinds=WRITTEN):
 
 def refuse(wrong, name, path):
     """Raise CheckpointError if `wrong`, a list of texts from mismatches(), is not empty. name: of
-    the program that does not have these options; path: of the model."""
+    the program or class that does not have these options. path: of the model, for the message."""
     if wrong:
         raise CheckpointError(f"{path}: not supported by {name}: {', '.join(wrong)}; to export, "
                               "train with the values in parentheses")
 
 
 def mismatches(shape, family, changes=()):
-    """Return a list of texts, one per option of `shape`, a GPTConfig or MoEConfig, that changes
-    when the options are written in the keys of a Family, updated by `changes` {key: value}, and
-    read back. []: the same logits."""
+    """Return a list of texts, one for each option that changes when the configuration of a model is
+    written in the keys of a Family and read back, because the Family cannot represent it. []: other
+    programs compute the same logits. shape: the GPTConfig or MoEConfig. changes: {key: value} to
+    replace after writing, e.g. keys that a program does not read."""
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
     except ValueError as error:  # before the comparison: further options may differ
@@ -337,15 +344,16 @@ def mismatches(shape, family, changes=()):
 
 
 def list_layers(shape):
-    """Return [letter of each layer] of a GPTConfig, as in the key layer_types: F full attention, W
-    window; f, w: the same without rotary positions."""
+    """Return a list with the letter of each layer of a GPTConfig, the type of attention: F full, W
+    with a window; f, w: the same without rotary positions."""
     return [shape.layer_type(i) for i in range(shape.n_layer)]
 
 
 def write_config(shape, kind, dtype, end):
-    """Return the content of config.json, a dict, as transformers 4 and 5 read it. shape: a
-    GPTConfig or MoEConfig; kind: a key of FAMILIES; dtype: of the weights, a name; end: the id of
-    the tokenizer's end of text, or None, for eos_token_id and bos_token_id if `shape` has none."""
+    """Return the content of a config.json, a dict, as transformers 4 and 5 read it. shape: a
+    GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. dtype: name of the dtype of the
+    weights. end: id of the tokenizer's end of text, or `None`; used for eos_token_id and
+    bos_token_id if `shape` does not have these."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     fields = write_fields(shape, FAMILIES[kind])
     if shape.pad_id is not None:
@@ -357,8 +365,9 @@ def write_config(shape, kind, dtype, end):
 
 
 def write_fields(shape, family):
-    """Return a GPTConfig as {key: value} in the names of a family's config.json: all keys on which
-    the logits depend (sizes, activation, positions, windows). write_config adds the others."""
+    """Return the keys of a config.json, {key: value}, on which the logits depend (sizes,
+    activation, positions, windows). shape: a GPTConfig or MoEConfig. family: the Family whose keys
+    are used. write_config adds the other keys."""
     out = family.constants | {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     if "mlp" in family.keys:
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
@@ -369,8 +378,8 @@ def write_fields(shape, family):
 
 
 def attention_keys(shape, family):
-    """Return the keys {key: value} of a config.json of a Family for the rotary positions and
-    attention windows of `shape`, a GPTConfig."""
+    """Return the keys of a config.json, {key: value}, for rotary positions and attention windows.
+    shape: a GPTConfig or MoEConfig. family: the Family whose keys are used."""
     out = {}
     factors = shape.rope_factors
     if factors:

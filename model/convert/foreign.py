@@ -1,7 +1,7 @@
 """Read weights that other programs wrote: nanoGPT's ckpt.pt, .safetensors files, and Hugging Face
 folders of the families in model/convert/families.py.
 
-read_model is behind run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
+read_model is used by run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
 are parsed here, without `transformers`. Unsupported options are refused by name.
 """
 
@@ -28,12 +28,11 @@ FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch
 
 
 def read_model(path, state=None):
-    """Read weights of this or other programs; return a dict with the keys of a checkpoint: "model"
-    {our name: tensor}, "model_args", "config", "spec", "tokenizer".
-
-    path: a checkpoint of ours or nanoGPT's, a .safetensors file, a Hugging Face folder, or
-    hf:OWNER/NAME. state: the content of the file, if it was read before. Raises CheckpointError.
-    """
+    """Read a model of this program or of others. Return a dict with the keys of a checkpoint:
+    "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer", and perhaps
+    others. path: a checkpoint of this program or nanoGPT's, a .safetensors file, a Hugging Face
+    folder, or hf:OWNER/NAME. state: the content of the checkpoint file, if it was already read.
+    Raises CheckpointError if the model cannot be read, DataError if a download fails."""
     path = local_folder(str(path))
     if os.path.isdir(path) and not is_sharded(path):
         return read_folder(path)
@@ -54,10 +53,10 @@ def read_model(path, state=None):
 
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
-    """Return the checkpoint of a model, a dict, from `weights` {our name: tensor} and its
-    configuration `shape` (GPTConfig or MoEConfig). path: of the weights, for messages. tokenizer: a
-    Tokenizer; template: the spec of a ChatTemplate. Raises CheckpointError if weights and shape do
-    not fit."""
+    """Return a dict with the keys of a checkpoint. path: of the weights, for messages. weights:
+    {name in this program: tensor}. shape: the configuration, a GPTConfig or MoEConfig. tokenizer: a
+    Tokenizer or `None`. template: the spec of a ChatTemplate (a dict) or `None`. Raises
+    CheckpointError if weights and shape do not fit."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -67,9 +66,9 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """Raise CheckpointError unless `weights` {our name: tensor} have all names and shapes of a
-    model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for
-    messages."""
+    """Raise CheckpointError unless `weights` have exactly the names and shapes of a model with the
+    configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for messages. weights:
+    {name in this program: tensor}."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
     try:
@@ -86,8 +85,8 @@ def check_complete(path, weights, shape):
 
 def read_safetensors_model(path):
     """Return the model in a .safetensors file that this program wrote, as a dict with the keys of a
-    checkpoint: "model" {name: tensor}, "config", "spec", and others from the file's header. Raises
-    CheckpointError."""
+    checkpoint: "model" {name: tensor}, "model_args", "config", "spec", and others from the header
+    of the file. Raises CheckpointError for a file that cannot be read."""
     weights, description = read_safetensors(path)
     args = description.setdefault("model_args", {})
     spec = dict(vocab_size=args.get("vocab_size"), tokenizer=description.get("tokenizer"))
@@ -97,9 +96,11 @@ def read_safetensors_model(path):
 
 
 def read_safetensors(path):
-    """Return ({name: tensor}, description) of a .safetensors file: the keys model_args, config,
-    spec, tokenizer and formulas that are in its header, a dict. The file is memory-mapped: weights
-    are read on use, without a copy in memory. Raises CheckpointError, also for NaN and infinity."""
+    """Return ({name: tensor}, description) of a .safetensors file. description: a dict, the keys
+    model_args, config, spec, tokenizer and formulas as far as the header of the file has them. The
+    tensors are memory-mapped, without a copy in memory. Raises CheckpointError for a file that
+    cannot be read, and for NaN or infinity in a tensor; SetupError without the package safetensors.
+    """
     safetensors = require("safetensors", str(path))
     try:
         with safetensors.safe_open(path, "pt") as f:
@@ -121,8 +122,9 @@ def read_safetensors(path):
 
 def read_folder(folder):
     """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint, see
-    read_model: from config.json, model.safetensors and, if it can be used here, tokenizer.json.
-    Raises CheckpointError."""
+    read_model. Reads config.json, the .safetensors files and, if it exists, tokenizer.json; if this
+    file is not supported, prints a message and continues without a tokenizer. Raises
+    CheckpointError for an incomplete folder and for models that are not supported."""
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
                               f"as {folder}/ckpt.pt, or a Hugging Face folder")
@@ -145,9 +147,10 @@ def read_folder(folder):
 
 
 def read_shards(folder):
-    """Return {name: tensor}, memory-mapped, of the weights in a Hugging Face folder: of all files
-    that model.safetensors.index.json lists, or without this file of model.safetensors. Raises
-    CheckpointError if a file is missing or damaged or has non-finite values."""
+    """Return the weights in a Hugging Face folder, {name in transformers: tensor}, memory-mapped.
+    Reads all files that model.safetensors.index.json lists or, if this file is missing,
+    model.safetensors. Raises CheckpointError if a file is missing or damaged or has non-finite
+    values."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]

@@ -34,12 +34,11 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 
 
 def export_gguf(source, to, precision):
-    """Write the model `source` (Source: weights, shape, tokenizer, template) to the file `to`;
-    return a description.
-
-    precision: of matrices, float32, float16, bfloat16 or q8_0. Raises CheckpointError for options
-    that llama.cpp does not have, DataError, and SetupError without the package gguf.
-    """
+    """Write a model with the tokenizer and chat template to the GGUF file `to`, for llama.cpp.
+    source: a Source. precision: float32, float16, bfloat16 or q8_0, for matrices; other tensors are
+    float32. Return a description of the file. Raises CheckpointError for models, options and
+    tokenizers that llama.cpp does not have, DataError for a tokenizer with very long tokens, and
+    SetupError without the package gguf."""
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
     if kind not in ARCHITECTURES:
@@ -74,9 +73,10 @@ def export_gguf(source, to, precision):
 # weights
 
 def gguf_tensors(weights, c, kind, arch, names):
-    """Return {llama.cpp's name: tensor} of `weights` {our name: tensor}. c: the GPTConfig; kind: a
-    key of FAMILIES; arch: llama.cpp's architecture; names: a TensorNameMap of the package gguf,
-    which converts names in transformers to llama.cpp's."""
+    """Return {name in llama.cpp: tensor}, in the layout of llama.cpp. weights: {name in this
+    program: tensor}. c: the GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. arch:
+    the name of the architecture in llama.cpp. names: a TensorNameMap of the package gguf, which
+    converts names in transformers to names in llama.cpp."""
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
         if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
@@ -92,8 +92,10 @@ def gguf_tensors(weights, c, kind, arch, names):
 
 
 def write_shape(writer, source, arch):
-    """Write the name and configuration (sizes, positions) of a Source to `writer`, a GGUFWriter, in
-    the keys of llama.cpp's architecture `arch`. The context is at most one attention window."""
+    """Write the name and the configuration (sizes, positions) of a Source to `writer`, a
+    GGUFWriter. arch: the name of the architecture in llama.cpp, which is part of the keys. The
+    context length is at most the size of an attention window, because llama.cpp does not compute
+    windows."""
     c = source.shape
     # No windows in llama.cpp: only texts that fit into one are computed the same.
     windows = [c.window for letter in list_layers(c) if letter in "Ww"]
@@ -121,8 +123,9 @@ def write_shape(writer, source, arch):
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
-    """Write tokens, token types, merges, special tokens and the chat template of a Source to
-    `writer`, a GGUFWriter. Raises CheckpointError for a tokenizer that llama.cpp does not have."""
+    """Write the tokenizer (tokens, token types, merges, special tokens) and the chat template, if
+    any, of a Source to `writer`, a GGUFWriter. Raises CheckpointError for a tokenizer that
+    llama.cpp does not have."""
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template
@@ -160,8 +163,8 @@ def write_tokenizer(writer, source):
 
 
 def pattern_name(content):
-    """Return llama.cpp's name of the way in which a tokenizer splits text before byte pairs are
-    merged ("gpt-2", "llama-bpe", ...), or `None` if it has no such name. content: the dict in a
+    """Return llama.cpp's name of the way in which a tokenizer splits text before pairs are merged,
+    e.g. "gpt-2" or "llama-bpe"; `None` if llama.cpp does not have it. content: the dict in a
     tokenizer.json."""
     model = content["model"]
     splitter = content.get("pre_tokenizer") or {}

@@ -1,4 +1,5 @@
-"""Tensor names of `transformers` and nanoGPT, to and from our names: one table, used both ways.
+"""Convert names and layouts of tensors between `transformers` or nanoGPT and this program ("our
+names"). One table, NAMES, is used in both directions.
 
 Shapes differ in few places: GPT-2 concatenates q, k, v and transposes matrices, experts are
 separate tensors, our vocabulary is padded to a multiple of 128, and Gemma stores norms minus 1.
@@ -62,9 +63,10 @@ EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 
 def rename(name, table, known_only=True):
-    """Return the name of a tensor, MODULE.weight or MODULE.bias, with the module renamed by `table`
-    {module: new module}, in which {} is a number. For a module that is not in the table: raise
-    CheckpointError if known_only, else return `name`."""
+    """Return the name of a tensor, MODULE.weight or MODULE.bias, with MODULE replaced by the entry
+    in `table` {module: new module}. {} in both is a number, e.g. of a layer, which is kept. If
+    MODULE is not in the table: raise CheckpointError if known_only is True, otherwise return
+    `name`."""
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
@@ -78,10 +80,11 @@ def rename(name, table, known_only=True):
 # writing
 
 def complete_weights(weights, shape, kind):
-    """Return `weights` {our name: tensor} as other programs have them: without the padding of the
-    vocabulary; ones for norms of queries and keys without weights; for "gpt2" and "nanogpt" q, k, v
-    concatenated; for "gpt2" zeros for missing biases. shape: the GPTConfig. kind: a key of NAMES,
-    e.g. "llama"."""
+    """Return the weights {our name: tensor} with the tensors that other programs have. The padding
+    of the vocabulary is removed. Norms of queries and keys without weights get weights of ones. For
+    "gpt2" and "nanogpt", q, k and v are concatenated; for "gpt2", missing biases are zeros.
+    weights: {our name: tensor}. shape: the GPTConfig or MoEConfig. kind: a key of NAMES, e.g.
+    "llama"."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -97,12 +100,10 @@ def complete_weights(weights, shape, kind):
 
 
 def write_weights(weights, shape, kind):
-    """Return {name in transformers or nanoGPT: tensor} of `weights` {our name: tensor}, in the
-    layout there (e.g. q, k, v concatenated, experts separate). Raises CheckpointError for a name
-    that has no counterpart there.
-
-    shape: their GPTConfig. kind: a key of NAMES, e.g. "llama".
-    """
+    """Convert weights for an export. Return {name in transformers or nanoGPT: tensor}, in the
+    layout that is used there (e.g. q, k, v concatenated, experts separate). weights: {our name:
+    tensor}. shape: the GPTConfig or MoEConfig of the model. kind: a key of NAMES, e.g. "llama".
+    Raises CheckpointError for a tensor that does not exist in that program."""
     out = {}
     for name, t in complete_weights(weights, shape, kind).items():
         if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
@@ -122,12 +123,14 @@ def write_weights(weights, shape, kind):
 # reading
 
 def read_weights(tensors, kind, path):
-    """Return {our name: tensor} of `tensors` {name in transformers or nanoGPT: tensor}, with
-    separate q, k, v and the vocabulary padded to a multiple of 128 rows, without buffers and the
-    output layers of encoders. Unknown names stay.
+    """Convert weights of other programs. Return {our name: tensor}, with q, k, v as separate
+    tensors and the vocabulary padded with zeros to a multiple of 128 rows.
 
-    kind: a key of NAMES. Raises CheckpointError, with `path`, for shapes that cannot be
-    split."""
+    tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". path: of
+    the weights, for messages. Buffers, the output layers of encoders and the vision part of Gemma 3
+    are left out. A name that is not in the table is kept, at most with a prefix like "model.".
+    Raises CheckpointError if tensors are missing or have shapes that cannot be converted.
+    """
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
     out = {}
@@ -167,10 +170,11 @@ def read_weights(tensors, kind, path):
 
 
 def fold_bert(weights, is_roberta):
-    """Return `weights` {our name: tensor} of a BERT without the parts that a GPTConfig lacks: the
-    embedding of the first segment becomes a part of that of the positions, and the norm after a
-    layer ("out") that before the next one, which with norm_position "stream" is the same. Raises
-    KeyError if one is missing."""
+    """Return the weights {our name: tensor} of a BERT model without the parts that a GPTConfig
+    lacks. The embedding of the first segment is added to the position embedding. The norm after
+    each layer ("out") becomes the norm before the next layer, or the final norm, which is the same
+    with norm_position "stream". weights: {our name: tensor}. is_roberta: remove the first rows of
+    the position embedding, which RoBERTa does not use. Raises KeyError if a tensor is missing."""
     out = {n: t for n, t in weights.items() if not n.startswith("token_type") and ".out." not in n}
     first = ROBERTA_POSITIONS if is_roberta else 0
     out["wpe.weight"] = out["wpe.weight"][first:] + weights["token_type.weight"][0]
@@ -183,9 +187,9 @@ def fold_bert(weights, is_roberta):
 
 
 def stack_experts(weights):
-    """Return `weights` {our name: tensor} in which the experts of a layer, h.0.mlp.up.0.weight,
-    ..., are stacked as one tensor h.0.mlp.up.weight (E, out, in). Raises KeyError if an expert is
-    missing."""
+    """Return `weights`, {our name: tensor}, with the experts of each layer, e.g.
+    h.0.mlp.up.0.weight, h.0.mlp.up.1.weight, ..., stacked as one tensor, h.0.mlp.up.weight (E, out,
+    in). Raises KeyError if an expert is missing."""
     out = {}
     experts = {}
     for name, t in weights.items():

@@ -32,8 +32,10 @@ MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
-    """The methods of a model of the lm-evaluation-harness for a GPT; evaluate() combines this class
-    with the harness's TemplateLM. template: the ChatTemplate, if tasks are formatted with one."""
+    """The methods of a language model of the lm-evaluation-harness for a GPT. evaluate() creates a
+    subclass of this class and the harness's TemplateLM. model: a GPT. tokenizer: a Tokenizer.
+    batch_size: texts per forward pass. template: a ChatTemplate to format tasks as conversations,
+    or `None`."""
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
@@ -46,18 +48,18 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        """The id that the harness puts before a text whose first token is scored, too: the start
-        token (BOS) of the tokenizer if it has one, otherwise its end of text."""
+        """The id that the harness puts before a text of which the first token is also scored: the
+        start token (BOS) of the tokenizer or, if it has no start token, the end of text."""
         return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
         return self.template.jinja
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        """Return the text of a conversation, `messages` [{"role", "content"}], up to the start of
-        the next answer. Without add_generation_prompt, the last message is the start of an answer:
-        the text ends with it. Special tokens in the other messages are enclosed in marks, with
-        which tok_encode() encodes them as ordinary text."""
+        """Return a conversation as text in the chat template, up to the start of the next answer.
+        messages: [{"role", "content"}, ...]. add_generation_prompt=False: the last message is the
+        beginning of that answer, and the text ends with it. Special tokens in all other messages
+        are enclosed in marks, so that tok_encode() encodes them as ordinary text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render(turns, True, self.tok) + start
@@ -68,10 +70,11 @@ class CheckpointLM:
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """Return a list of (log probability, whether greedy decoding generates it) of the
-        continuation in each of `requests` (texts, context ids, continuation ids), in batches of
-        batch_size. Of context + continuation, the last block_size + 1 ids count. Raises DataError
-        for a continuation without ids, or with more than block_size."""
+        """Score continuations of contexts. Return a list of (log probability of the continuation,
+        whether greedy decoding generates it), one for each request. requests: a list of (texts,
+        context ids, continuation ids), computed batch_size at a time. Only the last block_size + 1
+        ids of context + continuation are used. Raises DataError for a continuation without ids, or
+        with more than block_size ids."""
         size = self.model.config.block_size + 1
         if wrong := [texts for texts, _, ids in requests if not 0 < len(ids) < size]:
             raise DataError(f"{wrong[0]!r:.200}: the continuation has no token of its own, or more "
@@ -83,9 +86,9 @@ class CheckpointLM:
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return a list with the log probability of the whole text per request of the harness,
-        whose args are (text,). Texts longer than the context are split into windows; each token is
-        scored once."""
+        """Return a list with the log probability of a whole text for each of `requests`, Instances
+        of the harness whose attribute args is (text,). A text longer than the context is split into
+        windows; each token is scored once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         results = []
         for request in requests:
@@ -99,10 +102,11 @@ class CheckpointLM:
         return [self.generate_text(*request.args) for request in requests]
 
     def generate_text(self, text, options):
-        """Return the continuation of `text` up to the first stop string of options["until"],
-        without this string and without special tokens; the start of a long `text` is cut off.
-        options: the generation options of a task, a dict: the limit of tokens under one of
-        LENGTH_NAMES and, with do_sample, temperature, top_k and top_p; otherwise greedy."""
+        """Return the continuation of `text` up to the first stop string, without this string and
+        without special tokens. The start of a `text` that is too long is cut off. options: the
+        generation options of a task, a dict: "until", a stop string or a list of them; the maximum
+        number of tokens under one of the keys LENGTH_NAMES (default: 256); and with "do_sample"
+        True, "temperature", "top_k" and "top_p" (default: greedy decoding)."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = next((n for k in LENGTH_NAMES if (n := options.get(k)) is not None), MAX_NEW_TOKENS)
@@ -144,9 +148,10 @@ class HarnessOptions:
 
 
 def evaluate(options):
-    """Return the harness's results, a dict, of the model options.ckpt on options.tasks. The file
-    options.out, if any, is created first, so that an error is raised before the evaluation.
-    options: HarnessOptions. Raises UserError."""
+    """Run the harness. Return the dict of results of lm_eval.simple_evaluate() for the model
+    options.ckpt on options.tasks. The file options.out, if any, is created before the evaluation,
+    so that an error of the file system is raised early. options: HarnessOptions. Raises UserError.
+    """
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM

@@ -9,7 +9,7 @@ accepted for `question` and `answer`:
 
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the most likely choice is correct
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
-    {"question": "Two and two?\n", "answer": "four"}              the same, and then a line end
+    {"question": "Two and two?\\n", "answer": "four"}             the same, and then a line end
 
 All are log probabilities of texts, after " " or the example's `delimiter`. By default, an answer
 that follows a blank or a line end has no delimiter. A chat model's question is formatted with the
@@ -45,10 +45,11 @@ CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
-    """An example of a task. The model is correct if the correct choice has the highest log
-    probability or, if there is only one choice, if greedy decoding generates it. sequences: per
-    choice (question and choice as ids, the number n of ids at the end that are scored); lengths:
-    characters per choice; answer: index of the correct choice."""
+    """An example of a task: a question with one or more choices. With several choices, the model is
+    correct if the correct choice has the highest log probability; with only one, if greedy decoding
+    generates it. sequences: for each choice (ids of the question and the choice, n): the last n
+    ids, i.e. the choice, are scored. lengths: characters of each choice. answer: index of the
+    correct choice. task: index of the task."""
     task: int        # index of the task
     sequences: list  # [(ids, n)] per choice, with the last n ids scored
     lengths: list    # characters per choice
@@ -62,9 +63,10 @@ class Example(NamedTuple):
 
 @torch.no_grad()
 def score_sequences(model, sequences):
-    """Return a list of (log probability of the last n ids, whether greedy decoding generates them),
-    one per element (list of ids, n) of `sequences`, under `model`, a GPT, in one forward pass. If n
-    is 0, or not less than the number of ids, all ids but the first are scored."""
+    """Score several sequences in one forward pass of `model`, a GPT. sequences: a list of (list of
+    ids, n). Return a list of (log probability of the last n ids of the sequence, whether greedy
+    decoding generates these n ids). If n is 0, or at least the number of ids, all ids but the first
+    are scored."""
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
@@ -86,9 +88,9 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """Converts records of task files to Examples: read() a file, parse() a record. tokenizer: of
-    the data; template: the ChatTemplate of a chat model or None; size: the context in tokens, to
-    which sequences are cut at the start."""
+    """Converts records of task files to Examples: read() reads a file, parse() converts a record.
+    tokenizer: the Tokenizer of the data. template: the ChatTemplate of a chat model, or `None`.
+    size: the context in tokens, to which sequences are cut at the start."""
 
     def __init__(self, tokenizer, template, size):
         self.tokenizer = tokenizer
@@ -96,9 +98,9 @@ class ExampleReader:
         self.size = size
 
     def read(self, path, task):
-        """Return the list of Examples in the file `path`, of any format of data/records.py. task:
-        the index of the task, stored in each. Raises DataError, which lists all invalid records,
-        and for a file without records."""
+        """Return the list of Examples in the file `path`, in any format of data/records.py. task:
+        the index of the task, which is stored in each Example. Raises DataError, which lists all
+        invalid records, and for a file that is missing or has no records."""
         path = find_file(path)
         if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
             raise DataError(f"{path}: expected a file, got a named pipe or a device")
@@ -109,8 +111,9 @@ class ExampleReader:
 
     def parse(self, record, task):
         """Return the Example of a record, a dict with "question", "answer" and optionally "choices"
-        and "delimiter", or with "context" and "continuation". task: the index of the task. Raises
-        ValueError for an invalid record."""
+        and "delimiter", or with "context", "continuation" and optionally "delimiter". task: the
+        index of the task, which is stored in the Example. Raises ValueError for an invalid record.
+        """
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
         is_cloze = {"context", "continuation"} <= row.keys()
         if is_cloze:
@@ -145,10 +148,11 @@ class ExampleReader:
         return Example(task, sequences, [*map(len, texts)], answer)
 
     def encode(self, question, texts, delimiter, template):
-        """Return (ids of the question, [ids of each of `texts`]), lists of ints; texts: the
-        choices. With a ChatTemplate, the question is a user message. Without one, question +
-        delimiter + text is encoded as a whole, as in lm-eval: spaces in between belong to the
-        second part."""
+        """Return (ids of the question, [ids of each choice]), lists of ints. texts: the list of
+        choices. delimiter: text between question and choice. With `template`, a ChatTemplate, the
+        question is a message of the user, and `delimiter` is ignored. If `template` is `None`,
+        question + delimiter + choice is encoded as a whole, as in lm-eval; the spaces in between
+        belong to the choice."""
         encode = self.tokenizer.encode
         if template:
             before = template.prompt_ids([("user", question)], self.tokenizer)
@@ -158,9 +162,10 @@ class ExampleReader:
             encode(question + delimiter + text)[len(before):] for text in texts]
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, [ids of the answer and its end]), like encode() with one
-        text. The end is that of the chat template; without a template it is a newline, and
-        `delimiter` is the text between question and answer."""
+        """Return (ids of the question, [ids of the answer and an end]), lists of ints, as encode()
+        does for one choice. With self.template, the question and the answer are formatted as a
+        conversation, with the end token of the template. Without a template, `delimiter` is the
+        text between question and answer, and the end is a newline."""
         if not self.template:
             before = self.tokenizer.encode(question)
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
@@ -175,8 +180,8 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer, least):
-    """Return the index of the correct choice. choices: a list of `least` or more non-empty texts;
-    answer: one of them, or its index. Raises ValueError if choices or answer are invalid."""
+    """Return the index of the correct choice. choices: a list of at least `least` non-empty texts.
+    answer: one of these texts, or the index. Raises ValueError if choices or answer are invalid."""
     if not isinstance(choices, list) or len(choices) < least or not all(
             isinstance(choice, str) and choice for choice in choices):
         name = "continuation" if least == 1 else "choices"
@@ -200,8 +205,8 @@ def get_text(row, name, default=None):
 # evaluation during a run
 
 def batch_by_width(examples, size):
-    """Return batches, lists of Examples of similar width, each with at most `size` tokens (after
-    padding) or with one example."""
+    """Return batches, lists of Examples of similar width (see Example.width). A batch has at most
+    `size` tokens, including padding, or consists of one example."""
     batches = []
     n_free = 0  # sequences that the last batch can still hold
     for example in sorted(examples, key=lambda example: example.width, reverse=True):
@@ -214,10 +219,15 @@ def batch_by_width(examples, size):
 
 
 class Tasks:
-    """The task files config.eval_tasks, whose metrics evaluate() adds to those of each evaluation
-    of a run. An instance is both the data loader, with lists of Examples as batches, and the model
-    that train/evaluate.py expects. Raises UserError for invalid files and unsupported models.
-    Attribute summary: a text for the log."""
+    """The task files config.eval_tasks. Each evaluation of a run calls evaluate(), which adds the
+    metrics of the tasks. An instance is both the data loader (with lists of Examples as batches)
+    and the model that the function evaluate() in train/evaluate.py expects. Attribute summary: a
+    text for the log.
+
+    config: TrainConfig. data: the Data of the run, with a tokenizer in data.spec and validation
+    data. model: the GPT in training. ranks: the Ranks of the run. Raises UserError for invalid
+    files and models that are not supported.
+    """
     units_per_sample = 1
 
     def __init__(self, config, data, model, ranks):
@@ -251,10 +261,14 @@ class Tasks:
             self.batches += [[]] * (-len(self.batches) % ranks.world_size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Evaluate the model on the tasks; return the metrics {val_TASK: number} together with
-        `numbers` {name: number}, the result of an evaluation over `batches` validation batches.
-        Return None if stop(done, total), which is called between batches, returns true. autocast()
-        returns a context manager."""
+        """Evaluate the model on the tasks. Return {**numbers, val_TASK: number, ...}, or `None` if
+        stop(done, total) returns true, which is called between batches.
+
+        numbers: {name: number}, the result of the evaluation on `batches` validation batches. All
+        examples are scored if `batches` is config.eval_iters; otherwise one batch, which only shows
+        the names of the metrics. ranks: the Ranks of the run, all of which must call. autocast():
+        returns the context manager of the forward pass.
+        """
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:
             return None
@@ -270,9 +284,9 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
-        """Score a batch, a list of Examples (which may be empty). Return (0 as the loss, sums),
-        tensors: sums["results"] (tasks, 4), see numbers(), and sums["count"], the number of
-        examples."""
+        """Score a batch, a list of Examples (possibly empty). Return (a tensor with 0 as the loss,
+        sums). sums["results"]: (tasks, 4), see numbers(). sums["count"]: the number of examples, a
+        tensor."""
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
         sequences = [pair for e in examples or self.batches[0] for pair in e.sequences]
@@ -289,10 +303,10 @@ class Tasks:
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
 
     def numbers(self, sums):
-        """Return {metric: value, or None without examples}, the metrics of all tasks (see
-        metric_names()), from `sums` over all batches: sums["results"] (tasks, 4) has the numbers of
-        examples, of correct ones, of correct ones by log probability per character, and of correct
-        ones expected by chance."""
+        """Return {metric: value} for all metrics of all tasks, see metric_names(); the value is
+        `None` for a task without examples. sums: the sums over all batches; sums["results"] (tasks,
+        4) has for each task the numbers of examples, of correct ones, of correct ones by log
+        probability per character, and of correct ones expected by chance."""
         numbers = {}
         rows = zip(self.names, self.has_choices, sums["results"].tolist())
         for name, has_choices, (n, right, norm, chance) in rows:
@@ -302,15 +316,16 @@ class Tasks:
 
 
 def metric_names(task, has_choices):
-    """Return the list of names of the metrics of the task `task`: the name of the task and, with
-    choices, TASK_norm and TASK_centred."""
+    """Return the list of names of the metrics of a task: [task], or [task, task_norm, task_centred]
+    if has_choices is True. task: the name of the task."""
     return [task, f"{task}_norm", f"{task}_centred"] if has_choices else [task]
 
 
 def judge(example, scores):
     """Return (whether the model is correct, whether it is correct by log probability per character)
-    for an Example. scores: a list of (log probability, whether greedy), the result of
-    score_sequences() for the sequences of the example."""
+    for an Example. scores: the results of score_sequences() for the sequences of this example, a
+    list of (log probability, whether greedy decoding generates it). With only one choice, both
+    values are the same."""
     if len(scores) == 1:
         return (scores[0][1],) * 2
     totals = [logprob for logprob, _ in scores]

@@ -26,8 +26,8 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class LoadOptions:
-    """Base class of the options of commands that load a trained model. An instance is the argument
-    of load_text_model() and load_for_decoding()."""
+    """Base class of the options of commands that load a trained model. load_text_model() and
+    load_for_decoding() accept an instance."""
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
@@ -38,9 +38,10 @@ class LoadOptions:
 
 
 def load_text_model(options):
-    """Load the model options.ckpt, a GPT, for generation; return (model, tokenizer, device).
-    options: LoadOptions. Raises ValueError or UserError, also if the model does not generate text,
-    or if neither the checkpoint nor options.tokenizer has a tokenizer."""
+    """Load the model options.ckpt for generation. Return (GPT in eval mode, Tokenizer,
+    torch.device). options: LoadOptions. Raises ValueError or UserError if the model cannot be
+    loaded or does not generate text, if neither the checkpoint nor options.tokenizer has a
+    tokenizer, or if the tokenizer has more ids than the model."""
     device, ckpt = get_device(options.device), options.ckpt
     model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
                                   options.backbone, options.ema)
@@ -57,8 +58,9 @@ def load_text_model(options):
 
 
 def load_for_decoding(options):
-    """Return (model, tokenizer, device) of load_text_model(options), with linear layers replaced by
-    packed ones (model/core/packed.py), which decode faster. The model can no longer be trained."""
+    """Load a model as load_text_model(options), with linear layers replaced by packed ones, which
+    decode faster (model/core/packed.py). Return (GPT, Tokenizer, torch.device). The model can no
+    longer be trained. Raises the errors of load_text_model."""
     model, tokenizer, device = load_text_model(options)
     return replace_linear_layers(model), tokenizer, device
 
@@ -80,9 +82,10 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 
 def load_compiled(options):
-    """Return (model, tokenizer, device) of load_text_model(options), with a model that is compiled
-    to generate one text at a time. Prints a message first. Raises UserError if torch.compile fails,
-    and ValueError if the model cannot be loaded, or is of a kind that is not supported."""
+    """Load a model as load_text_model(options), and compile it to generate one text at a time.
+    Return (CompiledDecoder, Tokenizer, torch.device). Prints a message to stderr first. Raises
+    UserError if torch.compile fails, ValueError for a model that cannot be compiled, and the errors
+    of load_text_model."""
     from model.sample.compiled import compile_decoder
     model, tokenizer, device = load_text_model(options)
     print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
@@ -96,8 +99,8 @@ def load_compiled(options):
 
 
 def sample(options):
-    """Run the command: load the model options.ckpt and print generated texts, or with options.chat
-    answer questions. options: SampleOptions. Raises UserError or ValueError."""
+    """Run the command: load the model options.ckpt and print generated texts, or answer questions
+    if options.chat is True. options: SampleOptions. Raises UserError or ValueError."""
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

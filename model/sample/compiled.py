@@ -17,9 +17,10 @@ from model.gpt import Attention
 
 
 def compile_decoder(model):
-    """Return a CompiledDecoder of `model`, a GPT, after one call, which compiles for some ten
-    seconds. The linear layers and blocks of `model` are replaced in place. Raises ValueError for
-    models other than a plain GPT, and the exceptions of torch.compile."""
+    """Return a CompiledDecoder of `model`, a GPT, and compile it by a first call, which takes some
+    ten seconds. The linear layers and blocks of `model` are replaced in place; it can no longer be
+    trained. Raises ValueError for a model that is not a plain GPT with full attention, and the
+    exceptions of torch.compile."""
     device = model.wte.weight.device
     is_plain = all(getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
                    and not block.attn.window for block in model.h)
@@ -34,8 +35,9 @@ def compile_decoder(model):
 
 
 class CompiledDecoder(nn.Module):
-    """A GPT for generate() that computes single tokens of a single text with a compiled graph, and
-    prompts and batches eagerly. Replaces the blocks of `model` in place by SharedGraphBlocks."""
+    """A wrapper of a GPT for generate(). A call with a single token of a single text runs a
+    compiled graph; prompts and batches are computed eagerly. The blocks of `model` are replaced in
+    place by SharedGraphBlocks."""
     needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
@@ -51,8 +53,9 @@ class CompiledDecoder(nn.Module):
                                   fullgraph=True, mode=mode)
 
     def forward(self, idx, cache, last_only=True):
-        """Return the logits (B, T, V), or (B, 1, V) of the last token if last_only, for the tokens
-        idx (B, T), which continue the texts in `cache`, a KVCache that is updated in place."""
+        """Return the logits (B, T, V), or (B, 1, V) of the last token if last_only. idx: (B, T) the
+        ids of new tokens, which continue the texts in the cache. cache: a KVCache, to which the
+        tokens are appended in place."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -65,10 +68,11 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, history):
-    """Return the logits (1, 1, V) after one token idx (1, 1) by `model`, a GPT, and store the
-    token's keys and values in kv (L, 2, 1, G, S, D), see SingleTokenCache, in place. positions,
-    history (1, 1): position and history (or `None`) of the token, from KVCache.start(). To be
-    compiled: all inputs and outputs are tensors of fixed shapes."""
+    """Return the logits (1, 1, V) after one token, and store the keys and values of the token in
+    kv, in place. To be compiled: all inputs and outputs are tensors of fixed shapes. model: a GPT.
+    idx: (1, 1) the id of the token. kv: (L, 2, 1, G, S, D), see SingleTokenCache. positions: (1, 1)
+    the position of the token. history: (1, 1), or `None` if the model does not use histories. Both
+    are from KVCache.start()."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, history))
     logits = model(idx, cache=cache, last_only=True)
@@ -78,15 +82,19 @@ def next_logits(model, idx, kv, positions, history):
 
 
 class SingleTokenCache:
-    """A replacement of KVCache in the compiled graph of a single token, in which shapes are fixed:
-    attention reads all slots, and a mask hides empty ones.
+    """A replacement of KVCache in the compiled graph of a single token, in which all shapes are
+    fixed: attention reads all slots, and a mask hides empty slots.
 
-    kv (L, 2, 1, G, S, D): layers, keys and values, one text, heads, slots for tokens, head size; or
-    (2, 1, G, S, D) of one layer, which `update` needs. slot: (1,) index of the token in S; mask:
-    true for the slots to see; start: (positions, history), the result of KVCache.start(idx). New
-    keys and values are collected in the list `new`, and merged when the cache is read: a write to
-    kv would make the compiled region copy the cache. With the option key_offset (half of each key
-    is that of the token before), `new` also has the token's own key, for the slot behind it.
+    kv: (L, 2, 1, G, S, D), for L layers, keys and values, one text, G heads, S slots for tokens,
+    head size D; or (2, 1, G, S, D) of one layer, for update() and swap_last_key(). slot: (1,) index
+    of the token in S. mask: bool (1, 1, S), True for the slots that the token attends to. start:
+    (positions, history), the result of KVCache.start(idx).
+
+    kv is not changed, because a write would make the compiled region copy the cache. New keys and
+    values are collected in the attribute `new`, a list with a tensor (2, 1, G, 1, D) for each
+    layer; the caller writes these to kv. With the option key_offset (half of each key is from the
+    token before), the tensor is (2, 1, G, 2, D): it also has the unchanged key of the token, for
+    the slot behind the token.
     """
     is_used = True  # by blocks that compile_decoder() accepts
 
@@ -99,17 +107,18 @@ class SingleTokenCache:
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
     def swap_last_key(self, layer, k):
-        """Keep the key k (1, 1, G, D) of the new token for the next call; return that of the token
-        before, zeros for the first token. For key_offset, as in KVCache. layer is ignored."""
+        """Keep k (1, 1, G, D), the key of the new token, for the next token. Return the key (1, 1,
+        G, D) that was kept for the token before; zeros for the first token. For the option
+        key_offset, as in KVCache. layer is ignored: kv must be of one layer."""
         key = k.transpose(1, 2).to(self.kv.dtype)  # (1, G, 1, D)
         self.last_key = [key.expand(2, *key.shape)]
         before = self.kv[0].index_select(2, self.slot) * (self.slot > 0)
         return before.transpose(1, 2).to(k.dtype)  # (1, 1, G, D)
 
     def update(self, layer, k, v):
-        """Append k and v (1, G, 1, D) of the new token to `new`; return (keys, values, mask) of all
-        slots, with k and v in the slot of the token. layer is ignored: kv must be that of one
-        layer."""
+        """Add the key k and the value v of the new token, (1, G, 1, D) each, to `new`. Return
+        (keys, values, mask) for attention: keys and values (1, G, S, D) of all slots, with k and v
+        in the slot of the token. layer is ignored: kv must be of one layer."""
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
         self.new.append(torch.cat((new, *self.last_key), dim=3))
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
@@ -118,8 +127,8 @@ class SingleTokenCache:
 
 
 class SharedGraphBlock(nn.Module):
-    """Wraps a Block: with a SingleTokenCache, forward() calls compute_block(), which is compiled
-    once for all layers; other calls go to the block unchanged."""
+    """A wrapper of `block`, a Block of a GPT. If the cache is a SingleTokenCache, forward() calls
+    compute_block(), which is compiled once for all layers; otherwise it calls the block."""
 
     def __init__(self, block):
         super().__init__()
@@ -135,18 +144,19 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Return (output, new): the output (1, 1, C) of a Block for one token x (1, 1, C), and the
-    token's keys and values for G heads of size D, (2, 1, G, 1, D) or, with the option key_offset,
-    (2, 1, G, 2, D): also the token's own key. ropes: of GPTConfig.rope_tables. kv (2, 1, G, S, D),
-    slot, mask: of this layer, as for SingleTokenCache."""
+    """Compute one token by a Block. Return (output, new): the output (1, 1, C), and the keys and
+    values of the token, (2, 1, G, 1, D) or, with the option key_offset, (2, 1, G, 2, D), as in
+    SingleTokenCache.new. x: (1, 1, C) the input. ropes: the result of GPTConfig.rope_tables. kv:
+    (2, 1, G, S, D) of this layer. slot, mask: as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 
 
 class ReductionLinear(ConcatLinear):
-    """A ConcatLinear, i.e. linear layers with a common input as one, that in a compiled graph
-    computes one row on a CPU as a sum of products, in float32, so that the compiler fuses it with
-    the operations around it into a single loop over the weights."""
+    """A ConcatLinear (several linear layers with the same input as one layer) for compiled graphs.
+    On a CPU, a single row is computed in float32 as a sum of products. The compiler fuses this with
+    the operations before and after into one loop over the weights. All other inputs, and calls
+    outside of a compiled graph, are computed by F.linear."""
 
     def store(self, weight):
         self.weight = weight

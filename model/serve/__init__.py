@@ -51,9 +51,10 @@ def listen(host, port):
 
 
 def choose_key(options, listening):
-    """Return the API key that clients must send: that of the ServeOptions or the environment
-    variable API_KEY_VARIABLE, or None. Raises ValueError if it is invalid, or missing although the
-    socket `listening` can be reached from other machines."""
+    """Return the API key that clients must send, a string, or `None`: options.api_key or, by
+    default, the environment variable API_KEY_VARIABLE. options: ServeOptions. listening: the socket
+    of the server. Raises ValueError if the key is invalid, or if there is no key although other
+    machines can reach the socket."""
     api_key = options.api_key
     if api_key is None:
         api_key = os.environ.get(API_KEY_VARIABLE) or None

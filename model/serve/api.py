@@ -23,9 +23,10 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """The supported options of a request, except the prompt: names of OpenAI's API, and top_k,
-    min_p, parse_special. The limit of new tokens is max_tokens; the inherited max_new_tokens is not
-    used. The constructor does not check values; parse_options() does."""
+    """The options of a request that are supported, except the prompt or messages: options of
+    OpenAI's API, and top_k, min_p and parse_special. The limit of new tokens is max_tokens; the
+    inherited max_new_tokens is not used. The constructor does not check values; parse_options()
+    does."""
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
     max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
@@ -39,10 +40,11 @@ class RequestOptions(SamplingOptions):
 # requests
 
 def parse_request(data, chat, engine, template):
-    """Return (RequestOptions, list of Job, whether a stream ends with the numbers of tokens) of
-    `data`, the JSON body of a request. chat: whether it has messages instead of a prompt; engine:
-    the Engine for the jobs; template: the model's ChatTemplate or None. Raises APIError if it is
-    invalid."""
+    """Parse the body of a completion request. Return (RequestOptions, list of Jobs to submit,
+    include_usage): include_usage is whether a stream must end with the numbers of tokens. data: the
+    body, JSON as bytes or text. chat: True for /v1/chat/completions, whose body has messages
+    instead of a prompt. engine: the Engine that will run the jobs. template: the ChatTemplate of
+    the model, or `None`. Raises APIError if the request is invalid."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -64,10 +66,11 @@ def parse_request(data, chat, engine, template):
 
 
 def create_jobs(ids, n_left_out, options, chat, engine):
-    """Return options.n Jobs for the prompt `ids`, a list, with different seeds if options.seed is
-    set, and with max_tokens reduced to the limits of `engine`. n_left_out: number of messages that
-    are not in the prompt, for the response; chat: without max_tokens, use the engine's limit
-    instead of 16. Raises APIError if the prompt is longer than the context."""
+    """Return a list of options.n Jobs for a prompt. If options.seed is set, the jobs have the seeds
+    seed, seed + 1, ... max_tokens is reduced to the limits of `engine`, an Engine. ids: the prompt,
+    a list of token ids. n_left_out: number of messages that were left out of the prompt, for the
+    response. options: RequestOptions. chat: whether max_tokens, if it is missing, is the limit of
+    the engine instead of 16. Raises APIError if the prompt is longer than the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -81,9 +84,10 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 
 def parse_options(body):
-    """Return the RequestOptions in `body`, the JSON object of a request, a dict. Changes `body`:
-    "stop" is removed, and "max_completion_tokens" or "max_new_tokens", if given, replaces
-    "max_tokens". Raises APIError for invalid and for unsupported options."""
+    """Return the RequestOptions of a request. body: the JSON object of the request, a dict, which
+    is changed: "stop" is removed, and "max_completion_tokens" or "max_new_tokens", if present,
+    replaces "max_tokens". Raises APIError for invalid values and for options that are not
+    supported."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
@@ -110,8 +114,9 @@ def parse_options(body):
 
 
 def parse_stop(value):
-    """Return the stop strings, without empty ones, in `value`, a string or a list of strings of a
-    request. Raises APIError for other values, and for too many or too long strings."""
+    """Return the list of stop strings in `value`, the "stop" of a request: a string or a list of
+    strings. Empty strings are left out. Raises APIError for other values, and for too many or too
+    long strings."""
     strings = [value] if isinstance(value, str) else value
     if not (isinstance(strings, list) and len(strings) <= 16
             and all(isinstance(s, str) and len(s) <= 256 for s in strings)):
@@ -121,17 +126,17 @@ def parse_stop(value):
 
 
 def parse_prompts(value, tokenizer, parse_special):
-    """Return a list of prompts, each a list of ids, from `value` of a request: a prompt (a string
-    or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens as
-    special tokens. Raises APIError."""
+    """Return a list of prompts, each a list of ids. value: the "prompt" of a request: a prompt (a
+    string or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens
+    as special tokens (otherwise as ordinary text). Raises APIError for other values."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 
 
 def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the list of ids of `prompt`, a string or a list of ids. parse_special: encode the
-    texts of special tokens as special tokens. Raises APIError for other types, and for unknown ids
-    or characters."""
+    """Return the list of ids of a prompt, a string or a list of ids. parse_special: encode the
+    texts of special tokens as special tokens (otherwise as ordinary text). Raises APIError for
+    other values, and for ids or characters that are not in the vocabulary."""
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
@@ -145,11 +150,15 @@ def parse_prompt(prompt, tokenizer, parse_special):
 
 
 def encode_messages(body, engine, template, max_new_tokens):
-    """Return (ids of the prompt, number of messages left out) of the messages in `body`, the dict
-    of a request, in the ChatTemplate `template`, up to where the next answer starts. If the last
-    message is an answer, the prompt ends with it, to be continued. The oldest messages are left out
-    if the prompt is too long; max_new_tokens (None or negative: the engine's limit) reserves at
-    most half of the context. Raises APIError, also if template is None."""
+    """Return (list of ids of the prompt, number of messages left out) for the conversation in a
+    chat request. The prompt ends where the assistant's next answer begins; if the last message is
+    the assistant's, the prompt ends with it, and the model continues it.
+
+    body: the dict of the request, with "messages". template: the ChatTemplate of the model, or
+    `None`. max_new_tokens: tokens to reserve for the answer, at most half of the context (`None`, 0
+    or negative: the engine's limit). If the prompt is too long for the rest of the context, the
+    oldest messages are left out. Raises APIError for invalid messages, and if template is `None`.
+    """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
@@ -179,12 +188,10 @@ def encode_messages(body, engine, template, max_new_tokens):
 # responses
 
 class Answer:
-    """Builds the JSON objects of the response to `jobs`, a list of Job: complete(events) returns
-    all at once, chunk(event) one piece of a stream.
-
-    An event is (index of the job, text, finish_reason), see Job. n: jobs per prompt. chat: whether
-    the response is a chat completion.
-    """
+    """Builds the JSON objects of a response: complete(events) returns the whole response,
+    chunk(event) one part of a stream. jobs: the list of all Jobs of the request. n: number of jobs
+    for each prompt. chat: whether it is a chat completion. model_name: for the field "model". An
+    event is (index of the job in `jobs`, text, finish_reason), see Job."""
 
     def __init__(self, jobs, n, chat, model_name):
         self.jobs = jobs
@@ -198,7 +205,7 @@ class Answer:
             self.header["left_out_messages"] = n_left_out
 
     def complete(self, events):
-        """Return the whole response, a dict, from an iterable of all events (index of the job,
+        """Return the whole response, a dict. events: an iterable of all events (index of the job,
         text, finish_reason)."""
         texts = [[] for _ in self.jobs]
         reasons = {}  # the last one of each job counts
@@ -210,16 +217,18 @@ class Answer:
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):
-        """Return a chunk of a stream, a dict, in which each of `events` (index of the job, text,
-        finish_reason) is an element of "choices". more: additional fields, e.g. usage."""
+        """Return a chunk of a stream, a dict; each of `events`, (index of the job, text,
+        finish_reason), is an element of "choices". more: further fields of the chunk, e.g. usage.
+        """
         kind = self.header["object"] + ".chunk" * self.chat
         choices = [self.choice("delta", *event) for event in events]
         return self.header | dict(object=kind, choices=choices) | more
 
     def choice(self, key, index, text, finish_reason):
-        """Return an element of "choices", a dict, for an event of the job `index`. key: the name of
-        a chat's message: "message" in a whole response, "delta" in a chunk. Only the first call for
-        a job of a chat adds the role."""
+        """Return an element of "choices", a dict, for an event (index of the job, text,
+        finish_reason). key: name of the field with the text of a chat completion, "message" in a
+        whole response, "delta" in a chunk. The role of the message is added by the first call for
+        each job only."""
         content = dict(text=text)
         if self.chat:  # the role is in the first chunk only
             role = {} if index in self.started else dict(role="assistant")
@@ -228,8 +237,8 @@ class Answer:
         return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
-        """Return the object "usage", a dict: the numbers of tokens of the prompts, of the answers,
-        and in total."""
+        """Return the object "usage", a dict: numbers of tokens of all prompts, of all generated
+        texts, and in total."""
         prompt = sum(len(job.ids) for job in self.jobs[::self.n])
         completion = sum(job.n_generated for job in self.jobs)
         return dict(prompt_tokens=prompt, completion_tokens=completion,

@@ -41,11 +41,10 @@ class APIError(Exception):
 @dataclass(eq=False)
 class Job:
     """One text to generate: the ids of the prompt, the RequestOptions, and the state of generation.
-
-    The engine's thread calls on_event((text, finish_reason)) for each piece of text. finish_reason
-    is None except for the last piece: "stop", "length" or an exception. Setting `ended` cancels the
-    job. n_generated: number of new tokens; token: id of the last one.
-    """
+    on_event: a function that the engine's thread calls with (text, finish_reason) for each new
+    piece of text. finish_reason is `None` except for the last event: "stop", "length" or an
+    exception. ended: whether generation has ended; set it to True to cancel the job. n_generated:
+    number of new tokens. token: id of the last one."""
     ids: list
     options: object      # model.serve.api.RequestOptions
     n_left_out: int = 0  # messages of a conversation that do not fit in the context
@@ -56,20 +55,21 @@ class Job:
 
     def emit(self, text, finish_reason=None):
         """Call on_event((text, finish_reason)). With a finish_reason ("stop", "length" or an
-        exception), it is the last event, and the job has ended."""
+        exception), this is the last event, and the job has ended."""
         self.ended = self.ended or finish_reason is not None
         self.on_event((text, finish_reason))
 
 
 class Engine:
-    """Generates the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
+    """Generates the texts of up to `slots` jobs in one batch; up to max_queue further jobs wait.
     submit() adds jobs, close() stops the engine.
 
-    The constructor starts the thread that computes. max_tokens: the limit of new tokens per job,
-    which api.py applies to requests, and the engine does not check. timeout: seconds from submit()
-    after which a job ends with an error. end_tokens: ids that end a text, in addition to the
-    end-of-text token. Attribute rows: the active jobs; rows[i] is in row i of the key-value cache.
-    When a job has ended, the last row is moved to the free row.
+    The constructor starts the thread that computes. model: a GPT. tokenizer: a Tokenizer.
+    max_tokens: limit of new tokens for each job; model/serve/api.py applies it to requests, the
+    engine does not check it. timeout: seconds after submit() until an unfinished job ends with an
+    error. end_tokens: ids that end a text, in addition to the end of text. Attribute rows: the list
+    of active jobs; rows[i] uses row i of the key-value cache. When a job has ended, the last row is
+    moved to the row that became free.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -94,8 +94,9 @@ class Engine:
     # called by other threads
 
     def submit(self, jobs):
-        """Put all of `jobs`, a list of Job, into the queue and return at once; the texts arrive as
-        events. Raises APIError (503) if the queue has no room for them, or after close()."""
+        """Add `jobs`, a list of Jobs, to the queue, and return at once. The texts are passed to the
+        on_event of each job. Raises APIError (503) if the queue has no room for all of them, or
+        after close()."""
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
@@ -110,8 +111,8 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Stop the engine: reject waiting jobs with an APIError event, finish the active jobs, and
-        wait for the end of the thread."""
+        """Stop the engine: end the waiting jobs with an APIError (503) event, finish the active
+        jobs, and wait for the end of the thread."""
         with self.changed:
             self.closing = True
             while self.waiting:
@@ -123,8 +124,9 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        """Call step() in a loop until the engine is closed and all jobs are done. If step() raises,
-        the active jobs end with an APIError event (500). The function of the engine's thread."""
+        """Call step() in a loop until close() was called and all jobs are finished. If step()
+        raises an exception, the active jobs end with an APIError (500) event. The target of the
+        engine's thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
@@ -139,9 +141,9 @@ class Engine:
                 self.rows = []
 
     def step(self):
-        """Run the model on waiting prompts, as far as free rows and PREFILL_TOKENS allow, and
-        sample the first token of each; then generate the next token of every active job, including
-        these. The texts are emitted as events."""
+        """Remove jobs that have ended. Run the model on waiting prompts, as many as prefill()
+        accepts, and sample the first token of each. Then generate the next token of every active
+        job, including these. New text is emitted as events."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token
@@ -151,8 +153,8 @@ class Engine:
             self.write(self.rows, logits)
 
     def remove_ended(self):
-        """Remove jobs that have ended from the cache rows and the queue. Jobs past their deadline
-        first end with an APIError event (504)."""
+        """Remove jobs that have ended from the rows of the cache and from the queue. A job past the
+        timeout first gets an APIError (504) event."""
         now = time.monotonic()
         with self.changed:
             for job in (*self.rows, *self.waiting):
@@ -167,8 +169,9 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Run the model on waiting prompts, each in a free row of the cache, until PREFILL_TOKENS
-        tokens are computed or no row or prompt is left, and sample the first token of each text."""
+        """Run the model on waiting prompts, one after the other, each in a free row of the cache,
+        and sample the first token of each text. Stop after PREFILL_TOKENS or more tokens, or when
+        no row is free or no prompt is waiting."""
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
             with self.changed:
@@ -184,8 +187,8 @@ class Engine:
             self.write([job], logits)
 
     def write(self, jobs, logits):
-        """Sample the next token of each of `jobs` from logits (B, V), one row per job, and emit the
-        new text. Jobs with the same sampling options are sampled together."""
+        """Sample the next token of each of `jobs` and emit the new text. logits: (B, V), row i for
+        jobs[i]. Jobs with the same sampling options are sampled together."""
         groups = {}
         for i, job in enumerate(jobs):
             o = job.options
@@ -200,9 +203,9 @@ class Engine:
             self.add_token(jobs[i], token)
 
     def add_token(self, job, token):
-        """Append the id `token` to the text of a Job, and emit the new text, if any, with the
-        finish_reason if the text ends. token -1: the logits are not finite; the job ends with an
-        APIError event."""
+        """Append the id `token` to the text of a Job. Emit the new text, if any, and the
+        finish_reason if the text ends here. A token of -1 means that the logits were not finite:
+        the job ends with an APIError (500) event."""
         if token < 0:
             return job.emit("", APIError(500, NON_FINITE_LOGITS))
         job.token = token

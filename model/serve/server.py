@@ -38,13 +38,14 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """HTTP server with OpenAI's API for an Engine, which generates the texts: run([listening]),
-    with the listening socket, returns after a signal.
+    """HTTP server with OpenAI's API. run([listening]) serves requests until a signal.
 
-    name: of the model. hosts: further names in the Host header that are accepted on a loopback
-    address ("*": any). key: the required bearer token, if any. origins: other web pages that may
-    send requests from a browser ("*": any). root_path: a path prefix under which everything is
-    served, too.
+    listening: the listening socket. engine: the Engine, which generates the texts. name: of the
+    model, for clients. template: the ChatTemplate of the model, or `None`. hosts: names that are
+    accepted in the Host header, in addition to the names of this machine, if `listening` has a
+    loopback address ("*": any); at other addresses all names are accepted. key: the required bearer
+    token, or `None`. origins: other web pages that may send requests from a browser ("*": any).
+    root_path: a path prefix under which all pages are also available.
     """
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
@@ -84,9 +85,9 @@ class Server(uvicorn.Server):
     # uvicorn.Server
 
     async def on_tick(self, counter):
-        """Close connections whose next request takes too long to arrive, or whose client does not
-        read the response. uvicorn calls this several times per second, and stops if the result is
-        true."""
+        """Abort connections whose next request takes too long to arrive, or whose client does not
+        read the response. uvicorn calls this several times per second. Return whether the server
+        must stop."""
         now = time.monotonic()
         times = {}
         connections = self.server_state.connections
@@ -102,8 +103,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        """Handle a signal: start a graceful shutdown; at a second SIGINT or SIGTERM end the process
-        at once."""
+        """Handle a signal: begin a graceful shutdown, in which active requests are finished; at a
+        second SIGINT or SIGTERM end the process at once."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -117,8 +118,8 @@ class Server(uvicorn.Server):
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer an ASGI request; the application that uvicorn calls. If the name in the Host
-        header is not in self.hosts (with "*": any name), the response is an error 400."""
+        """Answer a request; the ASGI application that uvicorn calls. If the host name in the Host
+        header is not accepted (see the class), the response is error 400."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host).lower()
         app = self.app
@@ -129,8 +130,8 @@ class Server(uvicorn.Server):
         await app(scope, receive, send)
 
     async def handle_error(self, request, error):
-        """Return the response for an exception in a request: a JSON error with the status of an
-        APIError or HTTPException, e.g. 404, or 500 for unexpected exceptions, which uvicorn logs;
+        """Return the response for an exception during a request: JSON with the status of an
+        APIError or HTTPException, e.g. 404; 500 for any other exception, which uvicorn logs. Return
         `None` if the client has disconnected."""
         if isinstance(error, ClientDisconnect):
             return None
@@ -142,8 +143,8 @@ class Server(uvicorn.Server):
         return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
-        """Raise APIError (401) if this server has a key, and the request does not send it as a
-        bearer token."""
+        """Raise APIError (401) if this server has a key and the request does not send it as bearer
+        token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
                 token.strip().encode("latin-1"), self.key.encode())):
@@ -169,8 +170,8 @@ class Server(uvicorn.Server):
         return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def post_completion(self, request):
-        """Answer a completion request (text or chat) with JSON or a stream of server-sent events.
-        Raises APIError."""
+        """Answer a completion request (text or chat): return a JSON response or a stream of
+        server-sent events. Raises APIError, before the response has begun."""
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -211,9 +212,9 @@ async def read_body(request):
 
 
 async def read_events(queue, jobs):
-    """Yield (index of the job, text, finish_reason) from `queue`, an asyncio.Queue, until all of
-    `jobs` have finished. Raises the exception of a failed job. At the end, also if the caller stops
-    early, all jobs are cancelled."""
+    """Yield the events (index of the job, text, finish_reason) in `queue`, an asyncio.Queue, until
+    all of `jobs`, a list of Jobs, have finished. If the finish_reason is an exception, raise it. At
+    the end, also if the caller stops early, all jobs are cancelled."""
     n_active = len(jobs)
     try:
         while n_active:
@@ -228,18 +229,19 @@ async def read_events(queue, jobs):
 
 
 async def cancel_on_disconnect(request, jobs):
-    """Wait until the client of `request` disconnects; then end jobs[0] with a ClientDisconnect
-    event, which read_events() raises: this cancels all jobs of the request."""
+    """Wait until the client of `request` disconnects. Then end jobs[0] with a ClientDisconnect
+    event: read_events() raises this exception, and all jobs of the request are cancelled."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
-    """Yield the texts of the server-sent events of a streamed response: the chunks of the Answer
-    `answer` for `first`, an event (index, text, finish_reason), and for the async iterator
-    `events`, then "[DONE]". After an APIError, the stream ends with this error instead.
-    include_usage: also send the numbers of tokens."""
+    """Yield the server-sent events of a streamed response, as texts: a chunk for each event, and
+    "[DONE]". If an event raises an APIError, this error is the end of the stream. answer: the
+    Answer that builds the chunks. first: the first event (index of the job, text, finish_reason).
+    events: async iterator of the other events. include_usage: send a chunk with the numbers of
+    tokens before "[DONE]"."""
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:
