@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -234,8 +233,7 @@ def test_a_folder_is_locked_until_the_save_has_ended(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads")
 def test_a_save_in_the_background_leaves_the_cores_to_training(tmp_path):
     def nice(state=None):
-        thread = threading.get_native_id()
-        values.append(int(Path(f"/proc/self/task/{thread}/stat").read_text().split()[18]))
+        values.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     values, log = [], types.SimpleNamespace(info=print)
     with RunFolder(str(tmp_path)) as folder:
         nice()
