@@ -1,10 +1,19 @@
 """A model and data of one's own, given to train(): modes, buffers, the best evaluation, masks."""
 
 import contextlib
+import itertools
 import math
+import multiprocessing
 import os
+import pickle
 import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from faulty import faults
@@ -12,15 +21,21 @@ from runs import assert_same, go, metrics
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from train.base.errors import Stopped
+from train import robust
+from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.config import load_config
+from train.config import TrainConfig, load_config
 from train.dataloader import Data
+from train.distributed import Ranks
+from train.logger import resume_command
 from train.train import train
 
 SETTINGS = dict(batch_size=4, gradient_accumulation_steps=3, max_iters=12, eval_interval=4,
                 eval_iters=100, save_interval=2, warmup_iters=0, lr_decay_iters=12, log_interval=1,
                 learning_rate=0.05, device="cpu", dtype="float32", compile="false", num_threads=1)
+
+
+NEW_NAMES = (f"a{n}" for n in itertools.count())
 
 
 class Regression(nn.Module):
@@ -57,7 +72,7 @@ def fit(out, model=None, fault="", data=None, **changes):
     config = load_config(None, SETTINGS | dict(out_dir=str(out)) | changes)
     with faults(fault) if fault else contextlib.nullcontext():
         try:
-            return train(config, model=model or Regression(),
+            return train(config, model=Regression() if model is None else model,
                          data=data or Data(rows(120), rows(30, seed=2)))
         except Stopped as stopped:
             return stopped
@@ -164,3 +179,225 @@ def test_an_untrained_head_is_not_the_best_after_a_stop(tmp_path, data_dir, stop
     result = go(data_dir, tmp_path / "out", **changes)
     assert result["finished"] == "max_iters 4 reached"
     assert load_checkpoint(tmp_path / "out" / "ckpt_best.pt")["iter_num"] > 0
+
+
+# -----------------------------------------------------------------------------
+# what a checkpoint cannot have is refused before the first step
+
+@dataclass
+class Shape:
+    path: object
+
+
+class WithConfig(Regression):
+    def __init__(self):
+        super().__init__()
+        self.config = Shape(Path("a"))
+
+
+class WithMask(Regression):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+
+@pytest.mark.parametrize("model, error, text", [
+    (WithConfig, CheckpointError, r"config\['path'\] is a PosixPath"),
+    (WithMask, SetupError, r"mask is not finite.*persistent=False")])
+def test_what_no_checkpoint_can_have_is_refused_before_the_first_step(tmp_path, model, error, text):
+    with pytest.raises(error, match=text):
+        fit(tmp_path, model())
+    path = tmp_path / "metrics.jsonl"
+    assert not path.exists() or not path.read_text()
+
+
+def test_lists_of_tensors_among_the_numbers_are_saved_as_lists(tmp_path, monkeypatch):
+    monkeypatch.setattr(Regression, "numbers", lambda model, sums: dict(
+        parts=[torch.tensor(1.5), (np.float64(2.5), torch.ones(2))]))
+    fit(tmp_path)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    assert state["progress"]["history"][-1]["val_parts"] == [1.5, [2.5, [1.0, 1.0]]]
+
+
+# -----------------------------------------------------------------------------
+# gradients and losses
+
+def test_gradients_from_before_the_run_do_not_count(tmp_path):
+    """A sanity check of the model before train(), or a run that ended within a step."""
+    fit(tmp_path / "a")
+    model = Regression()
+    model(*rows(4).tensors)[0].backward()
+    fit(tmp_path / "b", model)
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+class Plain(Regression):
+    """The mean of a micro-batch in which all rows are masked is NaN."""
+
+    def forward(self, x, y):
+        counted = y > -50
+        return (self.net(x)[:, 0] - y)[counted].square().mean(), dict(count=counted.sum())
+
+    def numbers(self, sums):
+        return {}
+
+
+def test_a_mean_over_nothing_is_no_number(tmp_path):
+    """Of five validation batches one is masked -> the loss is the mean over the other rows. Of the
+    training batches too."""
+    data = Data(rows(24, masked=range(0, 24, 2)), rows(20, seed=2, masked=range(4, 8)))
+    model = Plain()
+    result = fit(tmp_path, model, data=data, batch_size=4, gradient_accumulation_steps=1)
+    x, y = data.val.tensors
+    expected = (model.net(x)[:, 0] - y)[y > -50].square().mean()
+    assert result["val_loss"] == pytest.approx(float(expected), rel=1e-6)
+    losses = [record["loss"] for record in metrics(tmp_path) if "loss" in record]
+    assert all(loss is None or math.isfinite(loss) for loss in losses)  # None: nothing counted
+    assert len(losses) == 12
+
+
+@pytest.mark.parametrize("result, text", [
+    (lambda loss: loss, "returned a Tensor; expected"),
+    (lambda loss: (loss, {}, {}), "returned a tuple; expected"),
+    (lambda loss: (loss, {"count": 4}), "count is no tensor; expected"),
+    (lambda loss: (loss, {next(NEW_NAMES): loss}), "sums a1, and before a0")])
+def test_another_result_of_forward_is_named(tmp_path, monkeypatch, result, text):
+    monkeypatch.setattr(Regression, "forward",
+                        lambda model, x, y: result((model.net(x)[:, 0] - y).square().mean()))
+    with pytest.raises(SetupError, match=text):
+        fit(tmp_path, eval_interval=0)
+
+
+def test_an_attribute_with_the_name_of_a_method_is_named(tmp_path):
+    model = Regression()
+    model.flops_per_unit = 3.0
+    with pytest.raises(SetupError, match="Regression.flops_per_unit: a run calls"):
+        fit(tmp_path, model)
+
+
+def test_a_callback_may_leave_the_model_in_eval_mode(tmp_path):
+    model = Regression(nn.Linear(3, 1), nn.Dropout(0.5))
+    modes = []
+    model.net[1].register_forward_hook(lambda part, *_: modes.append(part.training))
+    config = load_config(None, SETTINGS | dict(out_dir=str(tmp_path), eval_interval=4))
+    train(config, model=model, data=Data(rows(120), rows(4)),
+          on_evaluation=lambda *_: model.eval())
+    assert modes.count(True) == 12 * 3 * 2  # forward() calls the layers twice
+
+
+def test_a_compiled_model_is_saved_with_its_own_names(tmp_path):
+    fit(tmp_path, torch.compile(Regression()))
+    assert set(load_checkpoint(tmp_path / "ckpt.pt")["model"]) == {"net.0.weight", "net.0.bias"}
+
+
+# -----------------------------------------------------------------------------
+# Datasets
+
+class Named(torch.utils.data.Dataset):
+    """Items with names; every second one has them in the other order."""
+
+    def __init__(self, first, second):
+        self.names = first, second
+        self.x, self.y = rows(24).tensors
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        item = dict(zip(self.names, (self.x[i], self.y[i])))
+        return item if i % 2 == 0 else dict(reversed(item.items()))
+
+
+def test_names_of_an_item_keep_their_order(tmp_path):
+    result = fit(tmp_path, data=Data(Named("a", "b"), Named("a", "b")))
+    plain = fit(tmp_path / "plain", data=Data(rows(24), rows(24)))
+    assert result["val_loss"] == plain["val_loss"]
+
+
+def test_names_of_parameters_in_another_order_are_refused(tmp_path):
+    with pytest.raises(SetupError, match="items have y, x in this order, and forward has x, y"):
+        fit(tmp_path, data=Data(Named("y", "x")), eval_interval=0)
+
+
+class Single(torch.utils.data.Dataset):
+    """Reading is not possible in two threads at once, e.g. from one file."""
+    lock = threading.Lock()
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        assert self.lock.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.0005)
+        self.lock.release()
+        return torch.ones(3), torch.tensor(float(i))
+
+
+def test_one_thread_reads_a_dataset_at_a_time(tmp_path):
+    fit(tmp_path, data=Data(Single(), Single()), eval_interval=1)
+
+
+# -----------------------------------------------------------------------------
+# the process of the caller
+
+def wait_forever():
+    time.sleep(60)
+
+
+def test_a_forked_process_is_not_the_run(tmp_path):
+    """It ends at SIGTERM, and does not keep the lock of the run's folder."""
+    children = []
+
+    def start(*_):
+        children.append(multiprocessing.get_context("fork").Process(target=wait_forever))
+        children[-1].start()
+    for length in (4, 5):
+        config = load_config(None, SETTINGS | dict(out_dir=str(tmp_path), max_iters=length))
+        train(config, model=Regression(), data=Data(rows(120), rows(30)), on_evaluation=start)
+    for child in children:
+        child.terminate()
+        child.join(10)
+    assert len(children) > 1 and {child.exitcode for child in children} == {-signal.SIGTERM}
+
+
+def test_a_second_interrupt_leaves_a_notebook_alive(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    signals = robust.Signals()
+    signals.handle(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        signals.handle(signal.SIGINT, None)
+    assert "resume='auto'" in resume_command(load_config(None, {}), Ranks())
+
+
+class Tee:
+    def write(self, text):
+        sys.__stdout__.write(text)
+
+    def flush(self):
+        pass
+
+
+def test_a_stream_with_two_methods_is_enough(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", Tee())
+    fit(tmp_path)
+    assert "Training complete" in capfd.readouterr().out
+
+
+def test_a_configuration_with_keys_of_a_model_type_can_be_pickled():
+    config = load_config(None, dict(model="moe", n_experts=3))
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config and copy.origins == config.origins and type(copy) is type(config)
+
+
+def test_options_of_the_command_line_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="dry_run: only for the command line"):
+        fit(tmp_path, dry_run=True)
+
+
+def test_a_length_in_epochs_evaluates_after_each(tmp_path):
+    """Also if the configuration was not made by load_config()."""
+    given = {k: v for k, v in SETTINGS.items() if k not in ("max_iters", "eval_interval",
+                                                            "save_interval", "lr_decay_iters")}
+    config = TrainConfig(**given, out_dir=str(tmp_path), max_epochs=3.0)
+    result = train(config, model=Regression(), data=Data(rows(48), rows(30)))
+    assert [record["iter"] for record in result["history"]] == [0, 4, 8, 12]

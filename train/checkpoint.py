@@ -46,6 +46,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, progress=dict,
                      scaler=dict, plateau=dict, early_stopping=dict, spikes=list, data=object)
 
+# Where a user's code makes the entry of a checkpoint, for messages.
+PLAIN_SOURCES = dict(spec="Data.spec", data="fingerprint() of the training data",
+                     model_args="the model's attribute config", progress="numbers() of the model")
+
 
 # -----------------------------------------------------------------------------
 # where a run starts
@@ -286,7 +290,7 @@ def find_changes(state, config, data):
     # Checkpoints of early versions have no spec.
     old = dict(state.get("spec") or data.spec, data=state["data"])
     new = dict(data.spec, data=data.train.fingerprint())
-    for name in sorted(old.keys() | new.keys()):
+    for name in sorted(old.keys() | new.keys(), key=str):
         if not nearly_equal(old.get(name), new.get(name)):
             changes.setdefault(name, (old.get(name), new.get(name)))
     return changes
@@ -318,11 +322,17 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
         tensors = map_tensors(copy_to_rank0, tensors)
+    return tensors | make_plain_part(config, data, model, parts, ranks)
+
+
+def make_plain_part(config, data, model, parts, ranks):
+    """Return the content of a checkpoint without weights and optimizer state, a dict. Arguments as
+    for make_checkpoint(). CheckpointError if it has other than plain Python types, which loading a
+    checkpoint would refuse."""
     progress = parts["progress"]
     shape = getattr(model, "config", None)
     own_keys = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in FIELDS}
-    return {
-        **tensors,
+    state = {
         "model_args": asdict(shape) if is_dataclass(shape) else own_keys,
         "iter_num": progress.iter_num,
         "best_val_loss": progress.best_val_loss,
@@ -337,6 +347,9 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
         "world_size": ranks.world_size,
         "torch": str(torch.__version__),
         **{name: part.state_dict() for name, part in parts.items()}}
+    for name, value in state.items():
+        check_plain(value, PLAIN_SOURCES.get(name, name))
+    return state
 
 
 def named_params(optimizer):
@@ -412,10 +425,8 @@ def check_finite(model, optimizer, iter_num, path, ranks):
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     if name := next(filter(None, gather_objects(find_non_finite(state), ranks)), None):
-        hint = ("; if it is a constant, register_buffer(..., persistent=False)"
-                if name.removeprefix("model.") in dict(model.named_buffers()) else "")
-        raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved over {path}, the last "
-                         f"good checkpoint{hint}")
+        kept = f" over {path}, the last good checkpoint" if os.path.exists(path) else ""
+        raise BadNumbers(f"iter {iter_num}: {name} is not finite; not saved{kept}")
 
 
 def find_drift(tensors, ranks):
@@ -465,6 +476,9 @@ def make_savable(model):
         raise SetupError(f"{', '.join(unsaved[:4])} would be in no checkpoint: parameters must be "
                          "in state_dict() (those of adapters: is_saved, is_adapter), and are "
                          "trained by the optimizer of the run, in train/optimizer.py")
+    if name := find_non_finite({n: b for n, b in model.named_buffers() if n in state}):
+        raise SetupError(f"{name} is not finite, and would be in every checkpoint: if it is a "
+                         "constant, register_buffer(..., persistent=False)")
     for name, tensor in state.items():
         if tensor.dtype not in SAFETENSORS_DTYPES.values():
             raise SetupError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, which a "

@@ -36,7 +36,16 @@ def config_class(model="gpt"):
     if duplicates := [f.name for f in fields(keys) if f.name in FIELDS]:
         raise ConfigError([f"model/{model}.py: Keys has {', '.join(duplicates)}, already keys of "
                            "every run: choose other names"])
-    return dataclass(type("TrainConfig", (TrainConfig, keys), {"__doc__": TrainConfig.__doc__}))
+
+    def reduce(config):  # pickle finds no class that was made at runtime
+        return default_config, (model,), config.__getstate__()
+    return dataclass(type("TrainConfig", (TrainConfig, keys),
+                          {"__doc__": TrainConfig.__doc__, "__reduce__": reduce}))
+
+
+def default_config(model):
+    """Return a TrainConfig of the model type `model` with default values. Called by pickle."""
+    return config_class(model)()
 
 
 def group_fields(cls):

@@ -26,6 +26,7 @@ import functools
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ from train.distributed import broadcast_from_rank0
 CHUNK_TOKENS = 1 << 18  # read at once, which makes the overhead of Python small
 MIB = 1 << 20
 MAX_BATCHES_AHEAD = 64
+READING = threading.RLock()  # for Datasets: two may share a file, whose position is a state
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably biased
 
 
@@ -382,27 +384,31 @@ class DatasetLoader(RowLoader):
     tuple of tensors (B, ...), one per element of an item.
 
     dataset: an object with __len__ and __getitem__. An item, dataset[i], is a tensor, an array or a
-    number, or a tuple or dict of these, with the same shapes for all i. It must depend only on i,
-    also in a different process (a resumed run, other ranks): no random numbers, no state.
-    __getitem__ is called in a thread. config: a TrainConfig, for batch size and seed. ranks: a
+    number, or a tuple or dict of these, with the same shapes for all i. The values of a dict are
+    passed to the model by position, in the order of item 0. An item must depend only on i, also in
+    a different process (a resumed run, other ranks): no random numbers, no state. __getitem__ is
+    called in threads, one call at a time. config: a TrainConfig, for batch size and seed. ranks: a
     Ranks. DataError for an empty dataset, and when items cannot be stacked.
     """
 
     def __init__(self, dataset, config, ranks):
         super().__init__([dataset], config, ranks)
+        first = dataset[0]
+        self.names = list(first) if isinstance(first, dict) else None
 
     def rows(self, positions):
         """Return the items with the indices `positions`, (m,) int64, stacked: a list of CPU tensors
         (m, ...), one per element of an item. DataError if the items cannot be stacked."""
         dataset, = self.arrays
         numbers = positions.tolist()
-        items = [dataset[i] for i in numbers]
+        with READING:
+            items = [dataset[i] for i in numbers]
         try:
             batch = default_collate(items)
+            parts = [batch[name] for name in self.names] if self.names else batch
         except (TypeError, RuntimeError, LookupError) as error:
             raise DataError(f"Dataset, items {numbers}: they cannot be stacked: {error}") from error
-        parts = (list(batch.values()) if isinstance(batch, dict) else
-                 [batch] if isinstance(batch, torch.Tensor) else list(batch))
+        parts = [parts] if isinstance(parts, torch.Tensor) else list(parts)
         if kinds := {type(part).__name__ for part in parts} - {"Tensor"}:
             raise DataError(f"Dataset, items {numbers}: expected tensors, arrays or numbers, or a "
                             f"tuple or dict of these; stacked, a part is a {', '.join(kinds)}")

@@ -5,7 +5,6 @@ A model returns the mean loss of a batch and sums over the batch's items. Sums a
 in the order of the batches and in float64, and become numbers at the very end.
 """
 
-import functools
 import itertools
 import math
 
@@ -14,7 +13,7 @@ import torch
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
-from train.system import ModelHooks, hook
+from train.system import check_result, hook
 
 
 def pack(loss, sums, count):
@@ -26,7 +25,9 @@ def pack(loss, sums, count):
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
     n = out.get("count", torch.full((), count, dtype=precise, device=loss.device))
-    out = {"count": n, "loss": n} | out | {"loss": loss.detach().to(precise) * n}
+    # The mean over 0 items may be NaN.
+    total = torch.where(n > 0, loss.detach().to(precise) * n, 0.0)
+    out = {"count": n, "loss": n} | out | {"loss": total}
     return torch.cat([value.flatten() for value in out.values()])
 
 
@@ -46,13 +47,18 @@ def to_numbers(model, sums):
     sums["count"] is 0), and the result of the model's method numbers(sums), with tensors converted
     to numbers or lists. sums: {name: tensor}, added over all batches. ValueError if the model uses
     a reserved name (LINE_NAMES)."""
-    model_numbers = getattr(model, "numbers", functools.partial(ModelHooks.numbers, model))
-    numbers = {name: value.tolist() if hasattr(value, "tolist") else value
-               for name, value in model_numbers(sums).items()}
+    numbers = {name: to_plain(value) for name, value in hook(model, "numbers")(sums).items()}
     if reserved := LINE_NAMES & set(numbers):
         raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")
     return {"loss": float(sums["loss"] / sums["count"]) if sums["count"] else None, **numbers}
+
+
+def to_plain(value):
+    """Return a number, tensor, array or list of these with numbers and lists of Python."""
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @torch.no_grad()
@@ -72,6 +78,7 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
     totals = {}                            # {source: vector of sums}
+    sums = None
     for first in range(0, n, ranks.world_size):
         # The request to stop travels with the sums, so that all ranks leave in the same round.
         stop_flag = torch.tensor([stop(first, n)], dtype=torch.float64)
@@ -79,7 +86,7 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
         # Every rank computes in every round, as a sharded model requires; a surplus is not added.
         batch = loader.fixed_batch(min(index, n - 1), n_batches, ranks.device)
         with autocast():
-            loss, sums = forward(*batch)
+            loss, sums = check_result(forward(*batch), sums)
         vector = pack(loss, sums, len(batch[0]) * loader.units_per_sample).double().cpu()
         rows = all_gather_vectors(torch.cat([vector, stop_flag]), ranks)
         if rows[:, -1].any():

@@ -156,7 +156,8 @@ class Logger:
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
-            return {k: v for k, v in json.loads(last).items() if k.startswith("test_")}
+            return {k: float(v) if isinstance(v, str) else v for k, v in json.loads(last).items()
+                    if k.startswith("test_")}  # "nan" and "inf" are strings there
         return {}
 
     # -------------------------------------------------------------------------
@@ -381,6 +382,8 @@ def resume_command(config, ranks):
     """Return the text of the shell command that resumes this run: the arguments of this process,
     with torchrun if there are several ranks; with several nodes, it must be started on each node.
     config: TrainConfig; ranks: a Ranks."""
+    if hasattr(sys, "ps1"):  # a notebook or a prompt
+        return "  the same call, with resume='auto'"
     launcher = ["python"]
     if ranks.world_size > 1:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)

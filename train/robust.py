@@ -54,6 +54,7 @@ class Signals:
     def __init__(self):
         self.stop = 0
         self.save = 0
+        self.pid = os.getpid()
         self.handlers = on_signals(("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"), self.handle)
 
     def __enter__(self):
@@ -71,10 +72,15 @@ class Signals:
             self.handlers.__exit__(*error)
 
     def handle(self, signum, frame):
+        if os.getpid() != self.pid:  # a forked process is not the run
+            signal.signal(signum, signal.SIG_DFL)
+            return os.kill(os.getpid(), signum)
         if signum == getattr(signal, "SIGUSR1", None):
             self.save = 1
             return
         if self.stop:
+            if hasattr(sys, "ps1"):  # a notebook or a prompt, which must survive
+                raise KeyboardInterrupt
             if not under_torchrun():
                 os._exit(128 + signum)
             return
@@ -117,7 +123,8 @@ class Watchdog:
 
     def close(self):
         self.deadline = None
-        faulthandler.cancel_dump_traceback_later()
+        if self.seconds:
+            faulthandler.cancel_dump_traceback_later()
 
     def watch(self):
         while (deadline := self.deadline) and time.monotonic() < deadline:

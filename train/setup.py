@@ -7,6 +7,7 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import re
@@ -16,11 +17,19 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import SetupError, Stopped, UserError, echo, printable
+from train.base.errors import (
+    ConfigError,
+    DataError,
+    SetupError,
+    Stopped,
+    UserError,
+    echo,
+    printable,
+)
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, needing_evaluations, to_yaml
-from train.dataloader import Prefetcher, as_loader
+from train.dataloader import Data, Prefetcher, as_loader
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import Muon, build_optimizer
@@ -104,7 +113,8 @@ class Run:
         """Print a message on rank 0, and keep it in self.notes until train.log is open."""
         if self.ranks.is_main:
             self.notes.append(text)
-            echo(text)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed stdout
+                echo(text)
 
     def open_data(self, data=None):
         """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
@@ -142,7 +152,9 @@ class Run:
         # FSDP, HSDP: every rank holds a part of each tensor.
         self.sharded = c.shards_model(ranks.world_size)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
-        self.raw_model = self.build_model(model)
+        # A compiled model would be saved with other names; the run compiles it.
+        self.raw_model = self.build_model(getattr(model, "_orig_mod", model))
+        check_item_names(self.raw_model, self.data.train)
         self.raw_model.train()  # load_model() and from_pretrained() return models in eval mode
         # An interrupted step is repeated after the resume, except where the forward pass may change
         # buffers (BatchNorm): a stop then waits for the end of the step.
@@ -229,7 +241,7 @@ class Run:
             self.forward = functools.partial(self.compiler.call, self.model)
         # before_step(it) of the model and its parts; after_step(it, sums) of the model, or None.
         self.before_step = [module.before_step for module in self.raw_model.modules()
-                            if getattr(module, "before_step", None)]
+                            if callable(getattr(module, "before_step", None))]
         self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
@@ -507,6 +519,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run.open_model(stack, model)
         run.open_optimizer()
         run.open_monitors(stack)
+        # Refuse now, and not at the first save, content that a checkpoint cannot have.
+        checkpoint.make_plain_part(run.config, run.data, run.raw_model, run.parts(), ranks)
         if run.start.kind == "resume":
             run.restore(run.start)
             run.log.info(f"Resuming from {run.start.path} at iter {run.progress.iter_num}")
@@ -520,12 +534,28 @@ def validate_config(config):
     """Return a copy of the TrainConfig `config`, checked like a configuration from a file.
     ConfigError for invalid values, or if the package of a tracker is missing."""
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
-    config = load_config(overrides=asdict(config))
+    if options := [n for n in ("dry_run", "profile", "print_config") if getattr(config, n)]:
+        raise ConfigError([f"{', '.join(options)}: only for the command line of run_train.py"])
+    # Without values that nobody has set: max_epochs selects other intervals of evaluations.
+    default = type(config)()
+    given = getattr(config, "origins", {})
+    config = load_config(overrides={name: value for name, value in asdict(config).items()
+                                    if name in given or value != getattr(default, name)})
     config.origins = dict.fromkeys(explicit, "overrides")
     if config.tracker:
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)
     return config
+
+
+def check_item_names(model, loader):
+    """Raise SetupError if the items of a torch Dataset are dicts whose names are parameters of the
+    model's forward(), but in a different order: the values are passed by position."""
+    names = getattr(loader, "names", None) or []
+    parameters = list(inspect.signature(model.forward).parameters)
+    if set(names) <= set(parameters) and names != parameters[:len(names)]:
+        raise SetupError(f"the Dataset's items have {', '.join(names)} in this order, and forward "
+                         f"has {', '.join(parameters)}: values are passed by position")
 
 
 def check_epochs(config, samples):
@@ -536,19 +566,20 @@ def check_epochs(config, samples):
     if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):
         raise SetupError(
             f"max_iters: {c.max_iters:,} steps of {c.samples_per_step:,} samples are {epochs:,.0f} "
-            f"epochs of the {samples:,} samples in {c.data_dir}; give the length in epochs, e.g. "
-            f"--max_epochs 3 (more than {MAX_EPOCHS_IN_STEPS} are possible too)")
+            f"epochs of the {samples:,} samples of the training data; give the length in epochs, "
+            f"e.g. --max_epochs 3 (more than {MAX_EPOCHS_IN_STEPS} are possible too)")
 
 
 def open_data(config, ranks, data=None):
     """Return the Data of a run. It is `data`, with torch Datasets in it replaced by loaders, or, if
     `None`, the data in data_dir, which the model type opens; several weighted folders
-    ("a:0.7,b:0.3") become a mixture. Raises DataError; CheckpointError if Data.spec has other than
-    plain Python types."""
+    ("a:0.7,b:0.3") become a mixture. Raises DataError."""
     model_type = load_model_type(config.model)
     if config.eval_epochs and not config.eval_interval:
         config = config.replace(eval_interval=1)  # 0 would leave out the validation data
     if data is not None:
+        if not isinstance(data, Data):
+            raise DataError(f"data: expected train.dataloader.Data(train, val), got {type(data)}")
         data = replace(data, **{name: as_loader(getattr(data, name), config, ranks)
                                 for name in ("train", "val", "test")})
     elif weights := parse_mixture(config.data_dir):
@@ -557,5 +588,4 @@ def open_data(config, ranks, data=None):
                     for folder in weights}, weights)
     else:
         data = model_type.open_data(config, ranks)
-    checkpoint.check_plain(data.spec, "Data.spec")
     return data

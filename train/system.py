@@ -16,7 +16,7 @@ import importlib
 import os
 import sys
 
-from train.base.errors import ConfigError
+from train.base.errors import ConfigError, SetupError
 
 NOT_MODEL_TYPES = {"core", "sample", "serve", "convert", "eval"}  # the other folders in model/
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -151,10 +151,30 @@ class LoaderHooks:
 def hook(owner, name):
     """Return the attribute or bound method `name` of `owner` (a model or a loader), or if it has
     none the default, from ModelHooks or LoaderHooks."""
-    if hasattr(owner, name):
-        return getattr(owner, name)
     default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
+    if hasattr(owner, name):
+        own = getattr(owner, name)
+        if callable(default) and not callable(own):
+            raise SetupError(f"{type(owner).__name__}.{name}: a run calls the method of this name "
+                             "(train/system.py); choose another name for the attribute")
+        return own
     return functools.partial(default, owner) if callable(default) else default
+
+
+def check_result(result, previous=None):
+    """Return `result`, what a model's forward(*batch) returned. SetupError unless it is (loss,
+    sums), with sums of the same names as `previous`, the sums of an earlier batch (`None`: the
+    first)."""
+    example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
+    if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
+        raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
+    loss, sums = result
+    if wrong := [name for name, t in {"loss": loss, **sums}.items() if not hasattr(t, "detach")]:
+        raise SetupError(f"forward(*batch): {', '.join(wrong)} is no tensor; {example}")
+    if previous is not None and previous.keys() != sums.keys():
+        raise SetupError(f"forward(*batch) returned the sums {', '.join(sums)}, and before "
+                         f"{', '.join(previous)}: expected the same names for every batch")
+    return result
 
 
 def load_model_type(name):

@@ -25,7 +25,7 @@ from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
 from train.robust import decide_action, describe_non_finite
 from train.setup import open_run, validate_config
-from train.system import hook
+from train.system import check_result, hook
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
@@ -115,7 +115,7 @@ def train_step(run, lr=None):
     n = run.n_micro
     world_size = run.ranks.world_size
     seed_step(c.seed, it, run.ranks)
-    lr = get_lr(it, c) * run.plateau.scale if lr is None else lr
+    lr = get_lr(it, c) * run.plateau.scale if lr is None else float(lr)
     # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
@@ -129,21 +129,22 @@ def train_step(run, lr=None):
     #     weight  items of the micro-batch / full_count, known immediately
     #     factor  n * world_size * full_count / count, known at the end, applied with the clipping
     # If no item is masked, weight and factor are exactly 1.
+    run.optimizer.zero_grad(set_to_none=True)  # an interrupted step may have left gradients
     totals = 0.0
+    sums = None
     # Autocast is entered once per step: it casts the weights once. On a CPU (only there paused()
     # has an effect) the first step is not compiled: the first log line comes soon.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
             stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
             if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
-                run.optimizer.zero_grad(set_to_none=True)
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
             # step. FSDP (where model is raw_model) reduces them in every micro-batch.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
-                loss, sums = run.forward(*batch)  # mean over items, sums
+                loss, sums = check_result(run.forward(*batch), sums)  # mean over items, sums
                 weight = sums["count"] / run.full_count if "count" in sums else 1.0
                 # Autocast is for the forward pass. In the backward pass it would change the
                 # precision inside custom autograd functions. The scaler is for float16.
@@ -290,6 +291,7 @@ def validate(run):
         run.forget_unsaved_best()
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)  # e.g. a search, which may stop the run
+        run.raw_model.train()  # which it may have changed
         # Errors in sampling and drawing are warnings only.
         if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
             run.write_samples()

@@ -22,8 +22,9 @@ class Console:
     Attributes: `live`, whether live lines are possible; `color`, whether to use colors."""
 
     def __init__(self, stream):
-        stream = None if stream and stream.closed else stream
-        self.live = bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
+        stream = None if getattr(stream, "closed", False) else stream
+        is_terminal = getattr(stream, "isatty", lambda: False)()
+        self.live = is_terminal and os.environ.get("TERM") != "dumb"
         self.color = self.live and not os.environ.get("NO_COLOR")
         self.stream = stream or open(os.devnull, "w")
         with suppress(AttributeError):  # characters that its encoding lacks become "?"

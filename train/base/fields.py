@@ -116,9 +116,10 @@ def to_bool(raw):
 
 
 def to_int(raw):
-    if isinstance(raw, (bool, float)) or abs(int(raw)) >= 10**100:
+    value = int(raw) if isinstance(raw, str) else operator.index(raw)  # 4.7 has no index
+    if isinstance(raw, bool) or abs(value) >= 10**100:
         raise ValueError
-    return int(raw)
+    return value
 
 
 def to_float(raw):
@@ -128,7 +129,7 @@ def to_float(raw):
 
 
 def to_str(raw):
-    if isinstance(raw, (list, dict, bool)):
+    if isinstance(raw, bool) or not isinstance(raw, (str, int, float, os.PathLike)):
         raise ValueError
     return str(raw)
 

@@ -122,6 +122,15 @@ def exclusive_lock(folder):
         yield
 
 
+def unlock(file):
+    """Release the lock of lock_folder(), which returned `file`, and close the file. Without this,
+    processes that were forked since then would keep the lock."""
+    with suppress(ImportError, OSError):
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
 def sync_folder(folder):
     """Make renames in `folder` durable (POSIX; without effect on Windows). OSError only for a
     failing disk."""

@@ -22,7 +22,7 @@ from train.base.checkpoint_file import (
     save_checkpoint,
 )
 from train.base.errors import CheckpointError, CollectiveExit
-from train.base.files import describe_write_error, lock_folder, next_free_path
+from train.base.files import describe_write_error, lock_folder, next_free_path, unlock
 from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
@@ -206,7 +206,7 @@ class RunFolder:
     def __exit__(self, *_):
         self.wait()  # with the lock, which the save in progress needs
         if self.lock is not None:
-            self.lock.close()
+            unlock(self.lock)
 
 
 def at_low_priority(f, *args):

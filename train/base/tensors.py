@@ -61,8 +61,7 @@ def find_non_finite(state):
     if not named:
         return None
     # Extremes are non-finite if any value is; stacked, they need one wait for the device.
-    extremes = torch.stack([torch.stack(torch.aminmax(t)).float() for _, t in named])
-    finite = torch.isfinite(extremes).all(1)
+    finite = torch.stack([torch.stack(torch.aminmax(t)).isfinite().all() for _, t in named])
     return None if finite.all() else named[int(finite.int().argmin())][0]
 
 
