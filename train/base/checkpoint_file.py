@@ -2,9 +2,9 @@
 
 A checkpoint is a torch.save file of plain tensors and builtin types, followed by the SHA-256 of
 these bytes (torch.load does not notice most single-bit flips). It is written atomically, and the
-file that it replaces is renamed to *_prev.pt. Loading never runs code: weights_only is always on.
-The other format, shards with a manifest, is in train/base/sharded_file.py; open_checkpoint() reads
-both.
+file that it replaces is renamed, e.g. from ckpt.pt to ckpt_prev.pt. Loading never runs code:
+weights_only is always on. The second format, shards with a manifest, is in
+train/base/sharded_file.py; open_checkpoint() reads both.
 """
 
 import os
@@ -34,9 +34,12 @@ DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
 def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
                     links: Sequence[str] = ()) -> None:
-    """Write `state`, plain tensors and builtin types, to the file `path` durably, with a digest.
-    The old file becomes *_prev.pt, and each path in `links` becomes a hard link to the new file.
-    CheckpointError if that fails: the file `path` is then unchanged, but links may be new."""
+    """Write a checkpoint durably and atomically to the file `path`, in the format of torch.save,
+    followed by the SHA-256 of these bytes. A missing folder is created. state: a nested dict of
+    plain tensors and builtin types. links: paths, each of which becomes a hard link to the new
+    file. A previous file `path` is renamed to prev_path(path), e.g. ckpt_prev.pt. Raises
+    CheckpointError if the checkpoint cannot be written: the file `path` is then unchanged, but the
+    links and the previous file may be replaced already."""
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -46,10 +49,12 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
 
 
 def replace_checkpoint(path, write, links=(), size=0):
-    """Replace the file `path`, durably and atomically, with the bytes that write(file) writes. The
-    old file becomes *_prev.pt, and each path in `links` a hard link to the new one. size: in bytes,
-    for the message about a full disk, 0: unknown. CheckpointError if that fails: the file `path` is
-    then unchanged, but links may be new."""
+    """Replace the file `path`, durably and atomically, with the bytes that write(file) writes to a
+    binary file. A missing folder is created. links: paths, each of which becomes a hard link to the
+    new file. size: expected number of bytes, for the message about a full disk; 0: unknown. A
+    previous file `path` is renamed to prev_path(path). Raises CheckpointError after any error, also
+    of write(): the file `path` is then unchanged, but links and previous file may be replaced
+    already."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -70,7 +75,7 @@ def replace_checkpoint(path, write, links=(), size=0):
 
 
 def prev_path(path):
-    """Return the path of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
+    """Return the path (str) of the previous checkpoint: out/ckpt.pt -> out/ckpt_prev.pt."""
     return os.fspath(path).removesuffix(".pt") + "_prev.pt"
 
 
@@ -78,20 +83,23 @@ def prev_path(path):
 # reading
 
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the checkpoint at `path`, a dict with tensors on the CPU. Verified are the digest, the
-    types, the format version, and that weights and optimizer state are finite. Sharded checkpoints
-    and foreign files of plain tensors can be read, too: nanoGPT's checkpoints, {"model_state_dict":
-    ...}, a bare state dict. The weights are always under "model". Raises CheckpointError."""
+    """Return the content of the checkpoint `path`, one file or a sharded checkpoint, as a dict with
+    whole tensors on the CPU. The weights, {name: tensor}, are under "model". Files of plain tensors
+    that other programs wrote can also be read: checkpoints of nanoGPT, {"model_state_dict": ...},
+    {"state_dict": ...}, and a bare state dict. Raises CheckpointError if the file is missing,
+    damaged or not safe to load, the format is too new, or weights or optimizer state are not
+    finite."""
     state, _ = open_checkpoint(path, values=True)
     return state
 
 
 def open_checkpoint(path, values=False):
-    """Return (state, shards) of the checkpoint `path`, verified as in load_checkpoint(). For a
-    single file, shards is `None`. For a sharded checkpoint (a manifest, or the folder of one),
-    shards is a Shards; unless `values`, the tensors in state are then on the meta device, and their
-    data are neither read nor verified (use Shards.read() and Shards.verify()). Raises
-    CheckpointError."""
+    """Return (state, shards) of the checkpoint `path`. state: the content, a dict, as returned by
+    load_checkpoint(), with the same checks and the same CheckpointError. shards: `None` for a
+    checkpoint in one file; a Shards for a sharded checkpoint (`path` is a manifest, or a folder
+    with manifest.json). values: only for a sharded checkpoint. If true, all tensors are read and
+    verified. If false, the tensors in state are on the meta device, and the values are neither read
+    nor verified: use shards.read() and shards.verify()."""
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
@@ -127,10 +135,10 @@ def open_checkpoint(path, values=False):
 
 
 def verify_digest(path):
-    """Verify the digest at the end of a checkpoint file, and return whether it has one. Without it
-    (a foreign or truncated file), the CRCs are checked if the file is a ZIP archive. Raises
-    ValueError if a check fails, or for an empty or compressed file, and the errors of
-    zipfile.ZipFile if it cannot read the archive."""
+    """Verify the digest (SHA-256) at the end of the checkpoint file `path`. Return True if the file
+    has a digest. Without one (a file of a different program, or a truncated file) return False,
+    after a check of the CRCs if the file is a ZIP archive. Raises ValueError if a check fails, or
+    if the file is empty or compressed; errors of zipfile.ZipFile if it cannot read the archive."""
     size = os.path.getsize(path)
     if not size:  # also of pipes and devices, which would be read for ever
         raise ValueError("the file is empty")
@@ -151,8 +159,9 @@ def verify_digest(path):
 
 
 def with_model_key(state):
-    """Return `state`, the content of a checkpoint, as a dict with the weights under "model", also
-    if a foreign trainer used a different key, or no key (a bare state dict)."""
+    """Return `state`, the content of a checkpoint file, as a dict with the weights under "model".
+    If `state` is a dict with a dict under "model", "model_state_dict" or "state_dict", this dict is
+    used, and all keys are kept; otherwise return {"model": state} (a bare state dict)."""
     for name in ("model", "model_state_dict", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             return {**state, "model": state[name]}
@@ -160,10 +169,14 @@ def with_model_key(state):
 
 
 def check_content(state, size, device="cpu"):
-    """Raise ValueError unless `state`, read from files of `size` bytes, is a checkpoint: dense
-    tensors on the device type `device` under "model" and "optimizer", no tensors in the other keys
-    that the program reads, and not much more data in memory than in the files: a few bytes of
-    pickle can share objects so often that printing them would not terminate."""
+    """Raise ValueError unless `state`, a dict with the key "model", has the content of a
+    checkpoint. size: total size of the files from which it was read, in bytes. device: the device
+    type, e.g. "cpu" or "meta", on which all tensors must be. Checked: "model" is {name: tensor};
+    "optimizer" and the keys in DESCRIPTION are dicts or missing; tensors are dense and have a dtype
+    of .safetensors files; tensors are only under "model" and "optimizer" (in files of different
+    programs, also under keys that are not in DESCRIPTION); and the data in memory are not much
+    larger than `size`, because a few bytes of pickle can refer to shared objects so often that
+    printing the state would not terminate."""
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
@@ -195,8 +208,7 @@ def check_content(state, size, device="cpu"):
 
 
 def describe_load_error(error):
-    """Return a message for the user from `error`, the exception raised while reading a checkpoint
-    file."""
+    """Return a text that explains `error`, an exception raised while reading a checkpoint file."""
     if isinstance(error, FileNotFoundError):
         if "." not in os.path.basename(error.filename):
             return "no such file; a model of the Hugging Face hub is hf:OWNER/NAME"
@@ -216,17 +228,18 @@ def describe_load_error(error):
 # names, shapes and dtypes
 
 def check_match(tensors, expected, path, dtypes=True):
-    """Raise CheckpointError, with the differences, unless `tensors` {name: tensor} of the file
-    `path` have the names, shapes and (if `dtypes`) dtypes of `expected` {name: tensor}."""
+    """Raise CheckpointError, with a list of the differences, unless `tensors` and `expected`, both
+    {name: tensor}, have the same names, shapes and, if `dtypes`, the same dtypes. `tensors` are
+    from the checkpoint `path` (used in the message), `expected` from the model."""
     if lines := describe_mismatches(tensors, expected, dtypes):
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
                               "expected the configuration and the code it was trained with")
 
 
 def describe_mismatches(tensors, expected, dtypes=True):
-    """Return a list of lines, one for each name whose tensors in `tensors` and `expected` {name:
-    tensor} differ in shape or (if `dtypes`) dtype, or that only one of them has; [] if all are
-    equal."""
+    """Compare two dicts {name: tensor} by names, shapes and, if `dtypes`, dtypes; values are not
+    compared. Return a list of texts, one per name that differs, e.g. "wte: no tensor, expected
+    shape (9, 4)"; [] without differences."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}
@@ -237,11 +250,13 @@ def describe_mismatches(tensors, expected, dtypes=True):
 
 
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
-    """Raise CheckpointError with a list of the `changes` {name: (value in the checkpoint, new
-    value)} whose names are not in `allowed`, the list of names of the key allow_change (["all"]
-    allows every name). path: of the checkpoint. alternatives: more remedies, a text for the
-    message. fits: whether the tensors would fit with the changes; if so, the message recommends
-    --allow_change."""
+    """Raise CheckpointError if `changes`, {name: (value in the checkpoint, new value)}, has names
+    that are not in `allowed`. The message lists these changes and the remedies.
+    path: of the checkpoint, for the message.
+    allowed: list of names, the value of the key allow_change; ["all"] allows every name.
+    alternatives: text with more remedies, added to the message.
+    fits: whether the tensors of the checkpoint fit the model in spite of the changes; if so, the
+    message recommends --allow_change."""
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:
@@ -252,8 +267,8 @@ def check_unchanged(changes, path, allowed, alternatives="", fits=True):
 
 
 def bullets(lines):
-    """Return `lines` as one text, a bulleted list: the first MAX_LINES_SHOWN, and the number of the
-    others."""
+    """Return `lines`, a list of texts, as one text with a bullet and a line for each. Only the
+    first MAX_LINES_SHOWN are shown, followed by "and N more"."""
     more = len(lines) - MAX_LINES_SHOWN
     shown = [*lines[:MAX_LINES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n".join(f"  - {line}" for line in shown)

@@ -35,8 +35,8 @@ METAVARS = {int: "N", float: "X", list: "NAME"}
 
 
 def underscores(argv):
-    """Return `argv` with --max-iters as --max_iters: option names may be written with dashes or
-    underscores. Values, and everything after a bare --, are not changed."""
+    """Return `argv`, a list of arguments, with underscores in place of dashes in option names:
+    --max-iters becomes --max_iters. Values, and everything after a bare --, are not changed."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[\w.-]+(?==|$)", lambda m: "--" + m[0][2:].replace("-", "_"), a)
@@ -44,8 +44,9 @@ def underscores(argv):
 
 
 def add_dashes(argv, parser):
-    """Return `argv` with NAME=VALUE as --NAME=VALUE if `parser`, an ArgumentParser, has the option
-    --NAME. An argument that is the value of the option before it is not changed."""
+    """Return `argv`, a list of arguments, with --NAME=VALUE in place of NAME=VALUE if `parser`, an
+    ArgumentParser, has the option --NAME. An argument after an option without "=" is the value of
+    this option (unless this is a flag), and is not changed."""
     flags = {name: action.nargs == 0 for action in parser._actions
              for name in action.option_strings}
     out = []
@@ -59,13 +60,17 @@ def add_dashes(argv, parser):
 
 
 def make_parser(cls, prog, epilog=None):
-    """Return the argparse.ArgumentParser of the dataclass `cls`, whose fields are made by key().
-    The docstring of `cls` is the description. The parsed values are texts or lists of texts, `None`
-    if not given: make_options() converts them to the types of the fields.
+    """Return an argparse.ArgumentParser for the options of a command. The parsed values are strings
+    or lists of strings, and `None` for an option that is not given: make_options() converts them to
+    the types of the fields.
+    cls: a dataclass; the fields are made by key(), the docstring is the description of the command.
+    prog: name of the command in the usage line.
+    epilog: text at the end of --help, or `None`.
 
-    A bool option is a flag, --NAME, or --no_NAME if the default is True. A list option can be given
-    several times. Metadata of a field: positional, required, metavar, option (the option's name if
-    it is not the field's), aliases (more names, separated by spaces), nargs (of a list option).
+    A bool option is a flag: --NAME, or --no_NAME if the default is True. A list option can be given
+    several times. Metadata of a field: positional, required, metavar, option (name of the option if
+    it differs from the name of the field), aliases (more names, separated by spaces), nargs (of a
+    list option).
     """
     parser = argparse.ArgumentParser(
         prog, description=inspect.getdoc(cls), epilog=epilog, allow_abbrev=False,
@@ -91,8 +96,9 @@ def make_parser(cls, prog, epilog=None):
 
 
 def make_options(cls, values):
-    """Return an instance of the dataclass `cls` from `values` {field name: text or list of texts}.
-    A missing field, `None` or [] means the default. ValueError lists all invalid values."""
+    """Return an instance of the dataclass `cls`. values: {field name: text or list of texts}, e.g.
+    vars() of the parsed arguments. A field that is missing, `None` or [] has the default. Raises
+    ValueError with one line for each invalid value."""
     options = {}
     problems = []
     for f in fields(cls):
@@ -110,9 +116,10 @@ def make_options(cls, values):
 
 def command(cls, work, **how):
     """Return the main function of a command: main(argv=None) parses `argv` into `options`, an
-    instance of the dataclass `cls`, calls work(options) and returns the exit code. how: keyword
-    arguments of run_command(). If the module of `cls` runs as the program (python -m), run the
-    command and exit instead; therefore the call must be the last line of the module."""
+    instance of the dataclass `cls`, calls work(options) and returns the exit code. It is
+    run_command() with `cls`, `work` and the keyword arguments `how`. If the module of `cls` runs as
+    the program (python -m), command() does not return: it runs the command with sys.argv and exits.
+    Therefore the call must be the last line of the module."""
     main = partial(run_command, cls, work, **how)
     if cls.__module__ == "__main__":
         sys.exit(main())
@@ -120,16 +127,18 @@ def command(cls, work, **how):
 
 
 def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
-    """Parse `argv` (default: sys.argv[1:]) into `options`, an instance of the dataclass `cls`, call
-    work(options) and return the exit code of the command.
+    """Run a command: parse `argv`, a list of arguments (default: sys.argv[1:]), into `options`, an
+    instance of the dataclass `cls`, call work(options) and return the exit code.
+    interrupt_message: printed after a KeyboardInterrupt.
+    load: a function of a list of arguments, e.g. train.config.load_argv. If given, arguments that
+    are not options of `cls` are passed to `load`, work(options, load(these arguments)) is called,
+    and the result of work() is the exit code.
+    prog: name of the module in messages; default: the module of `cls`.
 
-    prog: the command's module, if `cls` is in a different module. If `load` is given, unknown
-    arguments are allowed, and work(options, load(unknown arguments)) returns the exit code (load is
-    e.g. train.config.load_argv: the configuration of a run).
-
-    Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError or
-    OSError; 130 after Ctrl-C (128 + N after signal N), with `interrupt_message`. Each exception is
-    printed as one message.
+    Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError, an
+    OSError or the failed import of a file of this project; 130 after Ctrl-C (128 + N after signal
+    N). These exceptions are printed as one message on stderr. Other exceptions are raised, also the
+    SystemExit of argparse (0 after --help, 2 for invalid options).
     """
     name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
@@ -150,10 +159,10 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 
 
 def report_error(error, prefix=""):
-    """Print the message of an error that the user can fix, after `prefix`, on stderr and return the
-    exit code: error.exit_code, or 2. On ranks other than 0, the prefix is the rank, and the message
-    is delayed, so that rank 0 prints first. The ModuleNotFoundError of a package, which is a bug,
-    is raised."""
+    """Print `prefix` and the message of `error`, an exception that the user can fix, on stderr.
+    Return the exit code: error.exit_code, or 2 if the exception has none. On ranks other than 0,
+    the prefix is replaced by the rank, and the message is delayed, so that rank 0 prints first. A
+    ModuleNotFoundError is raised again, unless it is for a file of this project."""
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
         raise error
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
@@ -164,8 +173,8 @@ def report_error(error, prefix=""):
 
 
 def interrupt_code(stop):
-    """Return the exit code for the KeyboardInterrupt `stop`: 130 after Ctrl-C, or 128 +
-    stop.args[0], the number of a signal."""
+    """Return the exit code for the KeyboardInterrupt `stop`: 128 + stop.args[0], the number of a
+    signal; 130 if it has no arguments (Ctrl-C)."""
     return 128 + (stop.args[0] if stop.args else 2)
 
 
@@ -178,11 +187,11 @@ def format_table(rows):
 
 
 def under_torchrun():
-    """Return whether a launcher such as torchrun started this process (WORLD_SIZE is set)."""
+    """Return whether torchrun or a similar launcher started this process (WORLD_SIZE is set)."""
     return "WORLD_SIZE" in os.environ
 
 
 def env_rank():
-    """Return the rank of this process, as torchrun sets it; 0 without torchrun."""
+    """Return the rank of this process, an int: RANK, as set by torchrun; 0 if it is not set."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdigit() else 0  # the process group refuses other values

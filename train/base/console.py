@@ -17,9 +17,10 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """Console output: lines of text and, on a terminal, one live line below them, which is
-    rewritten in place. show() writes both. stream: e.g. sys.stdout; `None` or closed: no output.
-    Attributes: `live`, whether live lines are possible; `color`, whether to use colors."""
+    """Output to a console: lines of text and, on a terminal, one live line below these (e.g. the
+    progress), which is rewritten in place. show() writes both. stream: e.g. sys.stdout; `None` or
+    closed: no output. Attributes: `live`, whether a live line is possible, i.e. `stream` is a
+    terminal; `color`, whether to use colors (also false if NO_COLOR is set)."""
 
     def __init__(self, stream):
         stream = None if getattr(stream, "closed", False) else stream
@@ -33,8 +34,9 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line`, if any, above the live line, and replace the live line by `live` (`None`:
-        do not change it, "": clear it; a text only if self.live is true). Never raises."""
+        """Print `line`, unless it is `None`, above the live line, and replace the live line by
+        `live`. live: `None` does not change the live line, "" clears it; a text is permitted only
+        if self.live is true. Never raises: after a failed write, output is discarded."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
@@ -48,9 +50,9 @@ class Console:
 
 
 class LineFile:
-    """A text file to which lines are appended: the first write(line) opens it, each line is written
-    at once, and close() closes it. Failures, e.g. if `path` is a symbolic link, are not raised; the
-    first one is printed on stderr as a warning."""
+    """A text file `path` to which lines are appended. write(line) opens the file if necessary, and
+    writes the line and a newline at once (unbuffered); close() closes the file. Failures are not
+    raised, e.g. if `path` is a symbolic link: the first one is printed on stderr as a warning."""
 
     def __init__(self, path):
         self.path = path
@@ -75,7 +77,8 @@ class LineFile:
 
 
 def compact(n):
-    """Return a number as text with three digits and a unit: 950.2 -> 950, 12345 -> 12.3k."""
+    """Return the number `n` as a text with three digits and, from 1,000, a unit k, M, B (1e9) or T:
+    950.2 -> 950, 12345 -> 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"
@@ -83,5 +86,6 @@ def compact(n):
 
 
 def duration(seconds):
-    """Return a number of seconds as text: 1:02:05 or 2 days, 3:00:00."""
+    """Return a number of seconds, rounded, as a text: 1:02:05 (hours:minutes:seconds) or 2 days,
+    3:00:00. A negative number counts as 0."""
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e13)))))  # the limit of a timedelta

@@ -10,8 +10,10 @@ import subprocess
 
 @functools.cache
 def environment():
-    """Return a dict: versions {package: text}, git_commit and git_dirty (`None` without git), host
-    and platform. Cached: later changes of files do not change the code that is imported."""
+    """Return a dict: versions, {name: text} of Python and of the installed packages torch, numpy,
+    tiktoken and pyyaml; git_commit and git_dirty, as from git_state(); host, the name of the
+    machine; platform, a text. The result is cached: if files are edited later, the imported code,
+    which it describes, does not change."""
     versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
                 for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()
@@ -21,8 +23,8 @@ def environment():
 
 
 def git_state():
-    """Return (commit, whether files are modified) of the repository with this file, or (`None`,
-    `None`) without git."""
+    """Return (commit hash, whether files are modified or not tracked) of the git repository that
+    contains this file; (`None`, `None`) without git or without a repository."""
     def git(*args):
         return subprocess.check_output(["git", "--no-optional-locks", *args], text=True, timeout=10,
                                        cwd=os.path.dirname(os.path.abspath(__file__)),

@@ -15,13 +15,14 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 
 class UserError(Exception):
-    """A problem that the user can fix: a command prints its message without a traceback and exits
-    with `exit_code`."""
+    """A problem that the user can fix: a command prints the message without a traceback and exits
+    with `exit_code` (default 2)."""
     exit_code = 2
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration. problems: a list of texts, one for each error in it."""
+    """An invalid configuration. problems: a list of texts, one for each error in the configuration;
+    the message lists all."""
 
     def __init__(self, problems):
         self.problems = list(problems)
@@ -46,19 +47,20 @@ class SetupError(UserError, ValueError):
 
 
 class CollectiveExit(UserError):
-    """A UserError that all ranks raise at the same point, so that each exits by itself with its
-    code (torchrun kills late ranks). Rank 0 alone prints it; nobody if exit_code is 128 or more."""
+    """A UserError that all ranks must raise at the same point, with the same exit_code (default 1).
+    Each rank then exits with this code; torchrun would kill ranks that still run when one has
+    failed. Only rank 0 prints the message; no rank prints it if exit_code is 128 or more."""
     exit_code = 1
 
 
 class BadNumbers(CollectiveExit):
-    """Non-finite loss, gradients or weights: training stops before it updates the model with them
-    or replaces a checkpoint."""
+    """A loss, gradient, weight or metric is NaN or infinite: training stops before the model is
+    updated or a checkpoint is replaced."""
 
 
 class Stopped(CollectiveExit):
-    """The run has saved a checkpoint and stops because of the signal `signum`. exit_code: 128 +
-    signum."""
+    """The run has received the signal `signum` (an int), has saved a checkpoint and stops.
+    exit_code: 128 + signum."""
 
     def __init__(self, signum):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -66,9 +68,10 @@ class Stopped(CollectiveExit):
 
 
 def require(package, purpose, install=None):
-    """Import and return the optional `package` (a module) for `purpose`, e.g. require("jinja2",
-    "this chat template"). SetupError if it is missing, with the command that installs it (install:
-    the name for pip, if it is different)."""
+    """Import and return the module `package`, an optional dependency, e.g. require("jinja2", "this
+    chat template"). purpose: text for the message: PURPOSE needs the package. install: name for pip
+    install, if it differs from the first part of `package`. Raises SetupError, with the command
+    that installs the package, if the import fails."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -79,8 +82,9 @@ def require(package, purpose, install=None):
 
 
 def missing_part(error):
-    """Return a message if the exception `error` is the failed import of a file of this project,
-    which the user may have deleted (many files are optional); otherwise ""."""
+    """Return a message for the user if the exception `error` is a ModuleNotFoundError for a file of
+    this project (train, model, data), which the user may have deleted, as many files are optional.
+    Return "" for any other exception."""
     name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
     if name.partition(".")[0] not in ("train", "model", "data"):
         return ""
@@ -98,19 +102,18 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 
 def printable(text):
-    """Return `text` with control characters (except newline, also \\r\\n, and tab), bidirectional
-    overrides and code points that UTF-8 or XML cannot represent escaped, as in \\x1b. For untrusted
-    text, such as names of files and tensors, labels and generated text."""
+    """Return str(text) with escapes, e.g. \\x1b, in place of control characters (except newline,
+    also \\r\\n, and tab), bidirectional overrides and code points that UTF-8 or XML cannot
+    represent. For untrusted text: names of files and tensors, labels, generated text."""
     return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
 
 
 def echo(text, file=None):
-    """Print `text`, which may contain untrusted text, with control characters escaped, to `file`
-    (default: stdout), and flush."""
+    """Print printable(text), for untrusted text, and flush. file: a text stream; `None`: stdout."""
     print(printable(text), file=file, flush=True)
 
 
 def warn_stderr(text):
-    """Print `text` to stderr, control characters escaped. A closed or full stderr is ignored."""
+    """Print printable(text) to stderr. Never raises if stderr is closed or full."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         echo(text, sys.stderr)

@@ -24,14 +24,12 @@ import yaml
 
 
 def key(default, help, **meta):
-    """Return a dataclass field for a configuration key or a command's option, for which `help` is
-    the description.
-
-    Limits: choices, gt, ge, lt, le (of each item of a list), check (a function that raises
-    ValueError). path=True: a leading ~ is expanded. text=True: a list whose items may contain
-    commas, or a text that may be the word "null". Other metadata is for the users of the field,
-    e.g. train/keys.py.
-    """
+    """Return a dataclass field for a configuration key or an option of a command. default: default
+    value; a list or dict is copied for each instance. help: the description. meta: limits and other
+    metadata of the field. Limits: choices, a list; gt, ge, lt, le, numbers (for a list, limits of
+    each item); check, a function that is called with the value and raises ValueError. path=True: a
+    leading ~ is expanded. text=True: a list with items that may contain commas, or a text that may
+    be the word "null". Other names are for users of the field, e.g. make_parser()."""
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -39,12 +37,13 @@ def key(default, help, **meta):
 
 
 def fields_by_name(cls):
-    """Return {name: field} of a dataclass, or of an instance of one."""
+    """Return {name: dataclasses.Field} of a dataclass, or of an instance of one."""
     return {f.name: f for f in fields(cls)}
 
 
 def describe(field):
-    """Return the --help text of a dataclass field: meaning, choices and default; a % is doubled."""
+    """Return the --help text of a dataclass field: the description, the choices in parentheses and
+    the default in brackets. Each % is doubled, since the parser formats this text."""
     default = field.default
     choices = field.metadata.get("choices")
     text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")
@@ -57,9 +56,11 @@ def describe(field):
 # parsing by type
 
 def parse_value(field, raw):
-    """Return `raw` (str, list or dict of str, or a Python value) converted to the type of the
-    dataclass `field`, after a check of the limits. An empty value or null becomes `None`, if the
-    type allows `None`. ValueError states the expected type or limit."""
+    """Return `raw` converted to the type of `field`, a dataclass field made by key(). raw: a text,
+    a list or dict of texts, or a value of this type. "", "null", "none" and "~" become `None` if
+    the type allows `None`, unless this text is one of the choices or the field has text=True. A
+    text for a list is split at commas, unless the field has text=True or is positional. Raises
+    ValueError, with the expected type or limit, if the conversion or the check of a limit fails."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -89,8 +90,10 @@ def parse_value(field, raw):
 
 
 def convert(raw, function, expected):
-    """Return function(raw). If it raises an error, raise ValueError with a message that contains
-    `expected`, a text such as "an integer", and the value."""
+    """Return function(raw). expected: describes the permitted values, e.g. "an integer". If the
+    function raises an error of conversion (ValueError, TypeError, KeyError, AttributeError,
+    RecursionError, OverflowError, YAMLError), raise ValueError with `expected` and `raw` in the
+    text instead."""
     try:
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
@@ -99,9 +102,9 @@ def convert(raw, function, expected):
 
 
 def base_type(annotation):
-    """Return the type bool, int, float, list or dict of an annotation, without parameters and
-    alternatives, e.g. int for `int | None` and list for `list[str]`; str for any other annotation.
-    """
+    """Return the type bool, int, float, list or dict for an annotation (a type or a string),
+    without parameters and alternatives: int for `int | None`, list for `list[str]`. Otherwise
+    return str."""
     for base in (bool, int, float, list, dict):
         if annotation is base or str(annotation).startswith(base.__name__):
             return base
@@ -153,8 +156,8 @@ LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `
 
 
 def check_limits(value, meta):
-    """Raise ValueError if `value` violates a limit in `meta`, the metadata of a field: gt, ge, lt,
-    le, choices."""
+    """Raise ValueError if `value`, a single value or item, violates a limit in `meta`, the metadata
+    of a field made by key(): gt (above), ge (at least), lt (below), le (at most) or choices."""
     for name, words in LIMITS.items():
         if name in meta and not getattr(operator, name)(value, meta[name]):
             raise ValueError(f"must be {words} {meta[name]}, got {value}")
@@ -165,9 +168,10 @@ def check_limits(value, meta):
 
 
 def parse_mixture(data_dir):
-    """Return {folder: weight} of the text "folder:weight,folder:weight", a value of the key
-    data_dir, or {} if there is no comma or no weight (a single folder). ValueError for a weight
-    that is not a positive number, and for an empty or repeated name of a folder."""
+    """Return {folder: weight}, str to float, if data_dir, the value of this configuration key, is a
+    mixture: "folder:weight,folder:weight". Return {} if there is no comma, or no part has a weight.
+    A leading ~ is expanded. Raises ValueError if a weight is missing or not a positive number, or
+    if a folder is empty or occurs more than once."""
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r":\s*[-+.\d]", colon + n) for _, colon, n in parts):
         return {}
@@ -178,16 +182,16 @@ def parse_mixture(data_dir):
 
 
 def nearest(word, words):
-    """Return " (did you mean ...?)" with the one of `words` that is most similar to `word`, or ""
-    if none is similar."""
+    """Return the text " (did you mean 'NAME'?)", in which NAME is the item of `words`, a list of
+    texts, that is most similar to `word`; "" if no item is similar."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class PlainLoader(yaml.BaseLoader):
-    """A YAML loader, for yaml.load, that returns every scalar as text. Refused, with a YAMLError:
-    tags, and aliases of a list or mapping, because a few lines of nested aliases can expand to
-    billions of nodes."""
+    """A YAML loader, yaml.load(text, PlainLoader), that returns every scalar as a string, without
+    conversion to int, bool etc. It raises a YAMLError for tags, and for aliases of a list or
+    mapping, because a few lines of nested aliases can expand to billions of nodes."""
 
     def compose_node(self, parent, index):
         event = self.peek_event()

@@ -19,18 +19,21 @@ FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # also a quota, and a limit
 # files
 
 def open_no_follow(path, mode):
-    """Open `path` in `mode` ("ab", "a+", ...) and return the file, unbuffered if binary. OSError
-    (ELOOP) if it is a symbolic link."""
+    """Open the file `path` and return the file object. mode: as for open(), e.g. "ab" or "a+". A
+    binary file is unbuffered. Raises OSError (ELOOP) if `path` is a symbolic link."""
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
         name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
 
 @contextmanager
 def atomic_write(path, before_rename=lambda temporary: None):
-    """Context that yields a binary file, which replaces `path` when the context exits without an
-    error; after an error `path` is unchanged. An OSError names a file, at least `path`.
+    """Context manager that yields a binary file for writing. If the context exits without an error,
+    this file, made durable, replaces `path` atomically. After an error `path` is unchanged, the new
+    file is deleted, and the error is raised; an OSError without a filename is given the filename
+    `path`.
 
-    before_rename(temporary): called with the temporary name when the file is complete and durable.
+    before_rename(temporary): called with the path of the new file, complete and durable, just
+    before it is renamed to `path`.
     """
     temporary = f"{path}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process
@@ -52,8 +55,8 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
 @contextmanager
 def reporting_full_disk(path):
-    """Context manager that turns the OSError of a full disk or an exceeded quota into a UserError
-    that names `path`, the file being written."""
+    """Context manager that turns the OSError of a full disk, a quota or a limit of ulimit -f into a
+    UserError that names `path`, the file being written. Other errors are raised unchanged."""
     try:
         yield
     except OSError as error:
@@ -72,9 +75,9 @@ def is_full_disk(error):
 
 
 def describe_write_error(error, path, size=0):
-    """Return the text of the exception `error`; if is_full_disk(error), also the needed and the
-    free space, and a remedy. path: the file or folder that was written; size: the number of bytes,
-    0: unknown."""
+    """Return a text that describes `error`, an exception raised while writing `path`, a file or
+    folder. If is_full_disk(error), it includes the needed and the free space, and a remedy. size:
+    number of bytes to write; 0: unknown, and left out."""
     if not is_full_disk(error):
         return str(error)
     needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
@@ -84,14 +87,14 @@ def describe_write_error(error, path, size=0):
 
 
 def write_text(path, text):
-    """Replace the file `path` atomically with `text`, in UTF-8."""
+    """Replace the file `path` atomically with `text`, in UTF-8; surrogates become "?"."""
     with atomic_write(path) as f:
         f.write(text.encode("utf-8", "replace"))
 
 
 def add_link(source, target):
-    """Make `target` a hard link to the file `source`, atomically, replacing an existing file; a
-    copy if the file system has no hard links."""
+    """Make the path `target` a hard link to the file `source`, atomically; an existing file
+    `target` is replaced. If the file system has no hard links, `target` becomes a copy."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
@@ -111,8 +114,8 @@ def add_link(source, target):
 
 @contextmanager
 def exclusive_lock(folder):
-    """Context manager that holds an exclusive lock on `folder`, after waiting until no other
-    process holds it. Without effect if the system or the file system has no locks."""
+    """Context manager that holds an exclusive lock (flock) on `folder`. On entry it waits until no
+    other process holds this lock. Without effect if the system or the file system has no locks."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -132,8 +135,8 @@ def unlock(file):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` durable (POSIX; without effect on Windows). OSError only for a
-    failing disk."""
+    """Make earlier renames of files in `folder` durable, by fsync of the folder (POSIX; without
+    effect on Windows). Raises OSError only for a failing disk (EIO)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -146,17 +149,18 @@ def sync_folder(folder):
 
 
 def next_free_path(folder, stem, suffix=".pt"):
-    """Return the first of the paths folder/STEM_1.pt, STEM_2.pt, ... (str) that does not exist;
-    nothing is created. suffix: in place of .pt."""
+    """Return the first of the paths folder/STEM_1.pt, folder/STEM_2.pt, ... (str) that does not
+    exist. suffix: in place of ".pt", e.g. "" for a folder. Creates nothing."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 
 
 def lock_folder(folder):
-    """Lock `folder` and return the open lock file: close() releases the lock, as does the end of
-    the process. UserError, which names the process with the lock, if it is locked already, also by
-    this process, and for a full disk. Without effect if the system or the file system has no locks.
-    """
+    """Lock `folder` without waiting, and return the open file folder/.lock. close() of this file
+    releases the lock, as does the end of the process. Raises UserError if the folder is already
+    locked, also by this process; the message names the process that holds the lock. Raises
+    UserError for a full disk. If the system or the file system has no locks, the file is returned
+    without a lock."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

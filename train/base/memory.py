@@ -7,8 +7,8 @@ import pathlib
 
 
 def memory_available():
-    """Return the number of bytes that are free, in the machine and in the container (Linux), or
-    2**62 if unknown."""
+    """Return the number of bytes of memory that are still free for this process: the smaller of the
+    free memory of the machine and of the container (cgroup v2). Linux only; 2**62 if unknown."""
     free = 2**62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
         free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))

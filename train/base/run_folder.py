@@ -1,4 +1,5 @@
-"""The folder of a run (out_dir): the lock, and saving in the background."""
+"""The folder of a run (out_dir): the lock, saving in the background, and finding checkpoints in it.
+"""
 
 import contextlib
 import json
@@ -33,14 +34,18 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """The folder `path` of a run (out_dir): a context manager that on exit waits for a save in
-    progress and releases the lock of open(). save() writes a checkpoint file, on rank 0, in the
-    background, one at a time, from a snapshot that training does not change. Shards are written by
-    every rank with prepare(), start(), write_shards(), save_manifest() and write(). file(name)
-    returns a path in the folder.
+    """The folder of a run (out_dir), in which checkpoints are saved in the background. As a context
+    manager, it waits on exit for a save in progress, and then releases the lock of open().
 
-    keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all. save_precision:
-    dtype of model.safetensors, which each save of a checkpoint in one file then also writes.
+    A checkpoint in one file: call save() on rank 0. A thread writes the file, one at a time, from a
+    snapshot that training does not change. A sharded checkpoint: prepare() on rank 0; start() on
+    every rank, with a function that calls write_shards(); then write(), with a function that calls
+    save_manifest(), on rank 0.
+
+    path: of the folder. file(name) returns the path of a file in it.
+    keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all.
+    save_precision: name of a dtype, e.g. "bfloat16": each save of a checkpoint in one file also
+    writes model.safetensors in this dtype; `None`: it does not.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -59,8 +64,8 @@ class RunFolder:
         return os.path.join(self.path, name)
 
     def open(self):
-        """Create and lock the folder, and remove incomplete files of killed processes.
-        CheckpointError if it cannot be used; UserError if it is locked already."""
+        """Create and lock the folder, and remove incomplete files and shards of killed processes.
+        Raises CheckpointError if the folder cannot be used, UserError if it is already locked."""
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
@@ -74,13 +79,17 @@ class RunFolder:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
-        """Save `state`, the dict of a checkpoint, as ckpt.pt, if `is_best` also as ckpt_best.pt, if
-        `is_numbered` also as ckpt_NNNNNNN.pt. logger: has info(text), warn(text).
+        """Save a checkpoint in one file as ckpt.pt; if `is_best` also as ckpt_best.pt, if
+        `is_numbered` also as ckpt_NNNNNNN.pt, with the step state["iter_num"]. First wait for an
+        earlier save in progress.
+        state: content of the checkpoint, a dict.
+        logger: an object with info(text) and warn(text).
+        private: whether `state` is a copy that nothing changes, so that no snapshot is needed.
 
-        Returns when a snapshot exists (at once if `state` is `private`: a copy that nothing
-        changes), which a thread then writes; without memory for a snapshot, when the file is
+        A thread writes the files. save() returns when a snapshot of `state` exists (at once if
+        `private`); if memory does not suffice for a snapshot, it returns when the files are
         written. A failure is a warning: the old file is intact, and training continues. With
-        `last`, the file is written before save() returns, and a failure raises CollectiveExit.
+        `last`, the files are written before save() returns, and a failure raises CollectiveExit.
         """
         links = self.prepare(state["iter_num"], is_best, is_numbered)
 
@@ -89,9 +98,9 @@ class RunFolder:
         self.start(write, state, logger, last, private)
 
     def prepare(self, iter_num, is_best, is_numbered):
-        """Wait for the save in progress, and return a list of additional paths (besides ckpt.pt)
-        for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt if
-        `is_numbered`. Creates the folder again if it was deleted."""
+        """Wait for the save in progress, if any. Return a list of the paths, in addition to
+        ckpt.pt, for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt
+        if `is_numbered`; [] if neither. If the folder was deleted, call open() again."""
         self.wait()
         if not os.path.isdir(self.path):  # deleted during the run
             self.open()
@@ -100,10 +109,11 @@ class RunFolder:
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
     def start(self, write, state, logger, last=False, private=False):
-        """Call write(state) in a thread, with a snapshot of the nested `state`; no snapshot is
-        needed if it is `private`, a copy that nothing changes. Without enough memory for a
-        snapshot, or for the `last` save, call write(state) in this thread, before returning.
-        logger: has info(text)."""
+        """Call write(snapshot) in a thread, and return without waiting for it. snapshot: a copy of
+        `state`, a nested dict with tensors, on the CPU; if `private`, `state` without a copy:
+        nothing may change it then. With `last`, or if memory does not suffice for a snapshot, call
+        write(state) in this thread, before returning. logger: an object with info(text). To be
+        called after prepare(), which waits for the previous thread."""
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
@@ -114,9 +124,10 @@ class RunFolder:
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
-        """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, to
-        the subfolder `folder`. Return (files, chunks) for save_manifest(), or the error as a text.
-        """
+        """Write the tensors of the rank `rank` to the subfolder `folder`. parts: {name: [offsets,
+        tensor]}; offsets: a list of ints, one per dimension, the position of the tensor in the
+        whole tensor. Return (files, chunks), as from sharded_file.write_shards(), for
+        save_manifest(). After an error, return the message, a text, instead of raising."""
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
@@ -124,10 +135,11 @@ class RunFolder:
             return f"{self.file(folder)} could not be written by rank {rank}: {reason}"
 
     def save_manifest(self, path, folder, state, written, links):
-        """Write the manifest of the shards in the subfolder `folder` to `path`, with hard links at
-        `links`. state: dict of the checkpoint, with tensors on the meta device. written: results of
-        write_shards() of every rank. CheckpointError if one of them failed, or if the manifest
-        cannot be written."""
+        """Write the manifest of the shards in the subfolder `folder` to the file `path`. state:
+        content of the checkpoint, a dict with tensors on the meta device. written: list of the
+        results of write_shards() on all ranks. links: paths, each of which becomes a hard link to
+        the manifest. Raises CheckpointError if a result in `written` is an error, if shards are
+        missing or incomplete, or if the manifest cannot be written."""
         if errors := [result for result in written if isinstance(result, str)]:
             raise CheckpointError("; ".join(errors))
         try:
@@ -139,10 +151,11 @@ class RunFolder:
         replace_checkpoint(path, lambda f: f.write(text), links)
 
     def write(self, save, logger, last=False, state=None):
-        """Call save(path of ckpt.pt), then update the mirror, delete old numbered checkpoints, and
-        write model.safetensors from `state`, the dict of the checkpoint, if save_precision is set.
-        If save() fails, call logger.warn(text) or, with `last`, raise CollectiveExit. Later
-        failures are warnings."""
+        """Call save(path), with the path of ckpt.pt, to write a checkpoint. Then start to copy it
+        to the mirror, delete numbered checkpoints beyond keep_last and unused shards, and, if
+        save_precision is set, write model.safetensors from `state`, the content of the checkpoint.
+        If save() fails, call logger.warn(text) or, with `last`, raise CollectiveExit. A failure in
+        a later part is always a warning."""
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
@@ -170,8 +183,9 @@ class RunFolder:
             logger.warn(f"{self.file('ckpt.pt')} is saved, but {problem}: {error}")
 
     def export(self, state):
-        """Write model.safetensors from `state`, the dict of a checkpoint: the weights, converted to
-        save_precision, with the description of the model in the header."""
+        """Write the weights of a checkpoint to model.safetensors in the folder; floating-point
+        weights are converted to save_precision. state: content of the checkpoint, a dict. The
+        description of the model (the keys in DESCRIPTION, as JSON) is in the header of the file."""
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
@@ -179,9 +193,10 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
-        """Move ckpt.pt, ckpt_prev.pt and ckpt_best.pt, if damaged or of a step after `iter_num`, to
-        old_1/ (or old_2/, ...), with a copy of metrics.jsonl: a run that resumes at that step would
-        replace them. An earlier best checkpoint stays. log(text) is called if files were moved."""
+        """Move each of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that is damaged or of a step after
+        `iter_num` to the new subfolder old_1/ (or old_2/, ...), and copy metrics.jsonl to it: a run
+        that resumes at step `iter_num` would replace these files. Files of earlier steps are not
+        moved. log(text) is called if files were moved."""
         def is_later(name):
             try:
                 return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
@@ -210,8 +225,8 @@ class RunFolder:
 
 
 def at_low_priority(f, *args):
-    """Call f(*args), on Linux after setting the current thread to nice 10: it gets a tenth of a
-    core that training uses, and all of a free one."""
+    """Call f(*args). On Linux, first raise the nice value of the current thread by 10, permanently:
+    the thread gets a tenth of a core that training uses, and all of a free core."""
     if sys.platform == "linux":  # elsewhere nice() changes the whole process
         os.nice(10)
     f(*args)
@@ -221,8 +236,8 @@ def at_low_priority(f, *args):
 # snapshots
 
 def snapshot(state):
-    """Return a copy of a nested state (dicts and lists with tensors) on the CPU that training does
-    not change, or `None` if memory is insufficient.
+    """Return a copy of a nested state (dicts and lists with tensors), in which all tensors are
+    copies on the CPU that training does not change. Return `None` if memory does not suffice.
 
     Tensors on a GPU are copied to pinned memory, at the speed of the bus. PyTorch reserves the
     memory for the next save.
@@ -241,8 +256,8 @@ def snapshot(state):
 
 
 def copy_to_host(t):
-    """Return a copy of the tensor `t` on the CPU. The copy of a GPU tensor is in pinned memory, and
-    is complete only after torch.cuda.synchronize()."""
+    """Return a copy of the tensor `t` on the CPU, without gradient. If `t` is on a GPU, the copy is
+    in pinned memory and asynchronous: it is complete only after torch.cuda.synchronize()."""
     out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     return out.copy_(t.detach(), non_blocking=t.is_cuda)
 
@@ -251,14 +266,18 @@ def copy_to_host(t):
 # checkpoints in a folder
 
 def find_newest_checkpoint(folder, log, damaged=()):
-    """Return (state, path, shards) of the newest good checkpoint in a run folder, state and shards
-    as by open_checkpoint(); (`None`, `None`, `None`) without any. damaged: {path: problem} of
-    sharded checkpoints with files that do not match their digest. log(text): for warnings.
+    """Return (state, path, shards) of the newest checkpoint in the run folder `folder` that can be
+    loaded. state, shards: as returned by open_checkpoint(path). Return (`None`, `None`, `None`) if
+    the folder has no checkpoints.
+    log(text): called with warnings.
+    damaged: {path: message} of sharded checkpoints that must not be used, because files do not
+    match their digests.
 
-    If ckpt.pt is damaged, it is renamed to ckpt_bad_1.pt, and ckpt_prev.pt is used. If neither
-    exists, the run was killed in its first save, which first creates the other names of the file
-    (ckpt_best.pt, ckpt_NNNNNNN.pt): these are used. If all are damaged this raises CheckpointError:
-    an existing run must not start from scratch by accident.
+    First ckpt.pt is tried, then ckpt_prev.pt; in the second case a damaged ckpt.pt is renamed to
+    ckpt_bad_1.pt (or 2, ...). If neither exists, ckpt_best.pt and ckpt_NNNNNNN.pt are tried, the
+    newest first: the run was killed in the first save, which creates these names before ckpt.pt.
+    Raises CheckpointError if all are damaged (an existing run must not start from scratch by
+    accident), or if there is too little memory to load one.
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
@@ -292,9 +311,10 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 
 def restarted_job(folder):
-    """Return (job, restarted): the name of torchrun's job, "" without torchrun; and whether
-    torchrun has restarted this job after an attempt that used the run folder `folder`. A restarted
-    job resumes the run in `folder`, even with --resume never."""
+    """Return (job, restarted). job: a text that identifies the job of torchrun, "" without
+    torchrun. restarted: whether torchrun has restarted this job, and an earlier attempt used the
+    run folder `folder` (the file .job in it has the same job). A restarted job resumes the run in
+    `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     mark = pathlib.Path(folder, ".job")  # written by find_checkpoint() of each attempt
@@ -303,17 +323,18 @@ def restarted_job(folder):
 
 
 def numbered_checkpoints(folder):
-    """Return the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt, sorted by the time of
-    writing (after --resume FILE the oldest does not have the lowest number)."""
+    """Return a list of the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt in `folder`,
+    oldest first, by the time of writing (after --resume FILE the numbers may be in a different
+    order)."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
              if re.fullmatch("ckpt_[0-9]{7,}.pt", path.name)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
 def move_files(folder, names):
-    """Move the files `names` in `folder`, and the shards to which they refer if they are manifests,
-    to a new subfolder: the first of old_1/, old_2/, ... that does not exist. Return the path of the
-    subfolder."""
+    """Move files in `folder` to a new subfolder, the first of old_1/, old_2/, ... that does not
+    exist, and return the path of the subfolder. names: a list of names of files or folders. If a
+    file is the manifest of a sharded checkpoint, the shards are moved too."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints

@@ -1,9 +1,9 @@
 """Sharded checkpoints: .safetensors files, one or two per rank, and a manifest.
 
-    out/ckpt.pt                                          the manifest: the checkpoint's name
+    out/ckpt.pt                                          the manifest (path of the checkpoint)
     out/shards/0001000_ab12cd/manifest.json              the same file, as a hard link
-                              shard-00001-model-00001-of-00001.safetensors      weights of rank 0
-                              optimizer/shard-00001-...safetensors              its other tensors
+                              shard-00001-model-00001-of-00001.safetensors  weights of rank 0
+                              optimizer/shard-00001-...safetensors          other tensors of rank 0
 
 The manifest is JSON: size and SHA-256 of every file; shape, dtype and chunks of every tensor; the
 plain state of the run; last, the SHA-256 of everything before. It is written when all files are
@@ -42,17 +42,21 @@ SHARD_FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these
 # writing
 
 def new_folder(iter_num):
-    """Return a new, unique name for a folder of shards, relative to the folder of the run, e.g.
-    shards/0001000_ab12cd. Nothing is created."""
+    """Return a new, unique name for the folder of shards of step `iter_num`, relative to the run's
+    folder, e.g. shards/0001000_ab12cd. Nothing is created."""
     return f"shards/{iter_num:07d}_{secrets.token_hex(3)}"
 
 
 def write_shards(folder, rank, parts):
-    """Write the tensors of a rank, `parts` {name: [offsets in the whole tensor, tensor]}, durably
-    to one .safetensors file in `folder` for weights (names "model.*") and one for the others.
-    Return ({file: {"size", "sha256"}}, {name: chunk}). A chunk is the place of a part, a dict: the
-    part starts at byte `start` of `file`, and has these `offsets` in the whole tensor and this
-    `shape`."""
+    """Write the tensors of one rank durably to the folder `folder`, which is created if missing:
+    weights (names "model.*") to one .safetensors file, other tensors to a second one in the
+    subfolder optimizer/. A file without tensors is not written.
+    rank: number of the rank, for the names of the files.
+    parts: {name: [offsets, tensor]}; offsets: a list of ints, one per dimension, the position of
+    the tensor in the whole tensor.
+    Return (files, chunks). files: {file, relative to `folder`: {"size": bytes, "sha256": digest}}.
+    chunks: {name: {"file", "start", "offsets", "shape"}}, a dict per tensor in `parts`; start: the
+    byte of the file at which the tensor starts."""
     files = {}
     chunks = {}
     for subfolder, prefix in (("", "model."), ("optimizer/", "")):
@@ -77,10 +81,13 @@ def write_shards(folder, rank, parts):
 
 
 def make_manifest(root, folder, state, written):
-    """Return the content, bytes, of the manifest of the shards in the subfolder `folder` of `root`.
-    state: the nested dict of the checkpoint, with tensors on the meta device. written: a list of
-    the (files, chunks) that write_shards() returned on every rank. ValueError if a file is not in
-    the folder or a tensor is incomplete."""
+    """Return the content (bytes) of the manifest of the shards in root/folder, for a file in
+    `root`.
+    root: the run's folder; folder: a result of new_folder().
+    state: content of the checkpoint, a nested dict with tensors on the meta device.
+    written: list of the (files, chunks) that write_shards() returned, one per rank.
+    The renames of the shards are made durable first. Raises ValueError if a file is missing or not
+    of this checkpoint, or if the chunks of a tensor do not form the whole tensor."""
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     tensors = {name: dict(dtype=names[t.dtype], shape=list(t.shape), chunks=[])
                for name, t in named_tensors(state)}
@@ -99,9 +106,10 @@ def make_manifest(root, folder, state, written):
 
 
 def encode(value, path=()):
-    """Return a nested state as plain JSON types, for json.dumps. A tensor becomes {"$tensor":
-    dotted name}; tuples, bytes, non-finite floats and dicts with other keys than strings become
-    {"$TYPE": ...}. path: the keys that lead to `value`."""
+    """Return the nested state `value` as plain JSON types, for json.dumps. A tensor becomes
+    {"$tensor": name}, with the dotted name as in named_tensors(); tuples, bytes, non-finite floats
+    and dicts with keys other than strings become {"$tuple": ...}, {"$bytes": ...}, {"$float": ...}
+    and {"$dict": ...}. path: tuple of the keys that lead to `value` in the whole state."""
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):
@@ -120,8 +128,8 @@ def encode(value, path=()):
 
 
 def decode(value, tensor):
-    """Return the nested state that encode() made `value` from; each tensor is the result of
-    tensor(name)."""
+    """Return the nested state from which encode() made `value`. tensor(name): a function that
+    returns the tensor with this dotted name."""
     if isinstance(value, list):
         return [decode(v, tensor) for v in value]
     if not isinstance(value, dict):
@@ -138,10 +146,13 @@ def decode(value, tensor):
 
 @dataclass
 class Shards:
-    """The files of a sharded checkpoint in `folder`: state() rebuilds the nested state, read()
-    reads a tensor or rows of it, verify() checks digests. Made by open_shards(). files: {name:
-    {"size", "sha256"}}; tensors: {name: {"dtype", "shape", "chunks"}}; plain: the state as encode()
-    returns it."""
+    """The files of a sharded checkpoint. Made by open_shards(). state() returns the content of the
+    checkpoint, read() a tensor or rows of a tensor, verify() checks digests.
+    folder: path of the folder with the files.
+    files: {file name: {"size": bytes, "sha256": digest}}.
+    tensors: {dotted name: {"dtype", "shape", "chunks"}}; chunks: list of the dicts of
+    write_shards().
+    plain: the content of the checkpoint, as returned by encode()."""
     folder: str
     files: dict
     tensors: dict
@@ -149,18 +160,18 @@ class Shards:
 
     @property
     def size(self):
-        """Number of bytes of all files and of the plain state."""
+        """Number of bytes of all files together, plus the length of `plain` as JSON."""
         return sum(file["size"] for file in self.files.values()) + len(json.dumps(self.plain))
 
     def state(self, tensor):
-        """Return the nested state of the run, in which each tensor is tensor(name), e.g.
-        self.meta(name) or self.read(name)."""
+        """Return the content of the checkpoint, a nested dict. tensor(name): a function that
+        returns the tensor with this dotted name, e.g. self.meta or self.read."""
         return decode(self.plain, tensor)
 
     def check(self):
-        """Raise ValueError, naming the file or tensor, unless the folder has exactly the files in
-        self.files, with their sizes, and the chunks of each tensor form the whole tensor. Digests
-        are not verified."""
+        """Raise ValueError, which names the file or tensor, unless the folder has exactly the shard
+        files in self.files, with these sizes, and the chunks of each tensor form the whole tensor.
+        The content of the files is not read; see verify()."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
@@ -185,20 +196,23 @@ class Shards:
                 raise ValueError(f"{name}: no file has row {end}")
 
     def verify(self, names):
-        """Raise ValueError if one of the files `names` does not match its digest."""
+        """Raise ValueError if one of the files `names`, keys of self.files, does not match the
+        digest in self.files. Reads these files completely."""
         for name in names:
             path = os.path.join(self.folder, name)
             if digest(path) != self.files[name]["sha256"]:
                 raise ValueError(f"{path} is damaged: its content does not match its digest")
 
     def meta(self, name):
-        """Return the tensor `name` on the meta device: shape and dtype only."""
+        """Return a tensor on the meta device with shape and dtype of the tensor `name` (dotted)."""
         t = self.tensors[name]
         return torch.empty(t["shape"], dtype=SAFETENSORS_DTYPES[t["dtype"]], device="meta")
 
     def read(self, name, first=0, shape=None):
-        """Return the tensor `name` on the CPU or, with `shape`, the part of that shape that starts
-        at row `first` (dimension 0). Other rows are not read. ValueError if a file is too short."""
+        """Return the tensor `name`, a dotted name, on the CPU. With `shape`, return only the rows
+        (indices of dimension 0) from `first` to first + shape[0] - 1; the other dimensions are
+        complete, and other rows are not read. Digests are not checked. ValueError if a file is too
+        short."""
         whole = self.meta(name)
         out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
         if not out.numel():
@@ -221,20 +235,20 @@ class Shards:
 
 
 def rows_of(chunk):
-    """Return (first row, number of rows) of a chunk, a dict with offsets and shape, in the whole
-    tensor. A 0-dim tensor counts as one row."""
+    """Return (first row, number of rows) that `chunk`, a dict with "offsets" and "shape", has of
+    the whole tensor; rows are indices of dimension 0. A 0-dim tensor counts as one row."""
     return (*chunk["offsets"], 0)[0], (*chunk["shape"], 1)[0]
 
 
 def is_sharded(path):
-    """Return whether `path` is the manifest of a sharded checkpoint, or a folder with one."""
+    """Return whether `path` is a sharded checkpoint: a manifest, or a folder with manifest.json."""
     return os.path.isfile(os.path.join(path, MANIFEST)) or folder_named_in(path) is not None
 
 
 def folder_named_in(path):
-    """Return the folder of shards that the start of the manifest `path` names, relative to the
-    run's folder, e.g. "shards/0001000_ab12cd"; `None` if `path` is not a file or does not start as
-    a manifest. The rest of the file is not checked."""
+    """Return the folder of shards, relative to the run's folder, e.g. "shards/0001000_ab12cd", that
+    is named at the start of the manifest `path`. Return `None` if `path` is not a file or does not
+    start like a manifest. The rest of the file is not checked."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -243,9 +257,9 @@ def folder_named_in(path):
 
 
 def open_shards(path):
-    """Return the Shards of the manifest `path`, or of a folder with a manifest. ValueError unless
-    the digest of the manifest is correct and all files are complete. The digests of the files are
-    checked by Shards.verify()."""
+    """Return the Shards of a sharded checkpoint. path: a manifest, or a folder with manifest.json.
+    Raises ValueError unless the digest of the manifest is correct and all files exist with the
+    correct sizes. The digests of the files are not checked: call Shards.verify()."""
     path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
     data = pathlib.Path(path).read_bytes()
     text = data[:-len(TAIL % bytes(64))]
@@ -271,9 +285,9 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Add hard links (or copies, without hard links) of the files in the folder that the manifest
-    `path`, a checkpoint, names, e.g. shards/0001000_ab12cd, to the same subfolder of `target`.
-    Without effect if `path` is no manifest, or that folder is missing."""
+    """Add the shards of the checkpoint `path` to the folder `target`, as hard links (copies if the
+    file system has no hard links), in the same subfolder, e.g. shards/0001000_ab12cd. Without
+    effect if `path` is not a manifest, or if the folder of the shards is missing."""
     folder = folder_named_in(path) or ""
     source = os.path.join(os.path.dirname(path), folder)
     if folder and os.path.isdir(source):
@@ -282,9 +296,8 @@ def link_shards(path, target):
 
 
 def unnamed_shards(root):
-    """Return the folders of shards (a list of pathlib.Path) in `root`, a run's folder, to which no
-    checkpoint ckpt*.pt in `root` refers: those of failed saves or replaced checkpoints, and copied
-    ones."""
+    """Return a list of the folders of shards (pathlib.Path) in `root`, a run's folder, that no
+    checkpoint ckpt*.pt in `root` uses: of failed saves or replaced checkpoints, or copied."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()
@@ -292,7 +305,8 @@ def unnamed_shards(root):
 
 
 def remove_unnamed_shards(root, kept=()):
-    """Remove the folders unnamed_shards(root), except those in `kept`, a list of pathlib.Path."""
+    """Delete all folders of shards in `root`, a run's folder, that unnamed_shards() returns, except
+    the paths (pathlib.Path) in `kept`. Errors are ignored."""
     for path in unnamed_shards(root):
         if path not in kept:
             with suppress(OSError):  # first: without it, the rest is known as incomplete

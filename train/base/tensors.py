@@ -23,9 +23,9 @@ SAFETENSORS_DTYPES = {
 # nested states: dicts and lists with tensors
 
 def walk(nested, path=()):
-    """Yield (path, part) for a nested state (dicts, lists, tuples) and everything in it, in order;
-    path: a tuple of the keys and indices that lead to the part. ValueError if the nesting is too
-    deep or circular."""
+    """Yield (path, part) for a nested state (dicts, lists, tuples) and for everything in it, depth
+    first. path: a tuple of the keys and indices that lead to the part, () for the whole state.
+    Raises ValueError if the nesting is too deep or circular."""
     yield path, nested
     if len(path) > MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -36,16 +36,16 @@ def walk(nested, path=()):
 
 
 def named_tensors(state):
-    """Yield (dotted name, tensor) of every tensor in a nested state: {"a": {"b": t}} gives ("a.b",
-    t)."""
+    """Yield (dotted name, tensor) for every tensor in a nested state (dicts, lists, tuples): {"a":
+    {"b": t}} gives ("a.b", t)."""
     for path, part in walk(state):
         if isinstance(part, torch.Tensor):
             yield ".".join(map(str, path)), part
 
 
 def map_tensors(f, state):
-    """Return a copy of a nested state (dicts and lists) in which every tensor is replaced by
-    f(tensor)."""
+    """Return a copy of a nested state in which every tensor in dicts and lists is replaced by
+    f(tensor). Other values, also tuples and their content, are not copied."""
     if isinstance(state, torch.Tensor):
         return f(state)
     if isinstance(state, dict):
@@ -54,8 +54,8 @@ def map_tensors(f, state):
 
 
 def find_non_finite(state):
-    """Return the dotted name of the first tensor in a nested state that contains NaN or infinity,
-    or `None`. 0-dim tensors are not checked."""
+    """Return the dotted name of the first floating-point tensor in a nested state that contains NaN
+    or infinity, or `None` if there is none. 0-dim tensors are not checked."""
     named = [(n, t) for n, t in named_tensors(state)
              if t.is_floating_point() and t.dim() and t.numel()]
     if not named:
@@ -69,8 +69,9 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A file object that writes to the binary `file`. sha: hashlib's SHA-256 object of the data. It
-    cannot seek: torch.save writes strictly in order."""
+    """A file object with a write() that passes the data to the binary file `file` and computes a
+    hash. Attribute sha: the hashlib SHA-256 object of all data so far. It cannot seek; torch.save
+    writes strictly in order."""
 
     def __init__(self, file):
         self.file = file
@@ -82,7 +83,8 @@ class HashingFile(io.RawIOBase):
 
 
 def digest(path, n_bytes=None):
-    """Return the SHA-256, in hexadecimal, of the first `n_bytes` (default: all) of a file."""
+    """Return the SHA-256, a hexadecimal text, of the first `n_bytes` bytes of the file `path`;
+    `None`: of the whole file."""
     sha = hashlib.sha256()
     n_bytes = os.path.getsize(path) if n_bytes is None else n_bytes
     with open(path, "rb") as f:
@@ -92,10 +94,11 @@ def digest(path, n_bytes=None):
 
 
 def write_safetensors(path, tensors, metadata=None):
-    """Write {name: tensor} atomically as a .safetensors file
+    """Write tensors atomically to the .safetensors file `path`
     (https://github.com/huggingface/safetensors): the length of a JSON header, the header, and the
-    bytes of all tensors, in order. metadata: {name: text} for the header. Return {"size": bytes,
-    "sha256": digest} of the file."""
+    bytes of all tensors, in order. tensors: {name: tensor}, on any device, with dtypes in
+    SAFETENSORS_DTYPES. metadata: {name: text} for the header. Return {"size": bytes, "sha256":
+    digest} of the file."""
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     header = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0

@@ -6,9 +6,10 @@ from train.evaluate import join_numbers
 
 
 class Average:
-    """EMA of the parameters of `optimizer`: average = decay * average + (1 - decay) * parameter. It
-    is stored in the optimizer's state ("ema"), so that it is sharded, saved and resumed with that
-    state. Call update(it) after each step, and evaluate() to evaluate the averaged weights."""
+    """Exponential moving average (EMA) of the parameters of `optimizer`, a torch.optim.Optimizer:
+    average = decay * average + (1 - decay) * parameter. The average of parameter p is
+    optimizer.state[p]["ema"], so that it is sharded, saved and resumed with the state of the
+    optimizer. Call update(it) after each optimizer step, evaluate() for an evaluation."""
 
     def __init__(self, optimizer, decay):
         self.optimizer = optimizer
@@ -17,9 +18,10 @@ class Average:
 
     @torch.no_grad()
     def update(self, it):
-        """Update the averages with the weights after step `it` (0-based), for parameters that have
-        a gradient; the first time an average is a copy of the weights. The decay is at most
-        (1 + it) / (10 + it), so that early weights are soon forgotten (as in TensorFlow)."""
+        """Update the averages with the current parameters, after the optimizer step `it` (0-based)
+        and before zero_grad(): parameters without a gradient are skipped. The first update of a
+        parameter copies it. The decay of this update is min(decay, (1 + it) / (10 + it)), so that
+        early weights are soon forgotten (as in TensorFlow)."""
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in params:
@@ -29,10 +31,10 @@ class Average:
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
     def evaluate(self, evaluate_weights):
-        """Call evaluate_weights() twice: with the weights, then with the averages in place of the
-        weights. It returns {NAME: number} of the model, or `None` if a signal stopped it. Return
-        {NAME: number, NAME_ema: number}, or `None` if a call returned `None`. SetupError if a name
-        occurs twice."""
+        """Call evaluate_weights() with the weights in the model, and again with the averages in
+        place of the weights, which are then restored. evaluate_weights() returns {NAME: number}, or
+        `None` if a signal stopped the evaluation. Return {NAME: number, NAME_ema: number}, or
+        `None` if one of the results is `None`. Raises SetupError if a name occurs in both."""
         numbers = evaluate_weights()
         if numbers is None:
             return None
@@ -46,7 +48,8 @@ class Average:
 
     @torch.no_grad()
     def swap(self):
-        """Exchange parameters and averages, in place; a second call restores the parameters."""
+        """Exchange parameters and averages, in place (only parameters with an average). A second
+        call restores both."""
         for p, entry in self.state.items():
             if "ema" in entry:  # in place: sharded and compiled models hold references to p
                 weights = p.detach().clone()

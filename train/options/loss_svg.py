@@ -36,10 +36,11 @@ LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=
 # metrics.jsonl
 
 def read_metrics(path, limit=None):
-    """Return the records, dicts, of a metrics.jsonl, without incomplete lines; [] if the file is
-    missing.
+    """Return the records of the file `path`, a metrics.jsonl: a list of dicts, one per training
+    line or evaluation, in the order of the file. Lines that are incomplete, or have no number
+    "iter", are left out. [] if the file is missing.
 
-    limit: return all evaluations, but only about `limit` training lines, evenly spaced.
+    limit: about this many training lines, evenly spaced, and all evaluations. `None`: all lines.
     """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []
@@ -58,17 +59,18 @@ def read_metrics(path, limit=None):
 
 
 def to_number(value):
-    """Return a number as a float, or `None` for anything that cannot be drawn: NaN, texts
-    (metrics.jsonl has "nan" and "inf" as strings), booleans, and numbers of 1e100 or more, whose
-    sums could overflow."""
+    """Return `value` as a float if it is an int or float that a chart can show; otherwise `None`:
+    for NaN, texts (metrics.jsonl has "nan" and "inf" as strings), booleans, and absolute values of
+    1e100 or more, as their sums could overflow."""
     if type(value) in (int, float) and abs(value) < 1e100:
         return float(value)
     return None
 
 
 def curve(records, key, x="iter"):
-    """Return the points [(x, y), ...] of the metric `key` in the records of read_metrics(), without
-    missing or non-finite values. x: "iter", "tokens", or "time" (minutes of training)."""
+    """Return the points [(x, y), ...], floats, of the metric `key`, e.g. "val_loss", in `records`,
+    a result of read_metrics(). Missing and non-finite values are left out. x: "iter" (step),
+    "tokens", or "time" (minutes of training until this record)."""
     points = []
     steps, minutes = [0], [0.0]  # at the end of each training line
     for r in (r for r in records if "loss" in r):
@@ -86,8 +88,9 @@ def curve(records, key, x="iter"):
 
 
 def smooth(points, share=0.02):
-    """Return the points [(x, y), ...], at least one, with y replaced by a centred running mean over
-    the fraction 2 x `share` of the points; over fewer near the start, where the loss is steep."""
+    """Return `points` [(x, y), ...], at least one, with each y replaced by a centred running mean
+    over the fraction 2 x `share` of the points; over fewer near the start, where the loss is steep.
+    """
     x, y = np.array(points).T
     i = np.arange(len(y))
     half = np.minimum(max(1, int(len(y) * share)), i // 3)
@@ -101,9 +104,10 @@ def smooth(points, share=0.02):
 # axes
 
 class Axis:
-    """A linear or (with `log`) logarithmic mapping of numbers to pixels: axis(value) returns a
-    pixel from `start` to `end`. The range of the axis is that of `values` with a margin; with
-    from_zero it begins at 0."""
+    """A linear or, with `log`, logarithmic mapping of numbers to pixels: axis(value) returns a
+    pixel, a float. The axis covers the numbers in `values`, a list, with a margin of 4% on both
+    sides, and extends from the pixel `start` (smallest number) to the pixel `end`. With from_zero
+    the axis begins at 0."""
 
     def __init__(self, values, start, end, from_zero=False, log=False):
         self.start = start
@@ -125,9 +129,10 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, spacing):
-        """Return a list of round values on the axis, for labels. Linear: multiples of 1, 2 or 5
-        times a power of ten, about `spacing` pixels apart. Logarithmic: powers of ten, and values
-        between them if the range is less than two powers of ten; `spacing` has no effect."""
+        """Return a list of round numbers within the range of the axis, at which to draw labels.
+        Linear: multiples of 1, 2 or 5 times a power of ten, about `spacing` pixels apart.
+        Logarithmic: powers of ten, and numbers between these if the range is less than two powers
+        of ten; `spacing` has no effect."""
         if self.log:
             digits = (1, 1.5, 2, 3, 4, 5, 7) if self.high - self.low < 2 else (1,)
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -150,9 +155,9 @@ def tick_label(value):
 # the picture
 
 class Curve(NamedTuple):
-    """A line of a chart. points: [(x, y), ...]; color: of SVG; name: in the legend ("": none);
-    line: solid, faint or dashed; start: values in this first share of the horizontal axis need not
-    fit the vertical axis, and may be cut off."""
+    """A line of a chart. points: [(x, y), ...]. color: an SVG color. name: in the legend; "": not
+    in it. line: "solid", "faint" or "dashed". start: a fraction of the largest x; points before it
+    are ignored when the range of the vertical axis is chosen, and may be cut off. 0: no points."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -161,11 +166,12 @@ class Curve(NamedTuple):
 
 
 def loss_svg(runs, x="iter", metric="loss"):
-    """Return the text of an SVG of `runs`, [(name, records of read_metrics()), ...]: a panel for
-    the metric, solid in training and dashed in validation (val_NAME), above one for the learning
-    rate. x: iter, tokens or time. Parent folders that all names share are left out in the legend.
-    With several runs, the vertical axis fits the values after the start, whose differences are
-    small."""
+    """Return a chart of runs as SVG, a text: a panel with the metric (a solid line in training, a
+    dashed line for val_METRIC), and below it a panel with the learning rate. runs: [(name,
+    records), ...]; records: a result of read_metrics(). x: horizontal axis: "iter", "tokens" or
+    "time". metric: a name without val_, e.g. "loss". Parent folders that all names share are left
+    out in the legend. With several runs, the vertical axis fits the values after the start (the
+    first 20%), because their differences are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -185,8 +191,9 @@ def loss_svg(runs, x="iter", metric="loss"):
 
 
 def draw_chart(panels, x_label, log_x=False):
-    """Return the text of an SVG of `panels`, {name: list of Curves}, at most two, above each other
-    over one horizontal axis, labelled `x_label`, logarithmic with log_x."""
+    """Return a chart as SVG, a text: at most two panels, one above the other, with the same
+    horizontal axis, and a legend. panels: {title: list of Curves}. x_label: label of the horizontal
+    axis. log_x: whether this axis is logarithmic; a linear one begins at 0."""
     curves = [c for group in panels.values() for c in group]
     x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, not log_x, log_x)
     parts = []
@@ -207,10 +214,11 @@ def draw_chart(panels, x_label, log_x=False):
 
 
 def draw_panel(name, curves, x, top, height):
-    """Return a list of SVG elements (strings) of a panel: grid, vertical axis and `curves`, a list
-    of Curves. name: title of the panel; x: the horizontal Axis; top, height: pixels. The vertical
-    axis is logarithmic if values span more than a factor of 3 (not for the learning rate): the
-    start of a loss would flatten the rest. Values before Curve.start may be cut off."""
+    """Return a list of SVG elements (strings) of one panel: title, grid, vertical axis and curves.
+    name: the title. curves: a list of Curves. x: the horizontal Axis. top, height: of the panel, in
+    pixels. The vertical axis is logarithmic if the values span more than a factor of 3, as the
+    start of a loss would flatten the rest; for the name "learning rate" it is always linear, from
+    0. Points before Curve.start may be cut off."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

@@ -1,10 +1,10 @@
-"""Copies of a run's checkpoints in a store: s3://, gs:// or a folder (key: mirror).
+"""Copies of the checkpoints of a run in a store: s3://, gs:// or a folder (key: mirror).
 
 The store has the last two copies of ckpt.pt, e.g. copy_000002.pt, numbered in the order of copying,
 and ckpt_best.pt. Copies are made in the background, one at a time; of the saves during a copy, only
-the last one is copied. A failure is a warning. Each file ends with its digest, and an older copy is
-deleted after a newer one is complete: an incomplete copy is never used, and never the only one. Of
-a sharded checkpoint the store has the files of shards/ too, copied before the manifest.
+the last one is copied. A failure is a warning. Each file ends with a digest, and an older copy is
+deleted after a newer one is complete: an incomplete copy is never used, and is never the only one.
+Of a sharded checkpoint, the files of shards/ are copied before the manifest, ckpt.pt.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ from train.base.run_folder import restarted_job
 
 
 class Mirror:
-    """Copies of the checkpoints of the run folder `folder` in a store, config.mirror: the URL
-    s3://... or gs://..., or a folder. Call fetch() at the start of the run, update() after a save,
-    finish() at the end. SetupError if the URL is not supported."""
+    """Copies of the checkpoints in `folder`, the folder of a run, in a store. On rank 0, call
+    fetch() at the start of the run, update() after each save and finish() at the end. config: a
+    TrainConfig; config.mirror is the store: a URL s3://... or gs://..., or a folder. Raises
+    SetupError if the URL is not supported, or a package is missing."""
 
     def __init__(self, config, folder):
         fsspec = require("fsspec", "mirror")
@@ -39,16 +40,17 @@ class Mirror:
         self.thread = None            # of the last save
 
     def copies(self):
-        """Return the paths (texts, in the store's file system) of the copies of ckpt.pt in the
-        store, oldest first, complete or not."""
+        """Return a list of the paths (texts, in the store) of the copies of ckpt.pt, oldest first.
+        The newest one may be incomplete."""
         return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
 
     def fetch(self, log):
-        """Copy the newest complete copy in the store to ckpt.pt in the run folder, and the best
-        checkpoint to ckpt_best.pt; without copies, write an empty file to the store as a test. No
-        effect if the run folder has a checkpoint or config.resume_file is set. log(text) is called
-        per file. CheckpointError if the store cannot be used, if all copies are incomplete, or if
-        there are copies although config.resume is "never" (not in a job torchrun restarted)."""
+        """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
+        the store to the run's folder. Unless config.resume is "never", this has no effect if the
+        folder has a checkpoint or config.resume_file is set. If the store has no copies, write an
+        empty file to it, as a test. log(text): called once per file. Raises CheckpointError if the
+        store cannot be used, if all copies are incomplete, or if config.resume is "never" and the
+        store has copies (unless torchrun has restarted this job)."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
@@ -70,8 +72,10 @@ class Mirror:
                                   "have a checkpoint there: try again or choose another") from error
 
     def get(self, path, name, log):
-        """Copy the file `path` of the store, and its shards, to `name` in the run folder. Return
-        whether the copy is complete; otherwise `name` does not change. log(text): for messages."""
+        """Copy a checkpoint, with the shards to which it refers, from the store to the run's
+        folder. path: of the file in the store. name: of the new file in the run's folder. Return
+        whether the copy is complete and undamaged; if not, the file `name` is unchanged. log(text):
+        for messages."""
         log(f"Copying {name} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -84,10 +88,10 @@ class Mirror:
         return False
 
     def get_shards(self, manifest):
-        """Copy the shards of the checkpoint `manifest`, a file in the run folder, from the store to
-        the run folder; existing shards are replaced. Return True, or False if the file does not
-        begin like a manifest. ValueError if the rest of the manifest or a shard is damaged, or a
-        shard is missing."""
+        """Copy the shards to which a manifest refers from the store to the run's folder; existing
+        files are replaced. manifest: path of a file in the run's folder. Return True; False,
+        without a copy, if the file does not start like a manifest. Raises ValueError if a shard is
+        missing, or if the manifest or a shard is damaged."""
         folder = sharded_file.folder_named_in(manifest)
         if not folder:
             return False
@@ -102,22 +106,24 @@ class Mirror:
         return True
 
     def update(self, logger):
-        """Start to copy the ckpt.pt just saved, and ckpt_best.pt, to the store, in the background.
-        logger.warn(text) reports a failure."""
+        """Copy the ckpt.pt just saved, and ckpt_best.pt, to the store, in a thread; return at once.
+        logger.warn(text) is called after a failure."""
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 
     def finish(self, logger):
-        """Wait for the last copy; logger.warn(text) if that takes config.dist_timeout seconds."""
+        """Wait for the thread of the last update(), at most config.dist_timeout seconds; then call
+        logger.warn(text) if the copy is not complete."""
         if self.thread:
             self.thread.join(self.config.dist_timeout)
             if self.thread.is_alive():
                 logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
 
     def copy(self, logger):
-        """Copy ckpt_best.pt, if it has changed, and ckpt.pt to the store; then delete all but the
-        last two copies of ckpt.pt. Without effect if ckpt.pt was already copied, or if the
-        thread of a later save waits to copy it. Failures are warnings, logger.warn(text)."""
+        """The work of the thread of update(): copy ckpt_best.pt and ckpt.pt to the store, if they
+        have changed; then delete all older copies of ckpt.pt except the one before, and shards that
+        are no longer used. Without effect if a later update() has been called: that thread makes
+        the copy. Failures are not raised: logger.warn(text) is called."""
         with self.lock:
             if threading.current_thread() is not self.thread:
                 return
@@ -137,8 +143,9 @@ class Mirror:
                 logger.warn(f"mirror: {self.config.mirror} did not take ckpt.pt: {error!r:.300}")
 
     def put(self, name, path):
-        """Copy the checkpoint `name` of the run folder to `path` in the store, its shards first;
-        equal files are skipped. Raises OSError if the size or the end of a copy differs."""
+        """Copy the checkpoint `name` in the run's folder to `path` in the store, after the shards
+        to which it refers. Files that are equal in the store are skipped. Raises OSError if the
+        size or the end of a copy differs from the original."""
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
@@ -157,12 +164,12 @@ class Mirror:
 
     def is_copy(self, local, remote):
         """Return whether the file `remote` in the store exists and has the same size and the same
-        last KiB, which contains the digest, as the file `local`."""
+        last KiB, with the digest, as the file `local` on disk. The rest is not compared."""
         return self.fs.exists(remote) and (self.fs.size(remote), self.fs.tail(remote)) == (
             self.disk.size(local), self.disk.tail(local))
 
     def remove_unnamed_shards(self):
-        """Remove the folders of shards in the store to which no checkpoint in the store refers."""
+        """Delete the folders of shards in the store that no checkpoint (*.pt) in it uses."""
         heads = [self.fs.head(path) for path in self.fs.glob(f"{self.pattern}/*.pt")]
         for folder in self.fs.glob(f"{self.pattern}/shards/*"):
             name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()

@@ -25,8 +25,8 @@ MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIO
 
 
 def samples_per_period(weights):
-    """Return the number of samples of each source in a period of the mixture, a list of ints, for
-    `weights`, a list of floats.
+    """Return a list of ints: the number of samples of each source in one period of the mixture.
+    weights: a list of positive floats, one per source.
 
     Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD;
     otherwise rounded, perhaps to 0.
@@ -66,12 +66,13 @@ def interleave(counts):
 
 
 class Mixture(Loader):
-    """A Loader that mixes the samples of several `loaders` {name: Loader}: per period of
-    sum(counts) samples, counts[i] are from loader i, in the order of interleave(counts).
+    """A Loader that mixes the samples of several loaders, the sources. In each period of
+    sum(counts) samples, counts[i] samples are from loader i, in the order of interleave(counts).
+    loaders: {name: Loader}. counts: a list of ints, one per loader.
 
-    counts: a list of int. An epoch has as many samples as all loaders together. Every validation
-    batch is from one source and equals that of a run on only this source: first all batches of the
-    first loader, then those of the next one.
+    An epoch has as many samples as all loaders together. Every validation batch is from one source,
+    and equals a validation batch of a run with only this source: first all batches of the first
+    loader, then of the next one.
     """
 
     def __init__(self, loaders, counts):
@@ -93,9 +94,10 @@ class Mixture(Loader):
         self.fixed_batches = functools.cache(self.fixed_batches)  # called for every batch
 
     def by_source(self, g):
-        """Yield (name, loader, positions, numbers) for each source that has some of the samples
-        `g`, (m,) int64, numbers of samples in the mixture. positions: their indices in the array
-        `g`; numbers: their numbers in the source; both are int64 arrays of equal length."""
+        """Find the sources of samples of the mixture. g: sample numbers in the mixture, an int64
+        array (m,). Yield (name, loader, positions, numbers) for each source that has some of these
+        samples. positions: indices into `g` of the samples of this source. numbers: the numbers of
+        these samples in the source. Both are int64 arrays of the same length."""
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -119,8 +121,8 @@ class Mixture(Loader):
         return {name: loader.fingerprint() for name, loader in self.loaders.items()}
 
     def passes(self, n):
-        """Yield a line of text per source, for the log: the share of the samples, and the number of
-        epochs over the source in a run of n samples of the mixture."""
+        """Yield a line of text per source, for the log: the share of the samples in percent, and
+        the number of epochs over the source in a run that uses `n` samples of the mixture."""
         for name, loader in self.loaders.items():
             share = self.shares[name]
             yield (f"  {name}: {100 * share:.4g}% of the samples, "
@@ -130,8 +132,8 @@ class Mixture(Loader):
     # validation
 
     def fixed_batches(self, count):
-        """Return the list of all validation batches, (source name, index in the source): `count` of
-        each source, or fewer if the source is smaller."""
+        """Return the list of all validation batches, as (source name, index of the batch in this
+        source). count: number of batches per source; a smaller source has fewer."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -146,9 +148,10 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Return the sums {name: tensor} over all sources. sums_by_source: {source: {name:
-        tensor}}; the sum "count" is the number of items. Sums are scaled so that sum / count is the
-        mean of the sources' means, weighted by the shares; "count" is the total."""
+        """Combine sums over validation items of each source into sums for the mixture.
+        sums_by_source: {source: {name: tensor}}, with the number of items under "count". Return
+        {name: tensor}, in which "count" is the total number of items, and the other sums are scaled
+        so that sum / count is the mean of the sources' means, weighted by the shares."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         factors = {name: self.shares[name] * n / sums["count"]
                    for name, sums in sums_by_source.items()}
@@ -160,14 +163,16 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the name of a data folder in the names of logged metrics, e.g. web (in val_loss_web)
-    for the folder data/bin/web."""
+    """Return the name of the data folder `folder` in names of metrics: the last part of the path,
+    with "_" in place of special characters: data/bin/web gives "web", as in val_loss_web."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 
 def mix(data, weights):
-    """Return the Data of a mixture. data: {folder: Data}, weights: {folder: weight}. A split that a
-    folder lacks is `None` in the mixture. Raises DataError if the folders cannot be mixed."""
+    """Return the Data of a mixture of several data sets. data: {folder: Data}. weights: {folder:
+    positive number}. A split (train, val or test) is `None` if one of the folders does not have it.
+    Raises DataError if folders cannot be mixed: a repeated folder or name, a weight that is too
+    small, or see check_compatible()."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len({*map(os.path.realpath, data)}) < len(data):
         raise DataError(f"data_dir: {', '.join(data)}: one folder is there twice")
@@ -192,8 +197,9 @@ def mix(data, weights):
 
 
 def check_compatible(a, data_a, b, data_b):
-    """Raise DataError unless data_a and data_b, the Data of the folders a and b, have samples of
-    the same shape and the same spec, e.g. the tokenizer, and their model type supports mixtures."""
+    """Raise DataError unless two data sets can be mixed: the samples have the same shape, Data.spec
+    is equal (e.g. the tokenizer), and the model type supports mixtures. a, b: the folders, for the
+    message. data_a, data_b: a Data each."""
     # An attribute of the model type, e.g. a reward function, belongs to one folder.
     if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "

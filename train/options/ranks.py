@@ -1,5 +1,5 @@
-"""The ranks of a run: whether their code, settings and versions are equal, the bytes that a step
-sends, the speed of the network, and the time that each rank works per step."""
+"""The ranks of a run: whether code, settings and versions are equal on all ranks, the bytes that a
+step sends, the speed of the network, and the time that each rank works per step."""
 
 import hashlib
 import math
@@ -39,9 +39,10 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 # before the first step
 
 def check_ranks(config, ranks, log):
-    """Log the nodes and processes of a run with log(text), and warn if versions or devices differ
-    between ranks, or if a launcher has started more nodes or processes than this run has. All ranks
-    must call. Raises SetupError, on all ranks, if code or configuration differ."""
+    """Log the nodes and processes of a run with log(text). Warn, also with log(text), if versions
+    or devices differ between ranks, or if a launcher has started more nodes or processes than the
+    run has. Raises SetupError, on all ranks, if code or configuration differ between ranks. config:
+    a TrainConfig; ranks: a Ranks. All ranks must call."""
     rows = gather_objects(describe_rank(config, ranks) if ranks.world_size > 1 else {}, ranks)
     nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
@@ -64,10 +65,10 @@ def check_ranks(config, ranks, log):
 
 
 def describe_rank(config, ranks):
-    """Return a dict about this rank: host, node, address, device, the versions torch and NCCL,
-    commit (of git), and the hashes code and configuration, each `None` if unknown; and keys: {name:
-    value} of the configuration keys that must be equal on all ranks (all except paths, which may be
-    local to a node). config: a TrainConfig; ranks: a Ranks."""
+    """Return a dict that describes this rank: host, node, address, device; torch and NCCL, the
+    versions; commit, of git; code and configuration, hashes. Values that are unknown are `None`.
+    The key "keys" has {name: value} of the configuration keys that must be equal on all ranks: all
+    except paths, which may be local to a node. config: a TrainConfig; ranks: a Ranks."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
@@ -89,16 +90,17 @@ def describe_rank(config, ranks):
 
 
 def differences(rows, names):
-    """Return a list of texts, one per name in `names` whose value differs between ranks: "torch:
-    2.8 on rank 0; 2.9 on rank 1". rows: a list with a dict {name: value} per rank."""
+    """Return a list of texts, one for each name in `names` with values that differ between ranks,
+    e.g. "torch: 2.8 on rank 0; 2.9 on rank 1". rows: a list with a dict {name: value} per rank."""
     columns = {name: group_ranks([row.get(name) for row in rows]) for name in names}
     return [f"{name}: " + "; ".join(f"{value} on {members}" for value, members in groups)
             for name, groups in columns.items() if len(groups) > 1]
 
 
 def group_ranks(values):
-    """Group the ranks by equal value. values: a list with a value per rank. Return [(value, text
-    that lists the ranks)], e.g. [("2.8", "rank 0"), ("2.9", "ranks 1-3")]."""
+    """Group the ranks by equal values. values: a list with one value per rank. Return a list of
+    (value, text that lists the ranks with this value), e.g. [("2.8", "rank 0"), ("2.9", "ranks
+    1-3")]."""
     groups = {}
     for rank, value in enumerate(values):
         groups.setdefault(repr(value), (value, []))[1].append(rank)
@@ -111,10 +113,11 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """The collectives of one kind in a training step: `count` calls of `kind`, e.g. "all_reduce".
-    nbytes: bytes of the tensors of all calls together (all_gather and reduce_scatter: of the whole
-    tensors; all_to_all: of one rank's part). ranks: a range, the members of the process group that
-    contains rank 0."""
+    """A kind of communication in one training step: `count` calls of the same collective `kind`,
+    e.g. "all_reduce". ranks: a range, the ranks in the process group that contains rank 0; the
+    groups of the other ranks have the same size and make the same calls. nbytes: bytes of all calls
+    together: of the tensor that is reduced (all_reduce), of the whole, not sharded tensor
+    (all_gather, reduce_scatter), or of the part of one rank (all_to_all)."""
     kind: str
     ranks: range
     count: int
@@ -122,9 +125,10 @@ class Collective:
 
 
 def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16):
-    """Return a list of Collectives: the communication in a training step of `model` (on any device,
-    not wrapped or sharded) with config.optimizer and config.distributed on `world_size` ranks.
-    dtype: of matrix products; muon_dtype: of the matrices in Muon's computation."""
+    """Return a list of Collectives: the communication in one training step (optimizer step) of
+    `model` with config.optimizer and config.distributed on `world_size` ranks. Nothing is sent.
+    model: an nn.Module on any device, not wrapped or sharded. config: a TrainConfig. dtype: of
+    matrix products. muon_dtype: of the matrices in Muon's computation."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
@@ -156,9 +160,9 @@ def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16
 
 
 def muon_collectives(model, config, world_size, dtype):
-    """Return a list of the Collectives of a step of Muon, [] for other optimizers; lr_groups, which
-    divide batches of matrices, are not considered. Arguments as for step_collectives(), but dtype:
-    of the matrices in Muon's computation."""
+    """Return a list of Collectives: the communication of the optimizer Muon in one training step;
+    [] for other optimizers. Arguments as for step_collectives(), but `dtype` is the dtype of the
+    matrices in Muon's computation. The effect of lr_groups is not considered."""
     if config.optimizer != "muon":
         return []
     found = []
@@ -179,15 +183,16 @@ def muon_collectives(model, config, world_size, dtype):
 
 
 def padded_numel(params, shard_size):
-    """Return the number of elements of all `params`, with the first dimension of each padded to a
-    multiple of shard_size, as FSDP pads it to make the shards equal."""
+    """Return the total number of elements of `params`, parameters with at least one dimension, with
+    the first dimension of each padded to a multiple of shard_size, as by FSDP."""
     return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
 
 
 def bytes_sent(collectives, per_node):
-    """Return (bytes that a rank sends within a node, bytes that a node sends to other nodes) per
-    step, for a list of Collectives. All except all_to_all use ring algorithms. The ranks are
-    numbered node by node, with `per_node` ranks per node."""
+    """Return (within, between), bytes per training step for a list of Collectives: within, the
+    bytes that one rank sends to ranks of the same node; between, the bytes that one node sends to
+    all other nodes. Ring algorithms are assumed, except for all_to_all. per_node: ranks per node;
+    ranks are numbered node by node."""
     within = between = 0.0
     for c in collectives:
         n = len(c.ranks)
@@ -207,9 +212,10 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Measure the speed of an all-reduce within and between nodes, and log it with log(text), with
-    the bytes that a training step of `model` sends. All ranks must call. Without effect for one
-    rank, or if nodes have different numbers of ranks."""
+    """Measure the speed of an all-reduce within a node and between nodes. Log it with log(text),
+    together with the bytes that one training step of `model` sends, and the time for these. config:
+    a TrainConfig; model: not wrapped or sharded; ranks: a Ranks. Without effect for a single rank,
+    or if nodes have different numbers of ranks. All ranks must call."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -227,9 +233,9 @@ def log_network(config, model, ranks, log):
 
 
 def all_reduce_speed(groups, device):
-    """Return the bytes per second that each rank sends in an all-reduce, while all `groups` run an
-    all-reduce at the same time. groups: lists of ranks, equally long; each rank is in one of them.
-    All ranks must call."""
+    """Return the bytes per second that each rank sends in an all-reduce, measured while all
+    `groups` run an all-reduce at the same time. groups: lists of ranks, of equal length; each rank
+    is in exactly one group. device: the torch.device of this rank. All ranks must call."""
     group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
     x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(x, group=group)  # the first one connects
@@ -243,10 +249,10 @@ def all_reduce_speed(groups, device):
 # slow ranks
 
 class RankClock(Clock):
-    """A Clock that also measures how long each rank works per step, with hooks on model and
-    optimizer, to find slow ranks. The work of a rank in a step ends with the last gradient; then
-    the rank waits for the others. Under FSDP ranks wait for each other in every block, and only the
-    time until the forward pass, e.g. for data, is measured."""
+    """A Clock that also measures how long each rank works per step, to find slow ranks. It adds
+    hooks to `model` and `optimizer`. The work of a rank in a step is over with the last gradient;
+    then the rank waits for the other ranks. With FSDP, ranks wait for each other in every block:
+    only the time until the forward pass, e.g. for data, is measured. ranks: a Ranks."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -282,10 +288,12 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last call, at the end of step `it`; arguments
-        as for Clock.lap. Set the attribute `numbers`, a dict for the log line: slowest_ms, the work
-        per step of the rank slowest_rank, and work_ms, that of the median rank; {} if unknown. Call
-        warn(text) if a rank is slow for many steps. All ranks must call."""
+        """Return the mean seconds per step since the last call. To be called on all ranks at the
+        end of step `it`. batches: the Prefetcher of the run. warn(text): called if the run waited
+        long for input data, as by Clock.lap, or if one rank has been slow for many steps. Sets the
+        attribute `numbers`, a dict for the log line: work_ms, milliseconds of work per step of the
+        median rank; slowest_rank; slowest_ms, the same for this rank; {} if nothing was measured
+        yet."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -20,8 +20,8 @@ PROJECT = "ironGPT"
 
 
 def check_trackers(names):
-    """Raise SetupError if a package that a tracker in `names` (tensorboard, wandb, mlflow) needs is
-    not installed."""
+    """Raise SetupError if a package is missing that one of the trackers in `names` needs. names: a
+    list with "tensorboard", "wandb" or "mlflow"."""
     for name in names:
         for package in TRACKERS[name].packages:
             # A plain folder has a spec, without an origin.
@@ -31,11 +31,12 @@ def check_trackers(names):
 
 
 class Trackers:
-    """The trackers of a run, `names` (tensorboard, wandb, mlflow); call() passes numbers to them.
-    No method raises: a tracker that fails is dropped with a warning.
+    """The experiment trackers of a run. names: a list with "tensorboard", "wandb" or "mlflow". log:
+    the run's Logger. The constructor starts the trackers, call() passes numbers to them. Nothing
+    raises: a tracker that fails is dropped with a warning.
 
-    log: the run's Logger. A tracker may have an `id`, which is stored in out_dir/tracker.json, so
-    that a resumed run continues the same tracked run.
+    If a tracker has an `id`, it is stored in out_dir/tracker.json, so that a resumed run continues
+    the same run in the tracker.
     """
 
     def __init__(self, names, log):
@@ -61,24 +62,25 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call tracker.METHOD(*args) of every tracker. method: "record", with a record of
-        metrics.jsonl, a dict; or "close", with the status: finished, failed or stopped."""
+        """Call tracker.METHOD(*args) for every tracker. method: "record", with one argument, a
+        record of metrics.jsonl (a dict); or "close", with the status of the run: "finished",
+        "failed" or "stopped"."""
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method)(*args)
 
 
 def tracked_numbers(record):
-    """Return {name: float} of the numbers in `record`, a line of metrics.jsonl as a dict, except
-    iter, under the names that trackers show: train/loss, val/ppl, ..."""
+    """Return {name: float} of the numbers in `record`, a line of metrics.jsonl as a dict, without
+    "iter". The names are as shown in trackers: loss becomes train/loss, val_ppl becomes val/ppl."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
     return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}
 
 
 class TensorBoard:
-    """Tracker that writes event files to out_dir/tensorboard, for tensorboard --logdir out. log:
-    the run's Logger. system_info is not used."""
+    """Tracker that writes event files to out_dir/tensorboard; to view these: tensorboard --logdir
+    out. log: the run's Logger. The other two arguments are not used."""
     packages = ["tensorboard"]
     id = None
 
@@ -97,9 +99,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Tracker for Weights & Biases; offline without a login or WANDB_MODE. log: the run's Logger.
-    system_info: a dict of versions and facts. run_id: of the tracked run to continue, or `None`;
-    steps that are repeated are shown twice."""
+    """Tracker for Weights & Biases; offline if the user is not logged in and WANDB_MODE is not set.
+    log: the run's Logger. system_info: a dict of versions and facts, stored with the run. run_id:
+    id of the W&B run to continue; `None`: a new run. Steps that a resumed run repeats are shown
+    twice. Attribute `id`: the id of the W&B run."""
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):
@@ -127,9 +130,10 @@ class WandB:
 
 
 class MLflow:
-    """Tracker that writes to MLFLOW_TRACKING_URI, default mlflow.db in the parent folder of
-    out_dir. log: the run's Logger. system_info: a dict of versions and facts. run_id: of the
-    tracked run to continue, or `None`; steps that are repeated are shown twice."""
+    """Tracker that writes to the server or database MLFLOW_TRACKING_URI, by default the file
+    mlflow.db in the parent folder of out_dir. log: the run's Logger. system_info: a dict of
+    versions and facts, stored as tags. run_id: id of the MLflow run to continue; `None`: a new run.
+    Steps that a resumed run repeats are shown twice. Attribute `id`: the id of the MLflow run."""
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):

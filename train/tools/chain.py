@@ -31,9 +31,10 @@ class ChainOptions:
 
 
 def train_chain(options, arguments):
-    """Train all models and the student, and print a table. Return the exit code: 1 if a run has
-    crashed, otherwise 0. options: ChainOptions; arguments: a list, those of run_train.py. UserError
-    for a model type other than gpt, and for a configuration without evaluations."""
+    """Train all models of the chain, one after the other, then the student, and print a table.
+    Return the exit code: 1 if a run has crashed, otherwise 0. options: ChainOptions. arguments:
+    list of arguments for run_train.py. Raises UserError if the model type is not gpt, or if the
+    configuration has no evaluations."""
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
@@ -52,8 +53,9 @@ def train_chain(options, arguments):
 
 
 def table_row(child):
-    """Return the row of a table for a ChildRun, a tuple of strings: name, seconds, validation loss,
-    and that of the ensemble of the earlier runs (nan: crashed, or no earlier run)."""
+    """Return the row of the table for `child`, a ChildRun, as a tuple of strings: name, seconds,
+    validation loss, and validation loss of the ensemble of all earlier models (nan after a crash,
+    or for the first model)."""
     losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
     ensemble = losses[-1][1] if losses else math.nan
     loss = math.nan if child.value is None else child.value

@@ -1,8 +1,8 @@
-"""Check that an edited repository keeps its promises for a model type, in 15 to 60 s.
+"""Check that a model type still works correctly after an edit of the code, in 15 to 60 s.
 
     python -m train.tools.check [--model NAME] [--config FILE] [--key value]...
 
-Runs of 12 steps are compared with each other: killed and resumed, with other micro-batches, on two
+Runs of 12 steps are compared with a first run: killed and resumed, with other micro-batches, on two
 ranks with DDP and FSDP. Then the model is examined: batches, gradients, evaluation, decoding,
 initial values, FLOPs, export, keys. Each check prints one line: ok, differs or not applicable. The
 exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The runs are on the
@@ -81,8 +81,10 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 
 class Case:
-    """The model type and configuration under test. folder: contains a folder per training run.
-    `run`: a Run opened from the first training run, which the checks examine."""
+    """The model type and configuration under test, the argument of all checks. config: a
+    TrainConfig. folder: contains a folder per training run; "first" is the run with which other
+    runs are compared. Attribute `run`: a Run opened from the first run, with changed weights, to
+    examine."""
 
     def __init__(self, config, folder):
         self.config = config
@@ -90,27 +92,30 @@ class Case:
         self.run = None
 
     def build(self, **changes):
-        """Build the data and the model, with initial weights, of the configuration with `changes`
-        {key: value}. Return (Data, model)."""
+        """Return (data, model): the Data, and a new model with initial weights, for the
+        configuration of the first run with `changes` {key: value}."""
         config = load_config(self.folder / "first" / "config.yaml", changes)
         data = open_data(config, self.run.ranks)
         return data, load_model_type(config.model).build_model(config, data)
 
     def loss(self, model, batch, seed=1):
-        """Return (loss, sums {name: tensor}) of model(*batch). seed: for the random numbers."""
+        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. The random
+        number generators are first seeded with `seed`."""
         seed_step(seed, 0, self.run.ranks)
         return model(*batch)
 
     def tokens(self, rows):
-        """Return random token ids (rows, T), equal at each call. T: 24, at most block_size."""
+        """Return random token ids, int64 (rows, T), T = min(24, block_size), the same at each call.
+        """
         c = self.run.raw_model.config
         generator = torch.Generator().manual_seed(0)
         return torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
 
 
 def compare(actual, expected, tolerance=0.0):
-    """Raise AssertionError unless two numbers, tensors, or collections are equal, up to a relative
-    and absolute `tolerance`; NaN equals NaN."""
+    """Raise AssertionError unless `actual` and `expected` are equal: two numbers, tensors, or
+    nested dicts or lists of these. tolerance: relative and absolute tolerance; 0: equal to the bit.
+    NaN equals NaN; dtypes are not compared."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True,
                                check_dtype=False)
 
@@ -119,9 +124,10 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, log, killed_at):
-    """Train as rank `rank` of a run in this process, which was forked after the import of torch.
-    Output is appended to the files `log`.log and `log`.err. environment: {variable: value}.
-    killed_at: the process kills itself at the evaluation of this step; `None`: never."""
+    """Train as rank `rank` of a run, in this process, which start_processes() has forked. config: a
+    TrainConfig. environment: {variable: value}, set in this process. log: path without the ending
+    of two files, LOG.log and LOG.err, to which stdout and stderr are appended. killed_at: the
+    process is killed (SIGKILL) at the evaluation of this step; `None`: never."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,9 +139,10 @@ def train_rank(rank, config, environment, log, killed_at):
 
 
 def train_in_process(case, name, ranks=1, killed_at=None, **changes):
-    """Train into case.folder / name in `ranks` new processes, with `changes` {key: value} of the
-    configuration. killed_at: kill the processes at the evaluation of this step. Raises SetupError
-    if the run is refused, AssertionError if it crashes."""
+    """Train a run in `ranks` new processes, with the output folder case.folder / name, and wait for
+    the end. changes: {key: value} in the configuration of `case`, a Case. killed_at: the processes
+    are killed at the evaluation of this step, which is no error; `None`: never. Raises SetupError
+    if the run is refused (invalid input), AssertionError if it crashes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -153,18 +160,18 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
 
 
 def read_log(case, name):
-    """Return {"KEY of step N": number} of all numbers in case.folder / name / metrics.jsonl except
-    those in NOT_COMPARED: times and speeds, memory, grad_norm, val_ppl. name: of the run's folder.
-    """
+    """Return {"KEY of step N": number} of all numbers in metrics.jsonl of the run `name` of `case`,
+    a Case, except the keys in NOT_COMPARED: times and speeds, memory, grad_norm, val_ppl."""
     lines = (case.folder / name / "metrics.jsonl").read_text().splitlines()
     return {f"{k} of step {record['iter']}": v for record in map(json.loads, lines)
             for k, v in record.items() if isinstance(v, (int, float)) and k not in NOT_COMPARED}
 
 
 def compare_run(case, name, **how):
-    """Train a run with the arguments `how` of train_in_process, and compare it with the first run.
-    Return a text for the report. Raises AssertionError unless the logged numbers are equal, up to
-    rounding."""
+    """Train a run with the name `name` and the keyword arguments `how` of train_in_process(), and
+    compare the logged numbers with the first run of `case`, a Case. Return a text for the report.
+    Raises AssertionError unless all numbers are equal up to rounding; errors of train_in_process().
+    """
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     if drift := re.search("warning: .* differ between ranks.*", (case.folder / f"{name}.log")
@@ -197,9 +204,10 @@ def check_resume(case):
 
 
 def check_weights(case):
-    """Check that the weights in the first run's ckpt.pt have the validation loss that this run has
-    logged; not so if an optimizer evaluates with other weights, e.g. averages, than it saves.
-    Return a text for the report, or raise AssertionError; SetupError without validation data."""
+    """Check that the weights in ckpt.pt of the first run have the validation loss that this run has
+    logged. This fails if an optimizer saves different weights from the ones that it evaluates, e.g.
+    averages. Return a text for the report. Raises AssertionError if the check fails; SetupError
+    without validation data."""
     data, model = case.build()
     if data.val is None:
         raise SetupError("no validation data")
@@ -216,9 +224,9 @@ def check_weights(case):
 
 @torch.no_grad()
 def change_weights(model):
-    """Add noise to the trained parameters of `model`, in place: a part of a model that is zero at
-    first would hide differences. Frozen weights are not changed: a different model's file contains
-    them."""
+    """Add small random numbers, the same at each call, to the trained parameters (requires_grad) of
+    `model`, in place: parts of a model that are zero at first would hide differences. Frozen
+    parameters are not changed, because a file of a different model contains these."""
     generator = torch.Generator().manual_seed(0)
     for p in (p for p in model.parameters() if p.requires_grad):
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
@@ -234,10 +242,10 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context manager that repeats the choices of torch.topk and Tensor.topk, because other choices
-    would make the loss jump: the n-th call in a pass of a model returns the values at the indices
-    of the n-th call in the first pass. n_used: number of calls in this pass; set it to 0 before
-    each pass. Last dimension only."""
+    """Context manager that repeats the choices of torch.topk and Tensor.topk, because different
+    choices would make the loss jump. The n-th call in each pass of a model returns the current
+    values at the indices that the n-th call in the first pass chose. Attribute n_used: number of
+    calls in this pass; set it to 0 before each pass. Only for the last dimension."""
 
     def __init__(self):
         super().__init__()
@@ -254,10 +262,11 @@ class FixedChoices(TorchFunctionMode):
 
 
 def check_gradients(case):
-    """Compare gradients with central differences of the loss, along a random half of the elements
-    of the gradient of one parameter of each kind (names that differ in digits only). Return a text
-    for the report, or raise AssertionError, also if a trained parameter has no gradient; SetupError
-    if the loss is too flat."""
+    """Compare the gradients of the loss with central differences, for one parameter of each kind
+    (parameters with names that differ in digits only are of one kind). The direction of the
+    difference is a random half of the elements of the gradient. Return a text for the report.
+    Raises AssertionError if the check fails, or a trained parameter has no gradient; SetupError if
+    the loss is too flat."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
     with FixedChoices() as fixed:
@@ -290,12 +299,13 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare three forms of a GPT's loss, and the norms of their gradients: LinearCrossEntropy, in
-    chunks; whole_cross_entropy, which a GPU compiles (here it is not compiled);
-    SampledCrossEntropy, with all ids of the vocabulary as the sample. In eval mode, also compare
-    them with the cross-entropy of the logits, as is the model's loss of a batch (tokens, targets).
-    The logits are made large: a cap has no effect on small ones. Return a text for the report, or
-    raise AssertionError; SetupError if the model is no GPT."""
+    """Compare the three implementations of a GPT's loss with each other, and the norms of the
+    gradients: LinearCrossEntropy, in chunks; whole_cross_entropy, which is compiled on a GPU (here
+    it is not); SampledCrossEntropy, with the whole vocabulary as the sample. In eval mode these,
+    and the loss that the model returns for a batch (tokens, targets), are also compared with the
+    cross-entropy of the logits. The logits are made large, as a cap has no effect on small ones.
+    Return a text for the report. Raises AssertionError if the check fails; SetupError if the model
+    is not a GPT."""
     def differentiate(loss):
         model.zero_grad()
         value = loss()
@@ -367,9 +377,10 @@ def check_decoding(case):
 
 
 def check_initial(case):
-    """Compare the values of initial(name, shape, seed), the model's function that fills a sharded
-    model, with the weights of a new model. Return a text for the report, or raise AssertionError;
-    SetupError if the model has no initial()."""
+    """Check that initial(name, shape, seed), the method of a model that returns the initial values
+    of a parameter to fill a sharded model, returns the same values as a new model has. Return a
+    text for the report. Raises AssertionError if the check fails; SetupError if the model has no
+    initial()."""
     model = case.build()[1]
     state = model.state_dict()
     initial = hook(model, "initial")
@@ -422,8 +433,9 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a list of values, other than `value`, to try for the configuration key of the
-    dataclass `field`; its limits may refuse some. [] unless it is bool, a number or has choices."""
+    """Return a list of values, different from `value`, to try for a configuration key: the choices,
+    the opposite of a bool, or larger and smaller numbers; [] for other types. field: the dataclass
+    field of the key, with limits that may refuse some of the values."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", ())
     if kind is bool:
@@ -436,9 +448,10 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return a list that identifies the results of the Case `case` with `changes` {key: value}:
-    losses, sums, sums of gradients and batches of two steps, FLOPs. `None` if the configuration is
-    refused; AssertionError after any other error."""
+    """Return a list that differs if `changes` {key: value} have an effect on the results of `case`,
+    a Case: FLOPs, number of parameters, and from two steps the batches, losses, sums of the model
+    and sums of the gradients. Return `None` if the configuration is refused; AssertionError after
+    any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
@@ -461,9 +474,10 @@ def fingerprint(case, changes):
 
 
 def check_keys(case):
-    """Check that each configuration key of the model has an effect on the results: set it to other
-    values, alone and together with other keys. Return a text for the report; AssertionError names
-    the keys without effect."""
+    """Check that each configuration key of the model has an effect on the results (see
+    fingerprint), when it is set to other values, without other changes or with a change of one more
+    key. Return a text for the report. Raises AssertionError with the names of keys without effect.
+    """
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
@@ -500,13 +514,13 @@ CHECKS = dict(
 
 @dataclass
 class Settings:
-    """Check that an edited repository keeps its promises for a model type."""
+    """Check that a model type still works correctly after an edit of the code."""
     only: list[str] = key([], "a check to run (default: all)", choices=list(CHECKS))
 
 
 def print_result(case, name):
-    """Run CHECKS[name], print its line (ok, differs or not applicable) and return False if the line
-    is "differs", otherwise True."""
+    """Run the check `name`, a key of CHECKS, and print one line: ok, differs or not applicable, and
+    the reason. Return False for "differs", also after an unexpected exception, otherwise True."""
     try:
         status, text = "ok", CHECKS[name](case)
     except (ConfigError, DataError, SetupError) as reason:  # or a refused run
@@ -521,10 +535,11 @@ def print_result(case, name):
 
 
 def check(settings, config):
-    """Compare short runs of `config`, a TrainConfig, and examine the model: run settings.only,
-    names of CHECKS (default: all), and print a line for each: ok, differs or not applicable. Return
-    the exit code: 1 if a check differs or fails with an unexpected exception, otherwise 0.
-    settings: Settings. Raises SetupError if the first run fails."""
+    """Train a first run of `config`, a TrainConfig, in a temporary folder, run the checks of the
+    model type, and print a line for each: ok, differs or not applicable. settings: Settings;
+    settings.only is the list of checks to run, keys of CHECKS ([]: all). Return the exit code: 1 if
+    a check differs or fails with an unexpected exception, otherwise 0. Raises SetupError if the
+    first run fails."""
     with tempfile.TemporaryDirectory() as folder:
         case = Case(config, folder)
         (case.folder / "config.yaml").write_text(to_yaml(config))
@@ -542,8 +557,8 @@ def check(settings, config):
 
 
 def load_small(argv):
-    """Return the configuration of these arguments of run_train.py, changed for short runs on a CPU.
-    Default of --config: train/config_test.yaml."""
+    """Return the TrainConfig of `argv`, a list of arguments of run_train.py, changed by SETTINGS
+    for short runs on a CPU. Default of --config: train/config_test.yaml."""
     config = load_config(os.path.join(REPOSITORY, "train", "config_test.yaml"), argv)
     return load_config(None, vars(config) | SETTINGS)
 

@@ -1,9 +1,9 @@
 """Runs of run_train.py as processes, for train.tools.chain, .repeat and .scaling.
 
-The folder of a run is named by a digest of its configuration and data, and of the size and time of
-other files that it reads. A run that was stopped resumes in this folder. The result is the last
-value of a metric in metrics.jsonl. That of a complete run is saved in result.json, and the run is
-not started again. A crash is a result without a value; the next command repeats the run.
+The name of a run's folder contains a digest of the configuration and data, and of the size and time
+of other files that the run reads. A run that was stopped resumes in this folder. The result is the
+last value of a metric in metrics.jsonl. A complete run has a file result.json, and is not started
+again. A crash is a result without a value; the next command repeats the run.
 """
 
 import hashlib
@@ -30,12 +30,14 @@ OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_trai
 
 
 class ChildRun:
-    """A run of run_train.py in a process, for train_all(), with a folder in the folder `out`.
+    """A run of run_train.py in a process, which train_all() starts. Attribute `folder`: the folder
+    of the run, inside the folder `out`.
 
-    name: on the console, and the start of the folder's name. arguments: a list, those of
-    run_train.py. fingerprint: of the data. UserError for a configuration without evaluations.
-    Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash;
-    `seconds`, the time of training; `test`, {test_NAME: number} on the test data, if any.
+    name: on the console, and the start of the folder's name. arguments: list of arguments for
+    run_train.py. fingerprint: of the data, part of the identity of the run. Raises UserError if the
+    configuration has no evaluations or does not train. Attributes after train_all(): `value`, the
+    last value of the metric, or `None` after a crash or without the metric; `seconds`, the time of
+    training; `test`, {test_NAME: number} on the test data, {} without.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
@@ -62,9 +64,11 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric, note=""):
-        """Read `value`, `seconds` and `test` of a complete or crashed run from metrics.jsonl and
-        result.json, save the first two in result.json and print them (with the text `note`).
-        metric: the name, e.g. val_loss."""
+        """To be called when the process has exited, or if result.json exists: set `value`,
+        `seconds` and `test` from metrics.jsonl and result.json, and print the result, followed by
+        the text `note`. Unless the run has crashed, write value and seconds to result.json. metric:
+        name of the result, e.g. val_loss. Raises UserError if a process of a killed command still
+        uses the folder."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         values = [None, *(y for _, y in curve(records, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
@@ -88,10 +92,12 @@ class ChildRun:
 
 
 def train_all(runs, metric, out, jobs):
-    """Train the ChildRuns in `runs`, up to `jobs` at a time; complete runs are not repeated.
-    metric: the name of the result, e.g. val_loss. UserError if a different process uses the folder
-    `out`, or under torchrun. KeyboardInterrupt after a signal, when the processes have saved a
-    checkpoint and exited."""
+    """Train `runs`, a list of ChildRuns, up to `jobs` at the same time; return when all are
+    complete or have crashed, with the results as attributes. Runs with a result.json are not
+    trained again. metric: name of the result, e.g. val_loss. out: the folder with all runs, which
+    is locked. Raises UserError under torchrun, or if a different process uses `out` or the folder
+    of a run; KeyboardInterrupt after a signal, when the processes have saved checkpoints and
+    exited."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
 
@@ -125,9 +131,10 @@ def train_all(runs, metric, out, jobs):
 
 
 def start_process(arguments, environment, log):
-    """Start run_train.py with these `arguments` and `environment` (all variables), and return the
-    subprocess.Popen. Output is appended to the file `log`. The process is in a separate session:
-    Ctrl-C would reach it as a second signal."""
+    """Start run_train.py in a new process and return the subprocess.Popen. arguments: list of
+    arguments. environment: {name: value} of all environment variables. log: path of a file to which
+    stdout and stderr are appended. The process is in a separate session, as otherwise Ctrl-C in the
+    terminal would reach it too, as a second signal."""
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],
@@ -136,8 +143,9 @@ def start_process(arguments, environment, log):
 
 
 def split_devices(jobs):
-    """Return a list of `jobs` dicts of environment variables, one per simultaneous run: each
-    assigns a GPU, or a share of the CPU cores."""
+    """Return a list of `jobs` dicts of environment variables, one for each run at the same time:
+    CUDA_VISIBLE_DEVICES with one GPU (shared if there are more runs than GPUs) or, without GPUs,
+    OMP_NUM_THREADS with a share of the CPU cores ({} for a single run)."""
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]

@@ -2,8 +2,8 @@
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
-model type. The total is what a run logs as memory_mib: on a GPU the memory allocated by torch, on a
-CPU the resident memory, with the program itself, the space that malloc keeps unused, the data and
+model type. The total is the memory_mib that a run logs: on a GPU the memory allocated by torch, on
+a CPU the resident memory, including the program, the space that malloc keeps unused, the data and
 other models that are read (a teacher, a backbone, a checkpoint to start from). Not included: the
 copy of weights and optimizer state during a save, which is made if there is room.
 With world_size, the run is planned on that many GPUs instead (train/tools/plan.py).
@@ -33,9 +33,9 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Measure and print the memory and time of the run of `config`, a TrainConfig; if
-    config.world_size is set, print a plan for that many GPUs instead. Raises CollectiveExit if it
-    does not fit."""
+    """Measure and print the memory and time of the run that `config`, a TrainConfig, describes. If
+    config.world_size is set, print a plan for that many GPUs instead. Writes nothing. Raises
+    CollectiveExit if the run does not fit into memory. All ranks must call."""
     with distributed.process_group(config) as ranks:
         log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
@@ -81,19 +81,22 @@ def estimate(config):
 
 
 def check_memory(memory, available, ranks):
-    """Raise CollectiveExit, on all ranks, if the sum of `memory` {purpose: bytes} exceeds
-    `available`, in bytes, on any rank. ranks: a Ranks. All ranks must call."""
+    """Raise CollectiveExit, on all ranks, if on any rank the sum of `memory` {purpose: bytes} is
+    larger than `available`, the bytes of this rank that may be used. ranks: a Ranks. All ranks must
+    call."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
-    """Return (seconds per optimizer step, peak bytes of memory without weights, gradients and
-    optimizer state; on a CPU with the memory of the program itself). data: a Data. dtype: of
-    autocast. compiled: whether to compile the model. available: bytes that may be used.
+    """Run parts of a training step with a new model, and return (seconds, rest). seconds: per
+    optimizer step, with all micro-batches. rest: peak bytes of memory without weights, gradients
+    and optimizer state, but on a CPU with the memory of the program. config: a TrainConfig. data: a
+    Data. ranks: a Ranks. dtype: of autocast. compiled: whether to compile the model. available:
+    bytes of memory that may be used.
 
-    On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and a part of a
-    micro-batch as large as time and memory allow; the rest is extrapolated.
+    On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and then a part of a
+    micro-batch, as large as time and memory allow; the rest is extrapolated.
     """
     device = ranks.device
     on_gpu = device.type == "cuda"

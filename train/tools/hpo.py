@@ -4,9 +4,9 @@
 
 The search minimises val_loss, or follows early_stopping_metric and early_stopping_mode, and prunes
 bad trials after an evaluation. The same command resumes a search; a trial that was interrupted is
-repeated, but not one whose process was killed (kill -9). Started several times at once, workers
-share the trials (one per GPU: CUDA_VISIBLE_DEVICES=1 python -m train.tools.hpo ...), and may add a
-trial each to the requested number.
+repeated, but not after a kill -9 of the process. Several workers (processes with the same command,
+e.g. one per GPU: CUDA_VISIBLE_DEVICES=1 python -m train.tools.hpo ...) share the trials; each may
+add one trial to the requested number.
 """
 
 import contextlib
@@ -50,9 +50,10 @@ SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters
 # the search space
 
 def read_space(path, config):
-    """Return (space, stages) of the YAML file `path`. space: {key: Optuna distribution}. stages: a
-    list of {"trials": number, "max_iters": steps per trial, 0: as in `config`, "narrow": share of
-    each range to keep around the best values so far}. ConfigError lists all problems."""
+    """Read the YAML file `path` and return (space, stages). space: {key: Optuna distribution}.
+    stages: a list of {"trials": number of trials, "max_iters": steps per trial (0: as in `config`,
+    a TrainConfig), "narrow": the fraction of each range, around the best value so far, that this
+    stage searches (not in the first stage)}. Raises ConfigError with a list of all problems."""
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -82,9 +83,9 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 
 def read_dimension(name, raw, known):
-    """Return the Optuna distribution of the key `name` from `raw`, a list of choices or a dict of
-    low, high and perhaps log or step. known: {key: dataclass field}. ValueError states the problem.
-    """
+    """Return the Optuna distribution of the configuration key `name`. raw: the value in the YAML
+    file: a list of choices, or a dict with low, high and optionally log (true or false) or step.
+    known: {key: dataclass field} of all keys. Raises ValueError, which states the problem."""
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
@@ -106,9 +107,9 @@ def read_dimension(name, raw, known):
 
 
 def narrow_dimension(dist, best, share):
-    """Return a copy of the Optuna distribution `dist` with a range of `share` (0 to 1) of the old
-    width, around the value `best`; it does not exceed the old range, except to include `best`. Of
-    choices only `best` remains (all if share is 1)."""
+    """Return a copy of the Optuna distribution `dist` with a smaller range: the fraction `share` (0
+    to 1) of the old width, centred at the value `best` but inside the old range, which is only
+    exceeded to include `best`. Of a list of choices only `best` remains (all if share is 1)."""
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
@@ -122,9 +123,10 @@ def narrow_dimension(dist, best, share):
 
 
 def trial_config(config, params, max_iters=0, **changes):
-    """Return the TrainConfig of a trial: `config` with `params` and `changes`, both {key: value},
-    and, if max_iters is not 0, of that length, with warm-up and intervals in proportion. The ratio
-    of min_lr to learning_rate does not change unless min_lr is searched."""
+    """Return the TrainConfig of a trial: `config`, a TrainConfig, with the values in `params` (the
+    searched keys) and `changes`, both {key: value}. If max_iters is not 0, the trial has this
+    number of steps, and warm-up, decay and intervals are scaled in proportion. min_lr is scaled
+    with learning_rate, unless it is in `params`."""
     values = asdict(config) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
@@ -141,8 +143,10 @@ def trial_config(config, params, max_iters=0, **changes):
 # the search
 
 def search(config, space, stages, out):
-    """Run the `stages` and the `space` of read_space() in the folder `out`, which other workers may
-    share; print the best trial. ConfigError if no trial of a stage completes."""
+    """Search for the best parameters: train the trials of all stages and print the best trial.
+    config: the TrainConfig from which trials differ. space, stages: as returned by read_space().
+    out: the folder of the search, with study.db, which other workers may use at the same time. A
+    search in `out` is continued. Raises ConfigError if no trial of a stage completes."""
     studies = []
     # Numbers may be outside of the range, other values must be among the choices.
     start = {k: v for k, d in space.items()
@@ -174,11 +178,12 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create, and return, the Optuna study of stage `number` (from 1) in out/study.db.
-    space: {key: Optuna distribution}; stage: an item of read_space()'s stages. The first trial of a
-    new study has the parameters `start` {key: value}. Each stage is a study, as results of runs of
-    different lengths are not comparable. ConfigError if the study was created with a different
-    `config`, `space` or `stage` (its max_iters and narrow)."""
+    """Open or create the Optuna study of a stage in out/study.db, and return it. Each stage is a
+    study, because results of runs of different lengths cannot be compared. config: a TrainConfig.
+    space: {key: Optuna distribution}, before narrowing for this stage. number: of the stage, from
+    1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
+    first trial of a new study. Raises ConfigError if the study was created with a different
+    `config`, `space` or `stage` (max_iters or narrow)."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
@@ -203,7 +208,7 @@ def open_study(config, space, number, stage, start, out):
 @contextlib.contextmanager
 def database_errors(out, others=()):
     """Context manager that converts errors of the database out/study.db, and exceptions of the
-    types in `others`, to a UserError."""
+    types in the tuple `others`, to a UserError with this path."""
     path = os.path.join(out, "study.db")
     try:
         yield
@@ -221,18 +226,20 @@ def database_errors(out, others=()):
 
 
 def finished_trials(study):
-    """Return the list of complete and pruned trials of a study. Interrupted trials are left out,
-    since they are queued to be repeated."""
+    """Return a list of the complete and pruned trials (optuna.FrozenTrial) of the Optuna study
+    `study`. Interrupted and running trials are not in it."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 
 
 def run_trial(study, config, space, stage, out):
-    """Train the next trial of `study`, a result of open_study(), and return it, an
-    optuna.FrozenTrial. space: {key: Optuna distribution}, narrowed for this stage; other arguments
-    as for open_study(). If training fails, e.g. with a non-finite loss or out of memory, the trial
-    is marked as pruned, so that the sampler avoids these parameters. After interrupts and other
-    exceptions, which are raised, the trial is queued to be repeated."""
+    """Train one more trial of `study`, a result of open_study(), and return it, an
+    optuna.FrozenTrial, complete or pruned. config: the TrainConfig of the search. space: {key:
+    Optuna distribution} of this stage, after narrowing. stage: an item of the stages of
+    read_space(). out: the folder of the search. If training fails, e.g. with a non-finite loss or
+    out of memory, the trial is marked as pruned, so that the sampler avoids these parameters. After
+    an interrupt or any other exception, the trial is queued to be repeated, and the exception is
+    raised. Checkpoints of the trial are deleted."""
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
@@ -262,10 +269,11 @@ def run_trial(study, config, space, stage, out):
 
 
 def train_trial(trial, config):
-    """Train `config` without console output and return the best value of
-    config.early_stopping_metric in the evaluations after step 0. trial: an optuna.Trial.
-    TrialPruned if Optuna stops the trial, BadNumbers for a non-finite metric, UserError without
-    evaluations."""
+    """Train `config`, the TrainConfig of a trial, without output, and return the best value (lowest
+    or highest, by early_stopping_mode) of config.early_stopping_metric in the evaluations after
+    step 0. trial: an optuna.Trial, to which the values are reported. Raises TrialPruned if Optuna
+    stops the trial, BadNumbers if the metric is not finite, UserError if there are no evaluations.
+    """
     values = []
 
     def on_evaluation(it, numbers):
@@ -288,7 +296,8 @@ def train_trial(trial, config):
 # results
 
 def print_result(study, trial, config):
-    """Print state, time and metric, or the error, of `trial`, an optuna.FrozenTrial of `study`."""
+    """Print a line about `trial`, an optuna.FrozenTrial of the Optuna study `study`: state,
+    seconds, and the metric or the error. config: a TrainConfig, for the name of the metric."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{study.study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -296,9 +305,10 @@ def print_result(study, trial, config):
 
 
 def write_results(studies, config, out):
-    """Write trials_history.json, base_config.yaml (`config`) and best_config.yaml (the changes of
-    the best trial of the last stage) to the folder `out`. studies: a list of the Optuna studies of
-    the stages until now."""
+    """Write the results of a search to the folder `out`: trials_history.json, all finished trials,
+    and, if a trial of the last stage is complete, base_config.yaml, the configuration `config` (a
+    TrainConfig), and best_config.yaml, the changes of the best trial of the last stage. studies:
+    list of Optuna studies, one per stage so far."""
     with exclusive_lock(out):
         history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
                         params=t.params, seconds=round(t.duration.total_seconds(), 1),
@@ -328,9 +338,10 @@ class SearchOptions:
 
 
 def run_search(options, config):
-    """Run the search that `options`, a SearchOptions, describes and return the exit code. config:
-    the TrainConfig from which trials differ in the searched keys. Raises UserError for options that
-    do not fit."""
+    """Run the search of `options`, a SearchOptions, print errors of the search, and return the exit
+    code, 0 for success. config: the TrainConfig from which trials differ in the searched keys.
+    Raises UserError without evaluations, under torchrun, or if stages set max_iters and `config`
+    max_epochs; ConfigError for an invalid space; SetupError without optuna."""
     require("optuna", "the search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")

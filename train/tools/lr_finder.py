@@ -34,12 +34,13 @@ SMOOTHING_FRACTION = 0.03  # of the sweep, to both sides: a trailing mean would 
 
 
 def find_lr(config, low=1e-7, high=1.0, steps=100):
-    """Sweep the learning rate of `config` (a TrainConfig) from `low` to `high`, until the loss
-    diverges.
+    """Train with a learning rate that increases from `low` to `high` in `steps` optimizer steps;
+    each rate is a constant factor above the previous one. Stop early if the loss diverges. config:
+    the TrainConfig of the run. Prints the progress; writes no files. All ranks must call.
 
-    Each of the `steps` optimizer steps uses a rate that is a constant factor above the previous
-    one. Return a dict: lr, loss and smoothed (lists with an item per step), suggestion (a rate or
-    `None`) and why (a text if there is no suggestion). Prints the progress; writes no files.
+    Return a dict: lr, loss and smoothed, lists of floats with an item per completed step;
+    suggestion, the rate at which the smoothed loss falls fastest, or `None`; why, the reason (a
+    text) if there is no suggestion, otherwise `None`.
     """
     console = sys.stdout
     rates = np.geomspace(low, high, steps).tolist()
@@ -61,11 +62,13 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 
 
 def suggest(rates, losses, high):
-    """Return dict(smoothed, suggestion, why) for a sweep up to the rate `high`. rates, losses:
-    lists; losses is shorter if the sweep stopped early.
+    """Return {"smoothed", "suggestion", "why"} for a sweep up to the learning rate `high`. rates:
+    list of the rates of all steps. losses: list of the losses; shorter than `rates` if the sweep
+    stopped early.
 
-    smoothed: the smoothed losses. suggestion: the rate at which they fall fastest, or `None` if
-    they have no clear minimum; `why`, a text, then is the reason.
+    smoothed: list of the smoothed losses. suggestion: the rate at which the smoothed losses fall
+    fastest, or `None` without a clear minimum. why: the reason, a text, if suggestion is `None`;
+    otherwise `None`.
     """
     n = len(losses)
     half = max(1, int(SMOOTHING_FRACTION * n))
@@ -91,7 +94,8 @@ def suggest(rates, losses, high):
 
 
 def draw_sweep(sweep):
-    """Return the SVG, a text, of the dict of find_lr(): loss, smoothed loss, suggested rate."""
+    """Return a chart as SVG, a text: loss, smoothed loss and the suggested learning rate over the
+    learning rate. sweep: a dict returned by find_lr()."""
     curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
               Curve(list(zip(sweep["lr"], sweep["smoothed"])), COLORS[0], "smoothed loss")]
     if best := sweep["suggestion"]:
@@ -101,8 +105,8 @@ def draw_sweep(sweep):
 
 
 def report_sweep(sweep, config):
-    """Write a sweep, the dict of find_lr(), to lr_finder.json and lr_finder.svg in config.out_dir
-    and print the suggestion."""
+    """Write `sweep`, a dict returned by find_lr(), to lr_finder.json and lr_finder.svg in
+    config.out_dir, and print the suggestion, or the reason if there is none."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(os.path.join(config.out_dir, "lr_finder.json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
@@ -124,8 +128,10 @@ class SweepOptions:
 
 
 def run_sweep(options, config):
-    """Sweep the learning rate of `config`, write and print the result on rank 0 and return the exit
-    code. options: SweepOptions. Raises UserError unless options.low is below options.high."""
+    """Run the sweep of `options`, a SweepOptions, for the run of `config`, a TrainConfig. Rank 0
+    writes and prints the result. Errors of the run are printed. Return the exit code, 0 for
+    success; under torchrun, exit with it instead. Raises UserError unless options.low is below
+    options.high."""
     if options.low >= options.high:
         raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)

@@ -1,7 +1,7 @@
 """Plan a run on other GPUs: run_train.py --dry_run --world_size 64 --nodes 8 --gpu h100
 
 All numbers are computed, for DDP, FSDP and HSDP (shards within a node, copies between nodes). The
-activations are those of a forward pass on fake tensors, in eager mode; compiled code keeps fewer.
+activations are of a forward pass on fake tensors, in eager mode; compiled code stores fewer.
 """
 
 import copy
@@ -19,9 +19,8 @@ from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 @dataclass
 class Gpu:
-    """A type of GPU: `name` (a key of PEAK_TFLOPS), memory in GiB, and bandwidths in GB/s per GPU
-    in one direction: to GPUs of the same node (link), to other nodes (network), to the memory of
-    the host (host)."""
+    """A type of GPU. name: a key of PEAK_TFLOPS. memory: in GiB. Bandwidths in GB/s per GPU, in
+    one direction: link, to GPUs in the same node; network, to other nodes; host, to host memory."""
     name: str  # in PEAK_TFLOPS
     memory: float
     link: float
@@ -46,9 +45,10 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
 
 
 def log_table(log, config, data, model, flops):
-    """Log a table of memory and time with log(text), a line per method (DDP, FSDP, HSDP), for
-    config.world_size GPUs of the type config.gpu. model: on the meta device. flops: per step, over
-    all ranks. SetupError if the memory depends on the data."""
+    """Log a table of the estimated memory and time with log(text), one row per method (DDP, FSDP
+    and, for several nodes, HSDP), for config.world_size GPUs of the type config.gpu. config: a
+    TrainConfig. data: a Data. model: on the meta device. flops: FLOPs per step, over all ranks.
+    Raises SetupError if the memory depends on the values in the data."""
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     batch = data.train.get_batch(torch.device("cpu"), 0)
@@ -78,12 +78,19 @@ def log_table(log, config, data, model, flops):
 
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
-    """Return the estimated costs of a run with config.distributed, {name: number}: memory (bytes
-    per rank); per step: collectives (calls), within (bytes that a rank sends within its node),
-    between (bytes that a node sends to others), seconds, efficiency (share of the time that
-    computes); save (bytes of a checkpoint), stall (seconds that training waits per save), sensible
-    (bool: fits, and is efficient). gpu: a Gpu. dtype: of matrix products. activations: bytes per
-    sample. flops: per step, over all ranks. per_node: ranks per node."""
+    """Return the estimated costs of a run, {name: number}:
+        memory       bytes per rank
+        collectives  number of calls per step
+        within       bytes per step that a rank sends within the node
+        between      bytes per step that a node sends to other nodes
+        seconds      per step
+        efficiency   share of this time in which the GPU computes
+        save         bytes of a checkpoint
+        stall        seconds that training waits per save
+        sensible     bool: fits into memory, and efficiency is at least MIN_EFFICIENCY
+    config: a TrainConfig, with the method in config.distributed. model: not sharded. gpu: a Gpu.
+    dtype: of matrix products. flops: per step, over all ranks. activations: bytes per sample.
+    world_size: number of ranks. per_node: ranks per node."""
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -108,9 +115,9 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return the bytes per rank that are in use between two steps, with the optimizer, ema and
-    distributed of `config`: {"weights", "gradients", "optimizer" (with the averages of ema):
-    bytes}. model: on any device, not sharded."""
+    """Return the bytes per rank that are in use between two steps: {"weights": bytes, "gradients":
+    bytes, "optimizer": bytes}, the last one with the averages of ema. config: a TrainConfig
+    (optimizer, ema, distributed). model: on any device, not sharded."""
     shards = config.replica_size(world_size)
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     trained = sum(sizes.values())
@@ -125,9 +132,10 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes per rank of temporary copies of weights during a step, in `dtype`, the
-    precision of matrix products. DDP (shards: 1): all weights, or 0 for float32. FSDP: the weights
-    of the root module and two blocks, and the float32 gradients of the root and one block."""
+    """Return the bytes per rank of temporary copies during a step. model: not sharded. shards:
+    number of ranks over which the model is sharded; 1 for DDP. dtype: of matrix products. DDP: all
+    weights in `dtype`, 0 for float32. FSDP: the gathered weights of the root module and of two
+    blocks in `dtype`, and the float32 gradients of the root module and one block."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
@@ -137,9 +145,10 @@ def copied_weights(model, shards, dtype):
 
 
 def activation_bytes(model, batch, dtype):
-    """Return the bytes per sample that the forward pass of `model` stores for the backward pass.
-    model: on the meta device; its weights become fake tensors, so pass a copy. batch: a tuple of
-    tensors. dtype: of autocast. SetupError if the bytes depend on the values in the batch."""
+    """Return the bytes per sample that the forward pass of `model` stores for the backward pass, in
+    eager mode. model: on the meta device; the weights are replaced by fake tensors, so pass a copy.
+    batch: a tuple of tensors, the arguments of the model. dtype: of autocast. Raises SetupError if
+    the forward pass fails without the values of tensors, i.e. if the memory depends on the data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

@@ -24,8 +24,9 @@ class PlotOptions:
 
 
 def plot_runs(options):
-    """Draw the runs that `options`, a PlotOptions, names, write the SVG file and print its path.
-    ValueError for a run without the metric, or an `out` that does not end in .svg."""
+    """Draw the loss and the learning rate of the runs in `options`, a PlotOptions, into one SVG
+    file, and print the path of the file. Raises ValueError if a run does not have the metric, or if
+    options.out does not end in .svg."""
     metric = options.metric.removeprefix("val_")
     runs = []
     for path in options.runs:

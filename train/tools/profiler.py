@@ -21,8 +21,10 @@ TABLE_ROWS = 20
 
 
 def profile(config):
-    """Profile config.profile steps of a run in a temporary folder, print the operations that take
-    longest, and write the trace to profile.json.gz in config.out_dir."""
+    """Profile training steps of the run of `config`, a TrainConfig, in a temporary folder:
+    config.profile steps under torch.profiler, after as many without it. Print the operations with
+    the longest time, and write the trace to profile.json.gz in config.out_dir (both on rank 0). All
+    ranks must call."""
     n = config.profile
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           open_run(config.probe(out_dir=folder), ranks) as run):

@@ -5,11 +5,11 @@
 Each run is a process with a folder in out/repeat. The same command resumes, and skips complete
 runs. Differences are paired by seed: each seed has the same data order and initial weights with and
 without the change, so that the effect of the seed cancels. The interval is Student's, 95%: a change
-is kept if all of the interval is an improvement. What improves a small model often does nothing for
-a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each change is
-compared at both sizes, and is kept if it is an improvement at both. The results are a table on the
-console and rows that are appended to results.tsv in the parent folder; a second table has the
-numbers on the test data, if there are any.
+is kept if all of the interval is an improvement. A change that improves a small model often has no
+effect on a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each
+change is compared at both sizes, and is kept if it is an improvement at both. The results are a
+table on the console and rows that are appended to results.tsv in the parent folder; a second table
+has the numbers on the test data, if there are any.
 """
 
 import itertools
@@ -37,12 +37,14 @@ BASE = "base"  # name of the setting without changes
 # statistics
 
 def compare(values, base, mode="min"):
-    """Return (mean difference from `base`, low, high, verdict) over the seeds that both have.
+    """Compare the results of two settings by seed, and return (mean difference values - base, low,
+    high, verdict) over the seeds that are in both.
 
-    values, base: {seed: metric}. low, high: the 95% interval of the mean difference. verdict: kept
-    if the whole interval is an improvement (mode: min or max), worse if it is a deterioration,
-    otherwise unclear. With a single common seed the numbers are NaN and the verdict is unclear,
-    without any it is crash.
+    values, base: {seed: metric}; base: the setting without the change. mode: "min" if lower metrics
+    are better, "max" if higher. low, high: the 95% interval of the mean difference. verdict: "kept"
+    if the whole interval is an improvement, "worse" if it is a deterioration, otherwise "unclear".
+    With a single common seed the three numbers are NaN and the verdict is "unclear"; without any,
+    NaN and "crash".
     """
     differences = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
     n = len(differences)
@@ -57,19 +59,21 @@ def compare(values, base, mode="min"):
 
 
 def student_quantile(freedom):
-    """Return the 97.5% quantile of Student's t distribution, within 0.13%. freedom: degrees of
-    freedom, 1 or more. Computed by the Cornish-Fisher expansion (Abramowitz and Stegun, 26.7.5),
-    which is too low for 1 and 2: these are tabulated."""
+    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom (int,
+    1 or more), with a relative error below 0.13%. The formula is the Cornish-Fisher expansion
+    (Abramowitz and Stegun, 26.7.5); it is too low for 1 and 2, for which the values are tabulated.
+    """
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
 def make_table(results, n_seeds, config):
-    """Return a table of `results`, {(size, change): {seed: ChildRun}}: a list of rows of strings,
-    COLUMNS and a row per (size, change). The verdict on a change is that of all sizes if they
-    agree, otherwise unclear. n_seeds: seeds per setting. config: a TrainConfig, with the name of
-    the metric and its mode (early_stopping_metric, early_stopping_mode)."""
+    """Return the table of results as a list of rows, tuples of strings: the header COLUMNS, and a
+    row for each setting (size, change). The verdict in all rows of a change is the verdict on which
+    all sizes agree, otherwise "unclear". results: {(size, change): {seed: ChildRun}}; the change
+    "base" is the unchanged setting. n_seeds: number of seeds per setting. config: a TrainConfig,
+    for early_stopping_metric and early_stopping_mode."""
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
     comparisons = {(size, change): compare(values[size, change], values[size, BASE],
@@ -90,9 +94,9 @@ def make_table(results, n_seeds, config):
 
 
 def make_test_table(results):
-    """Return a table of the numbers on the test data, mean and standard deviation over the seeds,
-    of the results {(size, change): {seed: ChildRun}}: a list of rows of strings, after a header;
-    only the header if there are no such numbers."""
+    """Return a table of the metrics on the test data as a list of rows, tuples of strings: a
+    header, and a row for each setting and metric, with mean and standard deviation over the seeds.
+    Only the header if there are no test data. results: {(size, change): {seed: ChildRun}}."""
     table = [("change", "on test data", "runs", "mean", "spread")]
     for (size, change), by_seed in results.items():
         tests = [run.test for run in by_seed.values() if run.value is not None]
@@ -105,8 +109,9 @@ def make_test_table(results):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders, one line: `change`, or CHANGE at SIZE,
-    with control characters escaped. size, change: texts of KEY=VALUE settings; size may be ""."""
+    """Return the name of a setting in tables and folders, one line with control characters escaped:
+    "CHANGE at SIZE", or "CHANGE" if size is "". size, change: texts of settings, "KEY=VALUE ...".
+    """
     return printable(" ".join((f"{change} at {size}" if size else change).split()))
 
 
@@ -126,10 +131,11 @@ class RepeatOptions:
 
 
 def repeat(options, arguments):
-    """Train every setting (a size, with and without a change) with every seed, print the table and
-    append it to results.tsv in the parent folder of options.out. Return the exit code: 1 if every
-    run has crashed, otherwise 0. options: RepeatOptions; arguments: a list, those of run_train.py.
-    UserError for a change of seed or out_dir, and for a configuration without evaluations."""
+    """Train every setting (each size, without and with each change) with every seed, print the
+    table of results and append it to results.tsv in the parent folder of options.out. Return the
+    exit code: 1 if every run has crashed, otherwise 0. options: RepeatOptions. arguments: list of
+    arguments for run_train.py. Raises UserError for an empty change or size, for a change of seed
+    or out_dir, and for a configuration without evaluations."""
     config = load_argv(arguments)  # of run_train.py
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):

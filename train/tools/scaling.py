@@ -39,8 +39,8 @@ BOOTSTRAP_FITS = 200
 # the law
 
 class Law(NamedTuple):
-    """A scaling law of the loss, L(N, D) = E + A / N^alpha + B / D^beta. N: FLOPs per token / 6,
-    about the number of weights; D: tokens. loss(n, d) returns L; best(budget) the best N and D."""
+    """A scaling law: the loss is L(N, D) = E + A / N^alpha + B / D^beta. N: FLOPs per token / 6,
+    about the number of weights. D: number of training tokens. loss(n, d) returns L."""
     E: float
     A: float
     B: float
@@ -51,7 +51,7 @@ class Law(NamedTuple):
         return self.E + self.A / n ** self.alpha + self.B / d ** self.beta
 
     def best(self, budget):
-        """Return the (N, D) of the lowest loss for a budget of FLOPs, 6 N D = budget."""
+        """Return (N, D) with the lowest loss for a number of FLOPs, 6 N D = budget."""
         ratio = self.alpha * self.A / (self.beta * self.B)
         exponent = 1 / (self.alpha + self.beta)
         n = ratio ** exponent * (budget / 6) ** (self.beta * exponent)
@@ -59,8 +59,8 @@ class Law(NamedTuple):
 
 
 def fit_law(n, d, loss):
-    """Return the Law fitted to P runs by minimising the Huber loss of the errors of log L. n: FLOPs
-    per token / 6; d: tokens; loss: the final loss; all are arrays (P,)."""
+    """Return the Law fitted to P runs, by minimising the Huber loss of the errors of log L. n, d,
+    loss: arrays (P,): FLOPs per token / 6, training tokens, and final loss of each run."""
     from scipy.optimize import least_squares
     log_sizes = np.stack([0 * n, np.log(n), np.log(d)])  # (3, P)
     mean = log_sizes.mean(1, keepdims=True)
@@ -79,11 +79,12 @@ def fit_law(n, d, loss):
 
 
 def prediction_interval(law, n, d, loss, at):
-    """Return (low, high): the 95% interval of the loss of a run at = (N, D), by residual bootstrap.
+    """Return an array (low, high): the 95% interval of the loss of one more run, by residual
+    bootstrap. law: the result of fit_law(n, d, loss). n, d, loss: arrays (P,), as for fit_law(), of
+    P > 5 runs. at: (N, D) of the run to predict.
 
-    law: fit_law(n, d, loss), of P > 5 runs. N, n (P,): FLOPs per token / 6; D, d (P,): tokens. The
-    fit is repeated with errors that are sampled from the residuals of these runs, scaled up because
-    five parameters are fitted; such an error is also added to each prediction.
+    The fit is repeated with errors that are sampled from the residuals of the P runs, scaled up
+    because five parameters are fitted; an error of this kind is also added to each prediction.
     """
     rng = np.random.default_rng(0)
     fitted = law.loss(n, d)
@@ -99,8 +100,8 @@ def prediction_interval(law, n, d, loss, at):
 # the runs
 
 class SmallRun(NamedTuple):
-    """A run of a model of `depth` layers for a budget of FLOPs. n: FLOPs per token / 6. d: tokens.
-    arguments: a list, those of run_train.py."""
+    """The plan of a run. budget: FLOPs. depth: number of layers. n: FLOPs per token / 6. d: number
+    of training tokens. arguments: list of arguments for run_train.py."""
     budget: float
     depth: int
     n: float         # FLOPs per token / 6
@@ -109,8 +110,9 @@ class SmallRun(NamedTuple):
 
 
 def depth_keys(depth, width, config):
-    """Return {key: value} of a model of `depth` layers: depth + 1 heads of size `width`, and the
-    learning rates of `config` multiplied by sqrt(config.n_embd / n_embd).
+    """Return {configuration key: value} for a model of `depth` layers, with depth + 1 heads of size
+    `width` (so n_embd = width * (depth + 1)), and with learning_rate and min_lr of `config`, a
+    TrainConfig, multiplied by sqrt(config.n_embd / n_embd).
 
     With width 32 and config.n_embd 128: depth 1 has n_embd 64 and rates x 1.41; depth 3 has 128 and
     x 1.00; depth 7 has 256 and x 0.71.
@@ -122,10 +124,10 @@ def depth_keys(depth, width, config):
 
 
 def plan_run(arguments, config, width, data, budget, depth):
-    """Return the SmallRun of a model of `depth` layers for `budget` FLOPs. arguments: a list, those
-    of run_train.py. config: the TrainConfig of `arguments`. width: of each of the depth + 1 heads.
-    data: the Data of the run. Raises UserError if the model does not define the number of FLOPs,
-    ConfigError if the configuration excludes this depth."""
+    """Return the SmallRun of a model of `depth` layers that is trained with about `budget` FLOPs.
+    arguments: list of arguments for run_train.py. config: the TrainConfig of these. width: size of
+    each of the depth + 1 heads. data: the Data of the run. Raises UserError if the model does not
+    define the number of FLOPs, ConfigError if the configuration does not permit this depth."""
     keys = depth_keys(depth, width, config)
     c = load_config(None, vars(config) | keys)
     with torch.device("meta"):
@@ -144,9 +146,10 @@ def plan_run(arguments, config, width, data, budget, depth):
 
 
 def train_runs(runs, fingerprint, options):
-    """Train the SmallRuns, print a table and return their validation losses, a list (`None` after a
-    crash). Runs with the same arguments and fingerprint that are complete in options.out are not
-    repeated. fingerprint: of the data. options: ScalingOptions."""
+    """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
+    losses (`None` for a run that crashed). Runs with the same arguments and fingerprint that are
+    complete in options.out are not trained again. fingerprint: of the data. options:
+    ScalingOptions."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
                          options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -176,10 +179,11 @@ class ScalingOptions:
 
 
 def scaling(options, arguments):
-    """Train a run per budget and depth, fit the law and print the prediction for the larger run.
-    Return the exit code: 1 if the larger run, trained with options.check, crashed, otherwise 0.
-    options: ScalingOptions; arguments: a list, those of run_train.py. UserError for fewer than two
-    budgets, and if fewer than MIN_RUNS runs end with a loss or they determine no law."""
+    """Train a run for each budget and depth, fit the law, and print it with the prediction for a
+    larger run. Return the exit code: 1 if options.check is set and the larger run crashed,
+    otherwise 0. options: ScalingOptions. arguments: list of arguments for run_train.py. Raises
+    UserError for fewer than two budgets, if fewer than MIN_RUNS runs end with a loss, or if these
+    determine no law."""
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:

@@ -51,11 +51,12 @@ class WatchOptions:
 # files
 
 def read_run(folder, stamps):
-    """Return (records of metrics.jsonl, values for the page) of the run in the folder `folder`, a
-    Path. stamps: [(modification time, size)] of the run's files, at least one. The values are a
-    dict: name; started and changed, the first and the last of these times; step and evaluation, the
-    last record of each kind or {}; end: finished, stopped or `None`; eta; lines, the last of the
-    log; sample, the last generated text."""
+    """Return (records, values) of the run in `folder`, a Path. records: of metrics.jsonl, as from
+    read_metrics(). stamps: [(modification time, size), ...] of the files of the run, at least one.
+    values: a dict for the page: name; started and changed, the first and last modification time;
+    step and evaluation, the last training and evaluation record, or {}; end: "finished", "stopped"
+    or `None`; eta, a text; lines, the last lines of the log; sample, the last generated text, or
+    ""."""
     records = read_metrics(folder / METRICS, MAX_LINES)
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
@@ -68,8 +69,8 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of the file `path`, a Path, as text; "" for a link or a file that
-    is not regular or cannot be read."""
+    """Return the last TAIL_BYTES bytes of the file `path`, a Path, decoded as UTF-8. Return "" for
+    a symbolic link, and for a file that is missing, not regular or not readable."""
     with contextlib.suppress(OSError):
         # A named pipe would block, a link may lead out of the run's folder.
         if path.is_file() and not path.is_symlink():
@@ -80,10 +81,10 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: [(modification time, size), ...]} of the `n` newest runs in the folder `top`,
-    the last changed one last, with a pair per existing file in FILES. A run is a folder with
-    metrics.jsonl or train.log: `top` itself or up to MAX_DEPTH levels below, but not in hidden
-    folders and old_N."""
+    """Return {folder: [(modification time, size), ...]} of the `n` runs in the folder `top` that
+    changed last, sorted by this time, the newest last. folder: a Path. The list has a pair for each
+    file in FILES that exists. A run is a folder with metrics.jsonl or train.log: `top`, or a folder
+    up to MAX_DEPTH levels below. Hidden folders and folders old_N are skipped."""
     found = {}
     for folder, subfolders, files in os.walk(top):
         is_last = len(Path(folder).relative_to(top).parts) == MAX_DEPTH
@@ -99,9 +100,9 @@ def find_runs(top, n):
 # the server
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server on 127.0.0.1 and options.port with the paths / (the page), /state (JSON) and
-    /chart (SVG). They are computed on request from the runs in options.folder. options: a
-    WatchOptions."""
+    """An HTTP server on 127.0.0.1 and the port options.port, which serves / (the page), /state
+    (JSON) and /chart (SVG). Content is computed on request from the runs in options.folder.
+    options: a WatchOptions."""
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
@@ -113,8 +114,8 @@ class Server(ThreadingHTTPServer):
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
-        """Return the content (bytes) of the path /, /state or /chart, at most MIN_INTERVAL_SECONDS
-        old."""
+        """Return the content (bytes) for the path "/", "/state" or "/chart". Files are read again
+        if the content is older than MIN_INTERVAL_SECONDS. Thread-safe."""
         with self.lock:
             if time.monotonic() >= self.next_update:
                 self.update()
@@ -122,8 +123,8 @@ class Server(ThreadingHTTPServer):
             return self.bodies[path]
 
     def update(self):
-        """Read the files of runs that have changed, and draw the chart if any run has changed. The
-        run that started last is the first on the page."""
+        """Read the files of runs that have changed and, if any run has changed, renew the content
+        of /state and /chart. The page has the newest run first. The caller must hold self.lock."""
         runs = {}
         for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
             old = self.runs.get(folder)
@@ -145,8 +146,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of GET requests for the paths of a Server; status 403 for requests from other web
-    pages, 404 for other paths."""
+    """Handler of GET requests to a Server. Status 403 for requests from other web pages, or for a
+    host name other than localhost and 127.0.0.1, 404 for unknown paths."""
     timeout = 30  # seconds to wait for a request
 
     def handle(self):
@@ -177,8 +178,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def watch(options):
-    """Serve the page of the runs in options.folder until SIGINT or SIGTERM. options: a
-    WatchOptions. Raises ValueError if there is no such folder, OSError if the port is in use."""
+    """Serve the page of the runs in options.folder until SIGINT or SIGTERM, then return. options: a
+    WatchOptions. Raises ValueError if the folder does not exist, OSError if the port is in use."""
     if not os.path.isdir(options.folder):
         raise ValueError(f"{options.folder}: no such folder")
     with Server(options) as server:
