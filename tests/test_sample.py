@@ -9,8 +9,9 @@ import torch
 from conftest import REPO, TINY
 from processes import python
 
-from data.tokenizer import load_tokenizer
-from model.core.generate import generate, sample_indices, sample_tokens
+from data.tokenizer import load_tokenizer, tokenizer_from_spec
+from model.core.detokenizer import TextStreamer
+from model.core.generate import encode_prompt, generate, sample_indices, sample_tokens
 from model.core.kv_cache import KVCache, create_cache
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
@@ -69,12 +70,38 @@ def test_cached_sampling_equals_the_full_forward(model):
     assert torch.equal(cached, greedy_without_cache(model, idx, 11))
 
 
-@pytest.mark.parametrize("limit", [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)])
+@pytest.mark.parametrize("limit", [dict(top_k=1), dict(top_p=1e-9), dict(top_p=0.0),
+                                   dict(min_p=1.0), dict(min_p=1.5)])
 def test_every_limit_of_the_candidates_is_used(model, limit):
     """So narrow that only the most probable token is left, at any temperature."""
     idx = torch.randint(0, 100, (3, 5), generator=torch.Generator().manual_seed(1))
     assert torch.equal(generate(model, idx, 8, temperature=9.0, seed=3, **limit),
                        greedy_without_cache(model, idx, 8))
+
+
+def test_a_prompt_with_several_continuations_is_computed_once(model):
+    idx = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+    shapes = []
+    hook = model.wte.register_forward_pre_hook(lambda part, args: shapes.append(args[0].shape))
+    out = generate(model, idx, 3, seed=7, samples_per_row=4)
+    hook.remove()
+    assert shapes == [(2, 8), (8, 1), (8, 1), (8, 1)]
+    assert torch.equal(out, generate(model, idx.repeat_interleave(4, 0), 3, seed=7))
+
+
+def test_a_special_token_without_a_row_of_the_model_is_refused():
+    tokenizer = types.SimpleNamespace(encode_special=lambda text: [300], begin=lambda ids: ids,
+                                      n_vocab=300, eot_token=None)
+    with pytest.raises(ValueError, match="no row for id 300"):
+        encode_prompt(tokenizer, "<image>", parse_special=True)
+
+
+def test_line_ends_of_two_characters_are_printed_as_they_are(capsys):
+    tokenizer = tokenizer_from_spec(dict(kind="char", chars="\r\na"))
+    stream = TextStreamer(tokenizer, ())
+    for token in tokenizer.encode("a\r\n\ra\r"):
+        stream(torch.tensor([token]))
+    assert capsys.readouterr().out == "a\r\n\\ra"
 
 
 def test_the_cache_has_the_dtype_that_the_model_computes_in(model):
@@ -377,7 +404,7 @@ def test_the_padding_of_finished_texts_is_not_counted(checkpoint, monkeypatch, c
     end = load_tokenizer("byte").eot_token
     new = torch.tensor([[*b"h", end, end, end], [*b"hijk"], [*b"hij", end]])
     monkeypatch.setattr("model.sample.generate", lambda model, idx, *args, **more: torch.cat(
-        (idx, new), 1))
+        (idx.expand(3, -1), new), 1))
     assert main(["--ckpt", str(checkpoint), "--prompt", "a", "--num_samples", "3"]) == 0
     assert "[10 tokens, " in capsys.readouterr().err  # with the end of each text
 

@@ -617,6 +617,10 @@ def test_nginx_with_its_defaults(tmp_path):
 # -----------------------------------------------------------------------------
 # what is refused
 
+def test_no_prompt_and_a_media_type_in_capitals_are_valid(server):
+    assert send(server, body=b'{"prompt": null}', Content_Type="Application/JSON; a=b")[0] == 200
+
+
 def ask(**body):
     return dict(body=body)
 
@@ -634,6 +638,9 @@ def say(**body):
     (dict(path="/v2"), 404, "'/v2': Not Found"),
     (dict(method="GET"), 405, "Method Not Allowed"),
     (dict(method="BREW"), 405, "'/v1/completions': Method Not Allowed"),
+    (ask(prompt=None, prompt_logprobs=1), 400, "prompt_logprobs: 1 is not supported"),
+    (ask(n_predict=5), 400, "n_predict: 5 is not supported"),
+    (say(add_generation_prompt=False), 400, "add_generation_prompt: False is not supported"),
     (ask(prompt=5), 400, "prompt: expected"),
     (ask(prompt=["a", 5]), 400, "a list of those"), (ask(prompt=[]), 400, "prompt: expected"),
     (ask(prompt=["a", []]), 400, "prompt: expected"),
@@ -1195,7 +1202,7 @@ def test_a_signal_lets_texts_finish(checkpoint, tmp_path, signals):
     output.touch()
     fork = Fork(run_python, (["-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
                               "--dtype", "float32", "--slots", "1", "--allow-host=llm.example",
-                              "--cors=https://chat.example", "--root_path=/llm"],),
+                              "--cors=https://chat.example/", "--root_path=/llm"],),
                 stdout=output, stderr=errors)
     try:
         soon(lambda: "\n" in output.read_text(), 60)
@@ -1252,7 +1259,8 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
         "--timeout: must be at least 0.1, got 0.0"]
     assert "--max_tokens: must be at most 1000000" in error("--max_tokens=9999999")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "cannot listen:" in error("--port", str(taken.getsockname()[1]))
+        assert "choose another --port" in error("--port", str(taken.getsockname()[1]))
+    assert "choose another --host" in error("--host=192.0.2.1")
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")
 
 

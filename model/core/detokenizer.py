@@ -41,8 +41,10 @@ class TextStreamer:
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens
+        self.held = ""  # "\r", which is not escaped before "\n"
 
     def __call__(self, tokens):
         token = int(tokens[0])
-        if token not in self.stop_tokens and (text := self.detokenizer.add(token)):
-            print(printable(text), end="", flush=True)
+        if token not in self.stop_tokens and (text := self.held + self.detokenizer.add(token)):
+            self.held = "\r" if text.endswith("\r") else ""
+            print(printable(text.removesuffix("\r")), end="", flush=True)

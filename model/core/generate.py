@@ -113,8 +113,9 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
     """Return (cache, pending) for the prompts idx (B, T): a KVCache for `size` tokens per row, and
     the ids (B * samples_per_row, n) that the caller passes to the model next. By default the cache
     is empty, and pending are the prompts, cut to the last block_size tokens. lengths (B,): true
-    lengths of right-padded prompts, which are then computed here, in one pass, except the last
-    token of each, which is pending. samples_per_row: copies of each prompt, next to each other."""
+    lengths of right-padded prompts. samples_per_row: copies of each prompt, next to each other.
+    With lengths, or with several copies, the prompts are computed here, in one pass, except the
+    last token of each, which is pending."""
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -126,6 +127,9 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
             cache.lengths.copy_(lengths - 1)
             cache.device_lengths.copy_(lengths - 1)
             cache.history.copy_(histories(idx).gather(1, ends))
+    elif samples_per_row > 1 and pending.size(1) > 1:  # once for all copies
+        model(pending[:, :-1], cache=cache, last_only=True)
+        pending = pending[:, -1:]
     if samples_per_row > 1:
         cache = cache.repeat(samples_per_row)
     return cache, pending.repeat_interleave(samples_per_row, 0)
@@ -156,9 +160,11 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
     if top_p is not None and top_p < 1.0:
         if ids is None:
             p, ids = p.sort(descending=True)
-        p[p.cumsum(-1) - p >= top_p] = 0.0  # includes the token that crosses top_p
+        outside = p.cumsum(-1) - p >= top_p  # not the token that crosses top_p
+        outside[:, 0] = False
+        p[outside] = 0.0
     if min_p is not None:
-        p[p < min_p * p.amax(-1, keepdim=True)] = 0.0
+        p[p < min(min_p, 1.0) * p.amax(-1, keepdim=True)] = 0.0
     index = sample_indices(p, generators)  # (B, 1)
     index = index if ids is None else ids.gather(-1, index)
     return torch.where(largest.isfinite(), index, -1)[:, 0]
@@ -190,9 +196,12 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
     """Return the list of ids of the text `prompt`, after the ids tokenizer.start, if any. If this
     list is empty, return one id: the end-of-text token, which precedes each document, or 0 if the
     tokenizer has none. parse_special: encode the texts of special tokens as special tokens
-    (default: as ordinary text). Raises ValueError for characters that are not in the vocabulary."""
+    (default: as ordinary text). Raises ValueError for characters or special tokens that the model
+    does not have."""
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
     ids = tokenizer.begin(encode(prompt) if prompt else [])
+    if max(ids, default=0) >= tokenizer.n_vocab:  # a special token of images
+        raise ValueError(f"the model has no row for id {max(ids)}, a special token in the prompt")
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 

@@ -117,14 +117,14 @@ def sample(options):
                     **options.sampling())
     started = time.perf_counter()
     prompt = encode_prompt(tokenizer, options.prompt)
-    idx = torch.tensor([prompt] * n, device=device)  # (n, T)
+    idx = torch.tensor([prompt], device=device)  # (1, T)
     stop = tokenizer.eot_token
     on_token = None
     if n == 1:
         print(options.prompt, end="", flush=True)
         on_token = TextStreamer(tokenizer, [stop])
     out = generate(model, idx, options.max_new_tokens, **options.sampling(), stop_token=stop,
-                   on_token=on_token, n_vocab=tokenizer.n_vocab)
+                   on_token=on_token, n_vocab=tokenizer.n_vocab, samples_per_row=n)
     n_tokens = 0
     for ids in out[:, len(prompt):].tolist():
         end = ids.index(stop) if stop in ids else len(ids)

@@ -18,7 +18,11 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
                            response_format={"type": "text"}, format="", reasoning_effort=None,
                            grammar="", json_schema=None, guided_json=None, structured_outputs=None,
                            min_tokens=0, ignore_eos=False, stop_token_ids=[], bad_words=[],
-                           guided_choice=None, guided_regex=None, guided_grammar=None)
+                           guided_choice=None, guided_regex=None, guided_grammar=None,
+                           prompt_logprobs=None, include_stop_str_in_output=False,
+                           allowed_token_ids=None, use_beam_search=False, length_penalty=1,
+                           truncate_prompt_tokens=None, continue_final_message=False,
+                           add_generation_prompt=True, n_predict=-1)
 
 
 @dataclass
@@ -55,7 +59,8 @@ def parse_request(data, chat, engine, template):
     if chat:
         prompts = [encode_messages(body, engine, template, options.max_tokens)]
     else:
-        prompts = [(ids, 0) for ids in parse_prompts(body.get("prompt", ""), engine.tokenizer,
+        prompt = "" if body.get("prompt") is None else body["prompt"]
+        prompts = [(ids, 0) for ids in parse_prompts(prompt, engine.tokenizer,
                                                      options.parse_special)]
     if len(prompts) * options.n > engine.max_queue:
         raise APIError(400, f"prompt: at most {engine.max_queue} texts per request, got "

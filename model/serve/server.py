@@ -72,8 +72,9 @@ class Server(uvicorn.Server):
         self.app = Starlette(
             routes=routes, exception_handlers=dict.fromkeys(
                 (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error),
-            middleware=[Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"],
-                                   allow_methods=["GET", "POST"])])
+            middleware=[Middleware(CORSMiddleware, allow_headers=["*"],
+                                   allow_methods=["GET", "POST"],  # an origin has no path
+                                   allow_origins=[origin.rstrip("/") for origin in origins])])
         super().__init__(uvicorn.Config(
             self.answer, interface="asgi3", http="h11", ws="none", lifespan="off",
             headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")],
@@ -174,7 +175,8 @@ class Server(uvicorn.Server):
         server-sent events. Raises APIError, before the response has begun."""
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
             raise APIError(415, "expected Content-Type: application/json")
         chat = request.url.path.endswith(CHAT_PATH)
         # In a worker thread: parsing and encoding a long prompt must not block other connections.
