@@ -4,8 +4,8 @@
     python run_train.py --config train/configs/chat.yaml
     python -m model.sample --ckpt out/chat/ckpt.pt --chat
 
-A row of tokens has several conversations. A mask restricts attention to one conversation, and
-positions start at 0 in each, so that packing does not change the loss.
+A row of tokens contains several conversations. A mask restricts attention to tokens of the same
+conversation, and positions start at 0 in each, so that packing does not change the loss.
 """
 
 import contextlib
@@ -31,9 +31,11 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):
-    """Return {"mask" (B, 1, T, T), "positions" (B, T), "history" (B, T)}, arguments of GPT.trunk
-    with which no conversation affects another. idx (B, T): token ids of rows with several
-    conversations each; chat (B, T): the number of the token's conversation in the row."""
+    """Return keyword arguments of GPT.trunk() with which conversations in the same row do not
+    affect each other: {"mask": (B, 1, T, T) bool, true where a token sees a token, i.e. the token
+    itself and earlier ones of the same conversation; "positions": (B, T), from 0 in each
+    conversation; "history": (B, T), see histories() of model/core/ops.py}. idx (B, T): token ids.
+    chat (B, T): for each token, the number of the conversation in the row."""
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
     is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
@@ -45,21 +47,21 @@ def packed_layout(idx, chat):
 
 
 class ChatGPT(GPT):
-    """A GPT that is also trained on rows of conversations: forward(tokens, mask, chat), (B, T + 1)
-    each, where mask is 1 for tokens to learn (the answers) and chat is the number of the token's
-    conversation in the row.
+    """A GPT that can be trained on text, forward(idx, targets), or on rows that contain several
+    conversations, forward(tokens, mask, chat), see compute_loss().
 
-    template: a ChatTemplate, or None if the model was not trained on conversations. row_tokens: the
-    number of tokens per sample (T), 1 for text.
+    Attributes: template, a ChatTemplate, or `None` if the model was not trained on conversations;
+    row_tokens, the number of tokens T of a row of conversations, 1 for text.
     """
     template = None
     row_tokens = 1
 
     def compute_loss(self, idx, targets, chat=None):
-        """Return (mean loss, sums {name: 0-dim tensor}, which are logged). Without `chat`: of text,
-        token ids idx and targets (B, T), as GPT does. With `chat`: of conversations, (B, T + 1)
-        each: token ids idx, a mask `targets` (1: a token to learn), and `chat`, the number of the
-        token's conversation; in eval mode with the sums of count_exact()."""
+        """Return (mean loss, sums {name: 0-dim tensor} for the log). Without `chat`, of text: idx,
+        targets (B, T), as for GPT. With `chat`, of conversations, (B, T + 1) each: idx, token ids;
+        targets, a mask with 1 for tokens to learn (answers) and 0 for others; chat, for each token
+        the number of the conversation in the row. In eval mode, sums for conversations include
+        those of count_exact()."""
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -69,9 +71,10 @@ class ChatGPT(GPT):
 
     def count_exact(self, x, targets):
         """Count correct predictions in an evaluation. Return {name: 0-dim tensor}: "accuracy", the
-        number of targets with the largest logit; "answers", the number of answers; "exact", the
-        number of answers with correct targets only, as greedy sampling would generate them. x:
-        normalised states (B, T, C); targets (B, T), -1 outside of answers."""
+        number of targets that have the largest logit; "answers", the number of answers; "exact",
+        the number of answers in which every target has the largest logit, so that greedy sampling
+        would generate the answer. x (B, T, C): states after the final norm. targets (B, T): token
+        ids, -1 outside of answers."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -84,18 +87,21 @@ class ChatGPT(GPT):
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return {name: number} for the log from the sums of compute_loss(): GPT.numbers(sums); in
-        evaluations also "accuracy", the share of correct targets, and "exact", the share of exact
-        answers (None without answers)."""
+        """Return {name: number or `None`} for the log: the numbers of GPT.numbers(); in evaluations
+        of conversations also "accuracy", the share of correct targets, and "exact", the share of
+        answers with correct targets only. `None` without targets. sums: the sums of compute_loss(),
+        added over batches."""
         numbers = super().numbers(sums)
         if numbers.pop("answers", None):  # None without targets, as the others
             numbers["exact"] = float(sums["exact"] / sums["answers"])
         return numbers
 
     def first_prompts(self, tokens, mask, *rest):
-        """Return, per sample of a batch, the list of ids before the first answer, a prompt for
-        samples of text. tokens, mask: (B, T + 1) or, for pairs of answers, (B, 2, T + 1); mask is 1
-        for tokens of answers. rest: other tensors of the batch, not used."""
+        """Return a list with the prompt of each row of a batch, which samples of text then
+        continue: the list of the ids before the first answer; [] for a row without an answer.
+        tokens (B, T + 1): ids, or (B, 2, T + 1) for pairs of answers, of which the first is used.
+        mask: of the same shape, 1 for tokens of answers. rest: the other tensors of the batch, not
+        used."""
         rows = zip(tokens.flatten(1), mask.flatten(1))
         return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 
@@ -123,10 +129,11 @@ class FromChatKeys:
 
 
 def read_rows_meta(config, model, command, **types):
-    """Return (Meta, tokenizer, dict for Data.spec) of config.data_dir, a folder of token rows that
-    data.prepare.`command` wrote for --model `model`. types: {key: type} of further keys that
-    meta.json must have. Raises DataError if the folder is not of that kind, or for rows that are
-    longer than config.block_size."""
+    """Read meta.json and the tokenizer of config.data_dir, a folder with token rows that
+    data.prepare.`command` wrote for the model type `model`, e.g. "chat". Return (Meta, tokenizer,
+    dict), where the dict has vocab_size, tokenizer, template and row_tokens for Data.spec. types:
+    KEY=TYPE of further keys that meta.json must have, as for read_meta_for(). Raises DataError if
+    the folder has other data, or if the rows are longer than config.block_size."""
     folder = config.data_dir
     meta = read_meta_for(
         model, folder, f"prepare some: python -m data.prepare.{command} FILE... --out {folder}",
@@ -143,7 +150,8 @@ def read_rows_meta(config, model, command, **types):
 
 def open_data(config, ranks):
     """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.chat wrote.
-    A batch is (tokens, mask, chat), (B, T + 1) each, the arguments of ChatGPT. Raises DataError."""
+    A batch is (tokens, mask, chat), (B, T + 1) each, the arguments of ChatGPT. config: a
+    TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be used."""
     meta, tokenizer, spec = read_rows_meta(config, "chat", "chat")
     row = (meta.block_size + 1,)
 
@@ -164,9 +172,10 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Return a list of texts for the samples of a run: prompts with the answers of `model`, a
-    ChatGPT. The prompts are the user messages config.sample_prompts or, by default, the first three
-    prompts of the validation data."""
+    """Return a list of texts, the samples that a run writes: prompts, each with the greedy answer
+    of `model`, a ChatGPT, of at most config.sample_tokens tokens. The prompts are user messages,
+    the texts in config.sample_prompts; if it is empty, the first three prompts of the validation
+    data, data.val."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]
@@ -179,9 +188,11 @@ def sample(model, data, config):
 # conversations
 
 def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **sampling):
-    """Return the ids of a chat model's answer to the prompt `ids`, both lists, without the end
-    token. on_token(tokens (1,)) is called for each token. sampling: temperature (default 0), top_k,
-    top_p, min_p and seed of generate(). Raises ValueError if the logits are not finite."""
+    """Return the answer of `model`, a ChatGPT, to a prompt: a list of at most max_new_tokens token
+    ids, without the end token. ids: the prompt, a list of token ids. on_token: called with a tensor
+    (1,) for each new token, also for the end token. sampling: the arguments temperature (default 0:
+    greedy), top_k, top_p, min_p and seed of generate(). Raises ValueError if the logits are not
+    finite."""
     ends = model.template.end_ids(tokenizer)
     idx = torch.tensor([ids], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | sampling,
@@ -191,12 +202,14 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
-    """Print the answers to `questions`, an iterable of texts, as one conversation, token by token.
-    sampling: as for generate_answer().
+    """Hold a conversation: print the answer of `model`, a ChatGPT, to each text in the iterable
+    `questions`, token by token. max_new_tokens: maximum length of an answer. system: text of the
+    system message, `None` or empty: no such message. sampling: as for generate_answer().
 
-    Each prompt has the message `system` and as many of the latest messages as fit in the context
-    together with an answer of max_new_tokens, for which at most half of the context is reserved.
-    Raises UserError for a question that does not fit.
+    Each prompt contains the system message, the question, and as many of the latest messages as fit
+    in the context with max_new_tokens tokens for the answer (at most half of the context is
+    reserved). If messages are left out, stderr states this. Raises UserError for a question that is
+    longer than the context, and ValueError if the logits are not finite.
     """
     size = model.config.block_size
     max_tokens = max(size - max_new_tokens, size // 2)
@@ -220,8 +233,9 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
 
 
 def read_questions():
-    """Yield the lines of stdin, stripped, until an empty line or the end of the input: the
-    questions for talk()."""
+    """Yield the questions for talk(): the lines of stdin without surrounding white space, until an
+    empty line, the end of the input or Ctrl-C. In a terminal, a prompt "> " is printed before each.
+    """
     if sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

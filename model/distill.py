@@ -56,16 +56,17 @@ class Keys:
 
 
 class HasTeachers(weights.HoldsFrozen):
-    """Mixin for a GPT that is compared with the mean distribution of `frozen`, a tuple of GPTs:
-    teachers, or a backbone. compare() returns the sums, over a batch, of the divergence and of the
-    teachers' cross-entropy."""
+    """Mixin for a GPT whose predictions are compared with the mean distribution of other GPTs, the
+    tuple `frozen`: teachers, or a backbone. reverse: whether the divergence is KL(this model,
+    teachers) instead of KL(teachers, this model)."""
     reverse = False  # whether the divergence is KL(student, teacher)
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return (2,) float32: the sums over all tokens, times weights (B, T), of KL(teachers, this
-        model), or KL(this model, teachers) if self.reverse, and of the teachers' cross-entropy, in
-        nats, both at the softmax temperature. x (B, T, C): normalised states of this model; states:
-        a list of normalised states, one (B, T, C') per teacher; targets (B, T) int64, -1: not
+        """Return two sums over all tokens, a float32 tensor (2,): of the KL divergence,
+        KL(teachers, this model) or, if self.reverse, KL(this model, teachers); and of the teachers'
+        cross-entropy. Both are in nats, at the softmax temperature `temperature`, and multiplied by
+        weights (B, T). x (B, T, C): states of this model after the final norm; states: a list of
+        the same, (B, T, C'), one for each model in self.frozen; targets (B, T) int64, -1: not
         counted in the cross-entropy."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
@@ -75,10 +76,10 @@ class HasTeachers(weights.HoldsFrozen):
         return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
-        """Return the two sums (2,) of compare() for a chunk of N tokens, times weights (N,), at the
-        softmax temperature: of KL(teachers, student), or KL(student, teachers) if self.reverse, and
-        of the teachers' cross-entropy. x (N, C): normalised states of the student; targets (N,)
-        int64, -1: not counted in the cross-entropy; states: the teachers' states, (N, C') each."""
+        """Return compare() for a chunk of N tokens, (2,). temperature: the softmax temperature; x
+        (N, C): states of this model after the final norm; targets (N,) int64, -1: not counted in
+        the cross-entropy; weights (N,): factors of the tokens; states: the states of each teacher,
+        (N, C')."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
@@ -91,16 +92,17 @@ class HasTeachers(weights.HoldsFrozen):
         return (torch.stack((kl, teacher_loss)) * weights).sum(1)
 
     def teacher_flops(self):
-        """Return the FLOPs per token of the forward passes of all teachers."""
+        """Return the FLOPs per token of the forward passes of all teachers together."""
         return sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen)
 
 
 class Student(HasTeachers, GPT):
-    """A GPT that is trained on text and on the mean distribution of its teachers, the tuple
-    `frozen`. Without teachers (a loaded checkpoint) it can only generate.
+    """A GPT that is trained on text and on the mean distribution of the teachers, a tuple of GPTs
+    in the attribute `frozen`. Without teachers (a loaded checkpoint) it can only generate.
 
-    The logged numbers include "kl", the divergence in nats per token, in training at
-    distill_temperature; in evaluations also "teacher_loss", the teachers' cross-entropy.
+    The logged numbers include "kl", the mean KL(teachers, student) in nats per token, in training
+    at the softmax temperature distill_temperature, in evaluations at 1; in evaluations also
+    "teacher_loss", the cross-entropy of the teachers.
     """
 
     @property
@@ -123,7 +125,7 @@ class Student(HasTeachers, GPT):
         return (1 - weight) * loss + weight * T**2 * (kl / sums["count"].clamp(min=1)), sums
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token, including the teachers' forward passes."""
+        """Return the FLOPs of training per token, including the teachers' forward passes."""
         # The divergence computes the output layer once more.
         divergence = 6 * (self.lm_head or self.wte).weight.numel() if self.frozen else 0
         return super().flops_per_unit() + divergence + self.teacher_flops()
@@ -131,12 +133,12 @@ class Student(HasTeachers, GPT):
 
 class AnsweringStudent(Student, grpo.AnsweringGPT):
     """A chat model that answers prompts and is trained on the teachers' distribution at each token
-    of its answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
+    of the answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
 
-    The loss is T^2 KL(student, teachers) in nats per token, at the softmax temperature T:
-    distill_temperature in training, 1 in evaluations. The numbers are the mean "length" of answers
-    and "exact", the share of answers equal to the reference answer. In training, answers are
-    sampled, at temperature 1; in evaluations, greedy.
+    The loss is T^2 KL(student, teachers) in nats per token of the answers, at the softmax
+    temperature T: distill_temperature in training, 1 in evaluations. Answers are sampled at
+    temperature 1 in training, and greedy in evaluations. The logged numbers are the mean "length"
+    of answers in tokens and "exact", the share of answers that are equal to the reference answer.
     """
     reverse = True
 
@@ -152,10 +154,11 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
-        """Generate an answer per prompt: sampled in training, greedy in eval mode; arguments as for
-        forward(). Return (tokens (B, T, 5), weights (B, T), sums {name: 0-dim tensor} for the log).
-        The last dimension of tokens is (token, position, history, target, part), see
-        pack_answers of model/grpo.py; weights are 1 for tokens of answers."""
+        """Generate an answer for each prompt: sampled in training mode, greedy in eval mode. Return
+        (tokens (n, T, 5), weights (n, T), sums {name: 0-dim tensor} for the log). The arguments are
+        those of forward(). The n rows contain prompts with answers. The last dimension of tokens is
+        (token, position, history, target, part), see pack_answers() of model/grpo.py. weights: 1
+        for tokens of answers, 0 for others."""
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
         exact = sum(map(self.reward_function, row_numbers.tolist(), answers))
@@ -165,7 +168,7 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
                 {name: prompts.new_tensor(n) for name, n in sums.items()})
 
     def flops_per_unit(self):
-        """Return the training FLOPs per prompt, including the teachers' forward passes."""
+        """Return the FLOPs of training per prompt, including the teachers' forward passes."""
         return grpo.AnsweringGPT.flops_per_unit(self) + self.row_tokens * self.teacher_flops()
 
 
@@ -206,8 +209,9 @@ def build_model(config, data):
 
 
 def load_teacher(path, config, n_ids):
-    """Return the model in the checkpoint `path`, a frozen GPT in eval mode. Raises CheckpointError
-    unless it is a GPT with at least n_ids token ids and config.block_size positions."""
+    """Return the model in the checkpoint `path`, in eval mode and without gradients. config: the
+    TrainConfig of the run. Raises CheckpointError unless it is a GPT with at least n_ids token ids
+    and a block_size of at least config.block_size."""
     teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

@@ -4,9 +4,9 @@
     python run_train.py --config train/configs/dpo.yaml
     python -m model.sample --ckpt out/dpo/ckpt.pt --chat
 
-The reference is the model that training starts from. The data contain its log probabilities of all
-answers, so that it is not loaded. With lora_rank, only adapters are trained. The result is a chat
-model for sampling, serving and export.
+The reference model is the one from which training starts. It is not loaded, because the data
+contain the log probability of each answer under it. With lora_rank, only adapters are trained. The
+result is a chat model for sampling, serving and export.
 """
 
 from dataclasses import dataclass
@@ -36,15 +36,16 @@ class Keys(chat.FromChatKeys):
 
 
 class PreferenceGPT(WithAdapters, chat.ChatGPT):
-    """A chat model that is also trained on B pairs of answers: forward(tokens, mask, logps).
+    """A chat model that is trained by DPO: forward(tokens, mask, logps) for B pairs of answers.
 
-    tokens, mask (B, 2, T + 1): the chosen answer first; mask is 1 for tokens of the answer. logps
-    (B, 2): the reference's log probabilities of the answers.
+    tokens (B, 2, T + 1): token ids of a prompt with the chosen answer, then with the rejected one.
+    mask: of the same shape, 1 for tokens of the answer. logps (B, 2): the log probabilities of both
+    answers under the reference model.
 
-    The logged numbers are "chosen", "rejected": mean implicit rewards, dpo_beta * (log probability
-    - the reference's); "margin", the mean difference of both; "accuracy", the share of pairs with a
-    positive one; in evaluations "exact", the share of chosen answers that greedy sampling
-    generates.
+    The logged numbers are "chosen", "rejected": the mean implicit rewards dpo_beta * (log
+    probability - logps); "margin": the mean difference chosen - rejected; "accuracy": the share of
+    pairs with a positive difference; in evaluations "exact": the share of chosen answers that
+    greedy sampling would generate.
     """
 
     def compute_loss(self, idx, mask, logps):
@@ -62,9 +63,9 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
         return losses.mean(), sums
 
     def adopt(self, weights):
-        """Return the initial `weights` {name: tensor} (of init_from) by the parameter names of this
-        model, which differ in layers with adapters. Raises CheckpointError if they are not the
-        weights of the reference with which the pairs were prepared."""
+        """Return `weights` {name: tensor}, the weights from which training starts (init_from), with
+        the parameter names of this model: in layers with adapters, weight is renamed to base.
+        Raises CheckpointError if they are not the weights of the reference model of the data."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
                                   "run data.prepare.pairs with --reference CKPT.pt again")
@@ -75,9 +76,10 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 
 
 def score_answers(model, idx, mask):
-    """Return (x, targets, logps) of B pairs of answers: normalised states x (2 B, T, C) of `model`,
-    a GPT; the next tokens (2 B, T), -1 outside of answers; the log probability of each answer, (2
-    B,). idx, mask (B, 2, T + 1): token ids, and 1 for tokens of an answer."""
+    """Compute the log probabilities of B pairs of answers under `model`, a GPT. Return (x, targets,
+    logps): the states x (2 B, T, C) after the final norm; the next tokens targets (2 B, T), -1
+    outside of answers; the log probability of each answer, logps (2 B,), with gradients. idx (B, 2,
+    T + 1): token ids; mask, of the same shape: 1 for tokens of an answer."""
     idx = idx.flatten(0, 1)  # (2 B, T + 1)
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
@@ -90,9 +92,9 @@ def score_answers(model, idx, mask):
 
 
 def sum_answer_logps(model, tokens, mask):
-    """Return the log probabilities (B, 2), a float32 numpy array, of both answers of B pairs under
-    `model`, a GPT. tokens, mask (B, 2, T + 1): int64 numpy arrays of ids, and of 1 for tokens of an
-    answer. The caller must switch off gradients (torch.no_grad)."""
+    """Return the log probabilities of B pairs of answers under `model`, a GPT: a float32 numpy
+    array (B, 2). tokens (B, 2, T + 1): token ids, an int64 numpy array; mask, of the same shape: 1
+    for tokens of an answer. The caller must disable gradients (torch.no_grad)."""
     arrays = (torch.from_numpy(part).to(model.wte.weight.device) for part in (tokens, mask))
     return score_answers(model, *arrays)[2].view(-1, 2).cpu().numpy()
 
@@ -107,8 +109,9 @@ as_gpt = gpt.as_gpt
 
 def open_data(config, ranks):
     """Return the Data of config.data_dir, a folder that data.prepare.pairs wrote. A batch is
-    (tokens, mask, logps), the arguments of PreferenceGPT. Raises DataError, also if the pairs were
-    prepared in a dtype other than that of the run."""
+    (tokens, mask, logps), the arguments of PreferenceGPT. Raises DataError if the folder cannot be
+    used, or if the log probabilities were computed in a different dtype than the dtype of this run.
+    """
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
     warn_of_differences(meta.extra, config.data_dir, "dpo")

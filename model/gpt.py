@@ -1,8 +1,8 @@
-"""The GPT: configuration, blocks, forward pass, initial weights. One file, top to bottom.
+"""The GPT: configuration, blocks, forward pass, initial weights. One file, to be read from the top.
 
 A decoder-only transformer with the choices of GPT-2 (LayerNorm, learned positions, GELU, biases)
-and of Llama (RMSNorm, rotary positions, SwiGLU, no biases) as options, and the
-variations of newer models, each a field of GPTConfig. References:
+and of Llama (RMSNorm, rotary positions, SwiGLU, no biases) as options, and the variations of newer
+models, each a field of GPTConfig. References:
 1) nanoGPT: github.com/karpathy/nanoGPT/blob/master/model.py
 2) Llama: github.com/huggingface/transformers, models/llama/modeling_llama.py
 
@@ -35,9 +35,10 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a r
 
 @dataclass
 class GPTConfig(GPTKeys):
-    """The shape of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
-    train/keys.py defines the fields, with defaults. n_kv_head, n_hidden and head_dim are never None
-    afterwards. Raises ValueError if vocab_size is missing or fields contradict each other."""
+    """The architecture of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
+    train/keys.py defines the fields, with defaults. Fields n_kv_head, n_hidden and head_dim that
+    are `None` are replaced by their defaults. Raises ValueError if vocab_size is missing or if
+    fields contradict each other."""
 
     def __post_init__(self):
         if self.vocab_size is None:
@@ -59,30 +60,32 @@ class GPTConfig(GPTKeys):
         return self.prev_embedding or self.ngram_rows > 0
 
     def layer_type(self, layer):
-        """Return the type of layer `layer` (an index), a letter of layer_types, which is repeated
-        up to n_layer: F full attention, W the last `window` tokens; f, w: the same without rotary
-        positions."""
+        """Return the attention type of the block with index `layer`, a letter: F full attention, W
+        the last `window` tokens; f, w: the same without rotary positions. The text layer_types has
+        one letter per block, and is repeated up to n_layer."""
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
-        """Return cos and sin (n, 2, ..., D / 2) of the rotary angles at positions (...), a float
-        tensor. n is 1, or 2 if layers with a window have a different base (window_rope_theta)."""
+        """Return the cosines and sines (n, 2, ..., D / 2), float32, of the rotary angles at
+        `positions`, a float tensor (...). n is 1; it is 2 if window_rope_theta is set: index 1 is
+        then for layers with a window."""
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
             tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
         return torch.stack(tables)
 
     def rope_index(self, layer):
-        """Return the index of the rotary angles of layer `layer` in the first dimension of
-        rope_tables(): 0, or 1 for a layer with a window and a different base; -1: no rotation."""
+        """Return the index in the first dimension of rope_tables() for the block with index
+        `layer`: 0, or 1 for type W if window_rope_theta is set; -1 if queries and keys of this
+        block are not rotated."""
         if self.pos != "rope" or self.layer_type(layer).islower():
             return -1
         return int(self.layer_type(layer) == "W" and self.window_rope_theta is not None)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding without random initial values on the meta device: PyTorch would import
-    torch._dynamo for them, more than a second whenever a checkpoint is loaded."""
+    """nn.Embedding that computes no random initial values on the meta device, for which PyTorch
+    would import torch._dynamo: more than a second whenever a checkpoint is loaded."""
 
     def reset_parameters(self):
         if not self.weight.is_meta:
@@ -90,10 +93,10 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.Module):
-    """RMSNorm (kind "rms", arXiv:1910.07467) or LayerNorm ("layer") over the last dimension, of
-    size dim. Computed in float32, because in bfloat16 the mean of squares would be too imprecise;
-    the result has the dtype of the input. bias: of LayerNorm only. weight False: RMSNorm without a
-    scale."""
+    """Normalisation over the last dimension, of size dim. kind: "rms" for RMSNorm
+    (arXiv:1910.07467), "layer" for LayerNorm. bias: add a bias (LayerNorm only). weight: False for
+    RMSNorm without a weight. Computed in float32, because in bfloat16 the mean of squares would be
+    too imprecise; the result has the dtype of the input."""
 
     def __init__(self, dim, kind, bias, eps, weight=True):
         super().__init__()
@@ -114,16 +117,18 @@ class Norm(nn.Module):
 
 
 class NormAllHeads(Norm):
-    """RMSNorm of x (B, T, H, D) over heads and channels together (OLMo 2). dim: H * D."""
+    """RMSNorm of queries or keys x (B, T, H, D) over heads and channels together, as in OLMo 2.
+    dim: H * D."""
 
     def forward(self, x):
         return super().forward(x.flatten(2)).view_as(x)
 
 
 def qk_norm(c, n_head):
-    """Return the module that normalises queries or keys (B, T, n_head, D) according to
-    qk_norm_type of the GPTConfig c: "plain" per head, without a weight; "head" per head, "all" over
-    all heads, with weights; nn.Identity without qk_norm."""
+    """Return the module that normalises queries or keys (B, T, n_head, D), according to the
+    GPTConfig c: nn.Identity if c.qk_norm is false; otherwise RMSNorm, for c.qk_norm_type "plain"
+    per head without weights, "head" per head with weights, "all" over all heads together with
+    weights."""
     if not c.qk_norm:
         return nn.Identity()
     if c.qk_norm_type == "all":
@@ -132,9 +137,10 @@ def qk_norm(c, n_head):
 
 
 def stream_norm(c, position):
-    """Return the norm over C channels before ("pre") or after ("post") attention or MLP;
-    nn.Identity if norm_position of the GPTConfig c has no norm there. "both" has both; "stream"
-    (BERT), where the norm's output replaces the residual stream, only the one before."""
+    """Return the norm over C channels for one of two places of a block: position "pre", before
+    attention or MLP, or "post", applied to the output of attention or MLP. It is nn.Identity if
+    norm_position of the GPTConfig c ("pre", "post", "both", "stream") has no norm there. "stream"
+    (BERT) has only the first one, whose output replaces the residual stream."""
     if c.norm_position not in dict(pre=("pre", "both", "stream"), post=("post", "both"))[position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
@@ -142,7 +148,8 @@ def stream_norm(c, position):
 
 class Attention(nn.Module):
     """Self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C), causal
-    unless forward() gets a mask. layer: the index of the block."""
+    unless forward() gets a mask. Includes output projection, output norm and dropout. config: a
+    GPTConfig; layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -165,8 +172,9 @@ class Attention(nn.Module):
 
     def forward(self, x, ropes=(), cache=None, mask=None):
         """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables() at the T
-        positions, a tuple; () only without rotary positions. cache: a KVCache, updated; or mask (B
-        or 1, 1, T or 1, T): true where a query sees a key, instead of the causal mask."""
+        positions, as a tuple of 1 or 2 tensors; () for models without rotary positions. cache: a
+        KVCache with the earlier tokens, updated in place. mask (B or 1, 1, T or 1, T) bool, only
+        without a cache: true where a query sees a key, instead of the causal mask."""
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
@@ -193,9 +201,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm. The
-    key mlp selects swiglu or geglu (arXiv:2002.05202), gelu, or relu2 (squared ReLU,
-    arXiv:2109.08668). GELU is GPT-2's tanh form; geglu_exact, gelu_exact: exact, as in nanoGPT."""
+    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm.
+    config.mlp selects the activation: swiglu or geglu (gated, arXiv:2002.05202), gelu, or relu2
+    (squared ReLU, arXiv:2109.08668). geglu and gelu use the tanh approximation of GELU, as GPT-2;
+    geglu_exact and gelu_exact use the exact one, as nanoGPT."""
 
     activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
                        geglu_exact=F.gelu,
@@ -227,9 +236,11 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 
 class Block(nn.Module):
     """A transformer block: attention and MLP, each added to the residual stream x (B, T, C),
-    through which gradients reach every layer unchanged. forward(x, *context) -> x; context: the
-    arguments ropes, cache and mask of Attention.forward. mlp: class of the feed-forward layer.
-    compute(x, *context, **of_mlp), which forward() calls, passes of_mlp to the layer's forward."""
+    through which gradients reach every layer unchanged. forward(x, *context) -> x, where context
+    are the arguments ropes, cache and mask of Attention.forward(). config: a GPTConfig; layer: the
+    index of the block; mlp: class of the feed-forward layer. compute(x, *context, **of_mlp) is the
+    block without gradient checkpointing, which forward() adds in training; of_mlp are keyword
+    arguments for the forward() of the feed-forward layer."""
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
@@ -259,11 +270,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT: forward(idx, targets) -> (mean loss, sums); forward(idx) -> logits (B, T, vocab_size).
 
-    idx, targets: int64 (B, T). sums: {name: tensor}, sums over the targets, for the log. trunk()
-    computes the states of the last layer, logits() the logits of states. seed: of the initial
-    weights. token_bytes (n_vocab,), a numpy array: bytes of text per id, for bits per byte.
-    is_backbone: only trunk() is used; otherwise SetupError is raised for an encoder (causal:
-    false), which has no logits.
+    idx, targets: int64 (B, T); a target of -1 does not count. sums: {name: tensor}, sums over the
+    targets, for the log. trunk() computes the states after the final norm, logits() the logits of
+    states. config: a GPTConfig. seed: of the initial weights. token_bytes (n_vocab,), a numpy
+    array: the number of bytes of each token, for bits per byte in evaluations. is_backbone: the
+    caller uses only trunk(); otherwise SetupError is raised for an encoder (causal: false), which
+    has no logits.
     """
     block_class = Block  # other model types have other blocks
 
@@ -290,10 +302,11 @@ class GPT(nn.Module):
         self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
-        """Register buffers that move with the model but are not saved: `ropes`,
-        GPTConfig.rope_tables() of the context (None without rotary positions), and `token_bytes`
-        (V,), the bytes of text per id (0 if the argument, a numpy array, is None). They have values
-        also under torch.device("meta"), because nothing fills buffers later."""
+        """Register buffers that move with the model but are not saved. `ropes`:
+        GPTConfig.rope_tables() of the positions 0 to block_size - 1; `None` without rotary
+        positions. `token_bytes` (V,): the number of bytes of each token, from the numpy array
+        token_bytes, or 0 if it is `None`. They have values also under torch.device("meta"), because
+        they are not initialised later."""
         c = self.config
         ropes = None
         with torch.device("cpu"):
@@ -307,23 +320,24 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (mean loss, sums), the result of compute_loss(idx, targets, *others), where others
-        are further tensors of a subclass's batch; without targets logits (B, T, vocab_size), or
-        (B, 1, vocab_size) if last_only. cache: a KVCache of earlier tokens, updated."""
+        """With `targets`, return (mean loss, sums), the result of compute_loss(idx, targets,
+        *others); others: further tensors of a batch, which subclasses use. Without, return the
+        logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if last_only is true.
+        cache: a KVCache with the earlier tokens, updated in place; only without targets."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, {name: sum}) of idx, targets (B, T), the result of score(). Subclasses
-        override it."""
+        """Return (mean loss, {name: sum}) for idx and targets, int64 (B, T): score() of the states
+        of trunk(). Subclasses override this method."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, from x
-        (B, T, C), normalised states. Sums: "count" of targets; in eval mode "bytes" of their text,
-        0 if unknown."""
+        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, predicted
+        from the states x (B, T, C) of trunk(). Sums: "count", the number of targets that count; in
+        eval mode also "bytes", the number of bytes of their text, 0 if unknown."""
         loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
         sums = dict(count=counted.sum())
@@ -332,10 +346,12 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, history=None):
-        """Return the states (B, T, C) of idx (B, T) after the final norm. cache: a KVCache, which
-        sets positions and history. Without one: mask, see Attention; positions (B, T), default:
-        from 0; history (B, T): the tokens before each, see ops.histories, default: from idx. Raises
-        ValueError if T, or with a cache the length of a row, exceeds block_size."""
+        """Return the states (B, T, C) of the tokens idx (B, T) after the final norm. cache: a
+        KVCache with the earlier tokens, updated in place, which also gives positions and history.
+        Without a cache: mask, see Attention.forward(), default: causal; positions (B, T), default:
+        from 0; history (B, T), the encoded up to three tokens before each token, see histories() of
+        model/core/ops.py, default: computed from idx. Raises ValueError if T, or with a cache the
+        length of a row, exceeds block_size, or if no block uses the cache."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -368,15 +384,16 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def logits(self, x):
-        """Return logits (..., vocab_size) float32 of normalised states x (..., C), without padded
-        ids."""
+        """Return the logits (..., vocab_size), float32, for x (..., C), the states of trunk();
+        without the padding of the vocabulary."""
         z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: number} for the log from `sums` {name: CPU tensor} over all batches: every
-        scalar but "loss" and "count" divided by the count. In evaluations "bytes" is replaced by
-        "ppl" and "bpb" (bits per byte), which are `None` without targets or bytes of text."""
+        """Return {name: number or `None`} for the log: every 0-dim sum except "loss" and "count",
+        divided by the count. In evaluations, "bytes" is replaced by "ppl" (perplexity) and "bpb"
+        (bits per byte); they are `None` without targets, or if the bytes of the text are unknown.
+        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss"."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
@@ -386,12 +403,10 @@ class GPT(nn.Module):
         return numbers
 
     def initial(self, name, shape, seed):
-        """Return the initial value, a tensor of `shape`, of the parameter `name` of a GPT; None for
-        any other parameter.
-
-        A pure function of (seed, name), so that a sharded model can be filled one tensor at a time.
-        Without a value here the module's __init__ decides, which is not supported under FSDP.
-        """
+        """Return the initial value, a tensor of `shape`, of the parameter `name`; `None` if it is
+        not a parameter of a plain GPT: the value from the __init__ of the module is then kept,
+        which is not supported under FSDP. A pure function of (seed, name), so that a sharded model
+        can be initialised one tensor at a time."""
         c = self.config
         # GPT-2's scheme: N(0, 0.02); the 2 n_layer projections into the stream are smaller, so that
         # the sum has the variance of one.
@@ -411,18 +426,19 @@ class GPT(nn.Module):
         return torch.ones(shape) if is_norm else normal(name, shape, stds[part], seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, with which this model is to start (init_from); learned
-        positions are cut to block_size rows."""
+        """Return `weights` {name: tensor}, from which the training of this model starts
+        (init_from), with learned positions cut to the first block_size rows."""
         if self.wpe is not None and "wpe.weight" in weights:
             weights = weights | {"wpe.weight": weights["wpe.weight"][:self.config.block_size]}
         return weights
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token, PaLM's count (arXiv:2204.02311, appendix B): 6 per
-        weight in a product, and 12 H D per layer and visible token (of the batch or the window) for
-        attention, without the causal mask. The forward pass, gradients of inputs and gradients of
-        weights are a third each; the last one is skipped for frozen weights. If all are frozen: of
-        the forward pass."""
+        """Return the FLOPs of training per token, as counted by PaLM (arXiv:2204.02311, appendix
+        B): 6 per weight in a matrix product, and 12 H D per layer and visible token for attention,
+        where all tokens of the sample (or of the window) count as visible, without the causal mask.
+        Forward pass, gradients of inputs and gradients of weights are a third each. The last third
+        is omitted for frozen weights; if all weights are frozen, only the forward pass is counted.
+        """
         c = self.config
         # Embeddings are lookups, except for a tied one, which is the output layer too.
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
@@ -444,9 +460,10 @@ class GPT(nn.Module):
 def build_model(config, data, kind=GPT, shape=GPTConfig):
     """Return the model of a run, kind(shape(...), seed, token_bytes), with initial weights.
 
-    config: a TrainConfig, with the fields of `shape` (block_size: config.context), seed and
-    gradient_checkpointing. data.spec: a dict with vocab_size and, for text, the tokenizer. kind:
-    GPT, or a class with the same arguments. shape: GPTConfig or a subclass.
+    config: a TrainConfig; it must have all fields of `shape`. The context of the model is
+    config.context. data: a Data, or an object with the attribute spec, a dict with vocab_size and,
+    for text, the tokenizer. kind: GPT, or a callable with the same arguments. shape: GPTConfig or a
+    subclass.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
@@ -464,9 +481,10 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
 
 def use_sampled_loss(model, n_samples, loader, seed):
-    """Make the training loss of a GPT an estimate from n_samples ids, see SampledCrossEntropy, with
-    the frequencies of the first samples of `loader`, about 2^20 tokens. Raises SetupError if the
-    vocabulary is not larger."""
+    """Replace the loss of `model`, a GPT, in place, by a SampledCrossEntropy with n_samples ids.
+    The frequencies of the ids are those in the first samples of `loader`, the loader of the
+    training data, about 2^20 tokens. Raises SetupError unless n_samples is smaller than the
+    vocabulary."""
     if n_samples >= model.config.vocab_size:
         raise SetupError(f"head_samples ({n_samples:,}): expected fewer than the "
                          f"{model.config.vocab_size:,} ids of the vocabulary; 0 computes all")

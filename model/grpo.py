@@ -7,10 +7,10 @@
 A step samples group_size answers per prompt, at temperature 1, and uses each for one update. The
 probability ratio of GRPO is therefore 1, and clipping is omitted, as is the KL divergence from the
 initial model (arXiv:2503.14476 omits it, too). The defaults are DAPO's loss in TRL: the sum over
-all answer tokens of the global batch, divided by their number. Its value is near 0 whatever the
-rewards; they are logged as `reward`. The evaluation loss is the negative mean reward. Sampling is a
-function of the seed and the sample's number, so that a resumed run, and any number of ranks,
-generates the same answers.
+all answer tokens of the global batch, divided by their number. The value of the loss is near 0 for
+any rewards; rewards are logged as `reward`. The evaluation loss is the negative mean reward.
+Sampling is a function of the seed and of the number of the sample, so that a resumed run, and any
+number of ranks, generates the same answers.
 
 The key `reward` selects exact match or a Python file of the user, which is executed. It is read
 from the command line or YAML only, never from a checkpoint or data, and only training imports it.
@@ -74,14 +74,14 @@ class Keys(chat.FromChatKeys):
 # the models
 
 class AnsweringGPT(chat.ChatGPT):
-    """Base class of a chat model that is trained on the answers that it generates: forward(prompts,
-    lengths, row_numbers, sample_numbers). prompts (B, P): ids, right-padded to lengths (B,);
-    row_numbers (B,): the prompts' indices in the data, for reward_function; sample_numbers (B,), in
-    training only: each determines the seed of a prompt's answers.
+    """Base class of a chat model that is trained on answers that it generates: forward(prompts,
+    lengths, row_numbers, sample_numbers) -> (loss, sums).
 
-    Sums are over prompts, with sums["prompts"] the number of prompts; numbers() returns means per
-    prompt. The caller sets the attributes keys, a TrainConfig, and reward_function, a
-    RewardFunction.
+    prompts (B, P): token ids, right-padded; lengths (B,): true lengths; row_numbers (B,): indices
+    of the prompts in the data, for reward_function; sample_numbers (B,), in training only: numbers
+    that determine the seeds of the answers. The sums are over prompts, and sums["prompts"] is the
+    number of prompts; numbers() returns means per prompt. The caller must set the attributes keys,
+    a TrainConfig, and reward_function, a RewardFunction.
     """
 
     def first_prompts(self, prompts, lengths, *rest):
@@ -93,9 +93,10 @@ class AnsweringGPT(chat.ChatGPT):
         return super().numbers(sums | dict(count=n_prompts))
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
-        """Return answers as generate_answers() does, sampled at temperature 1, for a training step.
-        The seed of a prompt is a function of the run's seed and of the prompt's element of
-        sample_numbers, a tensor (B,). Dropout is off; the model is in training mode afterwards."""
+        """Sample answers at temperature 1, for a training step. Return them as generate_answers()
+        does. The seed of a prompt is a function of the seed of the run and of the element of
+        sample_numbers (B,), an int64 tensor, so that the answers do not depend on the batch.
+        Dropout is off during generation; the model is in training mode afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -106,10 +107,10 @@ class AnsweringGPT(chat.ChatGPT):
         return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of answers, lists of ids that include the end token, if any, of at most
-        keys.answer_tokens ids: samples_per_row per prompt, next to each other. prompts (B, P): ids,
-        right-padded to lengths (B,). seeds: a list, one per prompt, to sample at temperature 1;
-        default: greedy. The caller must set eval mode."""
+        """Return a list of B * samples_per_row answers, those to a prompt next to each other. An
+        answer is a list of at most keys.answer_tokens token ids, of which the last may be an end
+        token. prompts (B, P): token ids, right-padded; lengths (B,): true lengths. seeds: a list of
+        B ints, to sample at temperature 1; `None`: greedy. The caller must set eval mode."""
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.
@@ -122,9 +123,10 @@ class AnsweringGPT(chat.ChatGPT):
                 for ids in answers]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), for prompts and
-        the answers to them. prompts (B, P): ids, right-padded to lengths (B,); answers: a list of B
-        K lists of ids, K per prompt and next to each other; weights (B, K): one per answer."""
+        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), in n rows that
+        contain all prompts and answers, on the device of `prompts`. prompts (B, P): token ids,
+        right-padded; lengths (B,): true lengths; answers: a list of B * K lists of token ids, those
+        to a prompt next to each other; weights (B, K): one for each answer."""
         rows, K = [], weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
         limit = min(block.attn.window or self.keys.block_size for block in self.h)
@@ -134,19 +136,20 @@ class AnsweringGPT(chat.ChatGPT):
         return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
 
     def flops_per_unit(self):
-        """Return the training FLOPs per prompt with one answer: 4 / 3 of those of a row, because
-        generation is one more forward pass."""
+        """Return the FLOPs of training per prompt with one answer: 4 / 3 of those of a row, because
+        generation costs one more forward pass."""
         return super().flops_per_unit() * 4 / 3
 
 
 class PolicyGPT(WithAdapters, AnsweringGPT):
-    """A chat model that is also trained on rewards: forward(prompts, lengths, row_numbers,
-    sample_numbers), as AnsweringGPT.
+    """A chat model that is trained on rewards for answers by GRPO: forward(prompts, lengths,
+    row_numbers, sample_numbers), as AnsweringGPT. The caller must also set the attribute ranks, the
+    Ranks of the run.
 
-    The logged numbers are the mean "reward" and "length" of answers; in training also "spread" (the
-    standard deviation of rewards in a group of answers to a prompt), "best" (a group's highest
-    reward), "flat" (the share of groups with equal rewards) and "truncated" (the share of answers
-    without an end token). The caller also sets ranks, the Ranks of the run.
+    The logged numbers are the mean "reward" and "length" (in tokens) of answers. In training also
+    means over groups, the answers to the same prompt: "spread", the standard deviation of the
+    rewards; "best", the highest reward; "flat", the share of groups with equal rewards; and
+    "truncated", the share of answers without an end token.
     """
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
@@ -156,10 +159,10 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         return self.policy_loss(*batch), sums
 
     def policy_loss(self, tokens, weights, count):
-        """Return the loss -sum(weights * ratio) / max(count, 1), whose gradient is the policy
-        gradient. tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as
-        weights; count: 0-dim tensor; ratio (n, T): 1, with the gradient of the targets' log
-        probabilities."""
+        """Return the loss -sum(weights * ratio) / max(count, 1), a scalar, whose gradient is the
+        policy gradient. ratio (n, T) is 1, with the gradient of the log probabilities of the
+        targets. tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights;
+        count: a 0-dim tensor."""
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)
@@ -167,9 +170,10 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
-        """Sample and reward group_size answers per prompt; arguments as for forward(). Return
-        ([tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums over the
-        prompts {name: 0-dim tensor}, for the log)."""
+        """Sample group_size answers per prompt and compute rewards. Return (batch, sums): batch is
+        [tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums {name: 0-dim
+        tensor} are over the prompts, for the log. The arguments are those of forward(). Raises
+        UserError for errors of the reward function."""
         c = self.keys
         K = c.group_size
         answers = self.sample_answers(prompts, lengths, sample_numbers, K)
@@ -201,17 +205,17 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 
     @torch.compiler.disable
     def evaluate_answers(self, prompts, lengths, row_numbers):
-        """Generate a greedy answer per prompt. Return (the negative mean reward, {"reward",
-        "length"}: sums over the prompts, 0-dim tensors), a loss and its sums. prompts (B, P),
-        lengths (B,), row_numbers (B,): as for forward()."""
+        """Generate a greedy answer for each prompt. Return (loss, sums), for an evaluation: the
+        negative mean reward, and {"reward", "length"}, 0-dim tensors, sums over the prompts.
+        prompts (B, P), lengths (B,), row_numbers (B,): as for forward()."""
         answers = self.generate_answers(prompts, lengths)
         reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
         length = torch.tensor(float(sum(map(len, answers))))
         return -reward / len(prompts), dict(reward=reward, length=length)
 
     def flops_per_unit(self):
-        """Return the training FLOPs per prompt, with group_size answers of the maximum length. The
-        prompt is computed once per group."""
+        """Return the FLOPs of training per prompt, for group_size answers of the maximum length.
+        The prompt is computed once per group."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
         return super().flops_per_unit() * (1 + answers)
 
@@ -220,15 +224,17 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 # rows with a prompt and several answers
 
 def pack_answers(prompt, answers, weights, max_tokens):
-    """Return rows of at most max_tokens with the prompt, a list of ids, and as many of `answers`,
-    lists of ids, as fit, so that the prompt is computed once per row. An answer that is too long
-    gets a longer row. weights: one per answer, for each token of it.
+    """Pack a prompt and answers to it into rows of at most max_tokens tokens. Each row contains the
+    prompt and as many answers as fit, so that the prompt is computed once per row; an answer that
+    is too long gets a longer row. prompt: a list of token ids; answers: a list of such lists;
+    weights: one float for each answer, which applies to all tokens of it.
 
-    Answers of weight 0 are left out; equal answers are stored once, with the sum of the weights. A
-    row is a list of (token, position, history, target, part, weight). history: see histories() of
-    model/core/ops.py. part: 0 in the prompt, which starts the row; 1, 2, ... in the answers, each
-    of which attends to the prompt and to itself. An answer starts with the prompt's last token,
-    which predicts its first target.
+    Return a list of rows; a row is a list of (token, position, history, target, part, weight).
+    history: the encoded tokens before, see histories() of model/core/ops.py. part: 0 for the
+    prompt, at the start of the row; 1, 2, ... for the answers, each of which attends only to the
+    prompt and itself. The part of an answer starts with the last token of the prompt, which
+    predicts the first token of the answer. Answers with weight 0 are left out. Equal answers are
+    stored once, with the sum of the weights.
     """
     totals = {}  # {answer: sum of the weights}
     for answer, weight in zip(map(tuple, answers), weights):
@@ -248,10 +254,10 @@ def pack_answers(prompt, answers, weights, max_tokens):
 
 
 def collate_rows(rows, max_tokens):
-    """Return (tokens (n, T, 5) int64, weights (n, T) float32) of rows from pack_answers(), padded
-    to the same length: a multiple of WIDTH_MULTIPLE, up to max_tokens. The last dimension of tokens
-    is (token, position, history, target, part). Without rows, n is 1: a row of padding, which does
-    not change the loss."""
+    """Convert `rows`, as returned by pack_answers(), to tensors. Return (tokens (n, T, 5) int64,
+    weights (n, T) float32). The last dimension of tokens is (token, position, history, target,
+    part). Rows are padded to the same length T, a multiple of WIDTH_MULTIPLE, or max_tokens if that
+    is smaller. Without rows, n is 1, and the row is padding, which does not change the loss."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
@@ -261,17 +267,17 @@ def collate_rows(rows, max_tokens):
 
 
 def answer_states(model, tokens):
-    """Return the normalised states (n, T, C) of a GPT for tokens (n, T, 5) from collate_rows(), in
-    which an answer attends to the prompt at the row's start and to the answer, not to other
-    answers."""
+    """Return the states (n, T, C) of `model`, a GPT, after the final norm, for tokens (n, T, 5) of
+    collate_rows(). A prompt attends to itself, an answer to the prompt of the row and itself, not
+    to other answers."""
     idx, positions, history, _, part = tokens.unbind(-1)  # (n, T) each
     visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
     return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, history=history)
 
 
 def answer_logps(model, tokens):
-    """Return the log probabilities (n, T) float32 under a GPT of the targets in tokens (n, T, 5),
-    the result of collate_rows(); 0 where the target is IGNORE (-1)."""
+    """Return the log probabilities (n, T), float32, of the targets in tokens (n, T, 5), the result
+    of collate_rows(), under `model`, a GPT; 0 where the target is IGNORE (-1)."""
     x, targets = answer_states(model, tokens), tokens[..., 3]
     return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(targets)
 
@@ -280,13 +286,16 @@ def answer_logps(model, tokens):
 # rewards
 
 class RewardFunction:
-    """Callable (row number, list of ids of an answer) -> reward, a finite float.
+    """Callable (number, ids) -> reward, a finite float. number: index of the prompt in `lines`;
+    ids: the answer, a list of token ids, from which the end tokens `ends` are removed before
+    decoding.
 
-    ends: ids of end tokens, which are removed from the answer. function(question, answer, row) ->
-    number: reward() of the user's file at `path`; default: 1.0 if the answer equals the reference
-    answer, else 0.0. The caller sets `lines`: per row number, the JSON line of SPLIT_rows.jsonl
-    with question, answer and row. Raises UserError for errors in `function`, and if its result is
-    not finite or its absolute value exceeds MAX_REWARD.
+    function: a function (question, answer, row) -> number, reward() of the user's file at `path`;
+    `None`: the reward is 1.0 if the answer without surrounding white space equals the reference
+    answer, else 0.0. The caller must set the attribute `lines`: for each prompt a JSON text with
+    question, answer (reference) and row (the record), as in SPLIT_rows.jsonl. Raises UserError for
+    errors in `function`, or if the result is not finite or larger than MAX_REWARD in absolute
+    value.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -313,10 +322,11 @@ class RewardFunction:
 
 @contextlib.contextmanager
 def user_code(path, context=""):
-    """Context manager for code of the user's file at `path`: raises any error in it as UserError,
-    with the line of the file, and `context` at the end of the message. KeyboardInterrupt is not
-    changed. Restores afterwards what such code may change: the working directory, whether gradients
-    are enabled, and PyTorch's default dtype (float32) and device."""
+    """Return a context manager in which code of the user's file at `path` is called. Any exception
+    except KeyboardInterrupt is raised as a UserError with the line of the file; `context` is
+    appended to the message. At the end, global settings that the code may change are restored:
+    working directory, whether gradients are enabled, and PyTorch's default dtype (float32) and
+    default device."""
     folder = ""
     with contextlib.suppress(OSError):  # it was deleted
         folder = os.getcwd()
@@ -342,8 +352,8 @@ def user_code(path, context=""):
 
 
 def load_reward(path):
-    """Execute the Python file at `path` and return its function `reward`. Raises UserError for all
-    errors in it, and if there is no such function."""
+    """Execute the Python file at `path` and return the function `reward` in it. Raises UserError
+    for any error in the file, and if there is no such function."""
     with user_code(path):
         names = runpy.run_path(path)
     if "reward" not in names:
@@ -360,9 +370,9 @@ as_gpt = gpt.as_gpt
 
 
 class PromptLoader(RowLoader):
-    """RowLoader whose batches are prompts (B, P), lengths (B,), row numbers (B,) and, in training,
-    sample numbers (B,): the arguments of AnsweringGPT. A sample number is different in each epoch,
-    so that a prompt gets different answers."""
+    """RowLoader whose batches are the arguments of AnsweringGPT: prompts (B, P), lengths (B,), row
+    numbers (B,) and, in training, sample numbers (B,). The sample numbers of a prompt are different
+    in each epoch, so that different answers are sampled."""
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -373,9 +383,9 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, needs_answers):
-    """Return the list of lines (JSON texts) of the file SPLIT_rows.jsonl at `path`, which has the
-    question, the answer and the record of each prompt. Raises DataError if the file or a line is
-    invalid, and with `needs_answers` if a row has no reference answer."""
+    """Return the list of lines, JSON texts, of the file SPLIT_rows.jsonl at `path`. Each has the
+    question, the answer (reference, may be null) and the row (record) of a prompt. Raises DataError
+    if the file or a line is invalid, or if needs_answers is true and a line has no answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
@@ -392,9 +402,9 @@ def read_lines(path, needs_answers):
 
 def open_prompts(config, ranks, needs_answers):
     """Return the Data of config.data_dir, a folder that data.prepare.prompts wrote, with
-    PromptLoaders and the attribute reward_function, a RewardFunction for exact matches. Raises
-    DataError, also if the longest prompt and answer exceed block_size, and with `needs_answers` if
-    a row has no reference answer."""
+    PromptLoaders and the additional attribute reward_function, a RewardFunction for exact match.
+    Raises DataError if the folder cannot be used, if the longest prompt and answer_tokens together
+    exceed block_size, or if needs_answers is true and a prompt has no reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -421,8 +431,10 @@ def open_prompts(config, ranks, needs_answers):
 
 
 def open_data(config, ranks):
-    """Return the Data of open_prompts(), whose reward_function is the one of config.reward: "exact"
-    (match), or the path of a Python file, which is executed. Raises DataError or UserError."""
+    """Return the Data of open_prompts(). config.reward selects the attribute reward_function:
+    "exact" (the answer equals the reference answer), or the path of a Python file, which is
+    executed. Raises DataError for data that cannot be used, and UserError for errors in the file.
+    """
     data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
     data.ranks = ranks
     data.spec["reward"] = "exact"

@@ -44,9 +44,10 @@ class Keys:
 # the model
 
 class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
-    """A GPT for text or conversations with a frozen backbone, `weights` {name: tensor}, and trained
-    adapters of rank r and scale alpha / r on the linear layers that match `targets`. state_dict()
-    has the adapters only."""
+    """A GPT, for text or conversations, with a frozen backbone and trained adapters of rank r on
+    linear layers. state_dict() has the adapters only. weights: {name: tensor} of the backbone, used
+    without copies; alpha / r: the scale of the adapters; targets: patterns of layer names, see
+    find_layers() of model/core/adapters.py. The other arguments are those of GPT."""
 
     def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
@@ -59,10 +60,10 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Load the weights of the checkpoint config.backbone; return (the TrainConfig `config` with the
-    backbone's shape, {name: tensor}). Weights of other dtypes than `dtype` are converted to
-    float32. Raises CheckpointError, also if the SHA-256 of the weights is not
-    data.spec["backbone"], that of the training run."""
+    """Load the checkpoint config.backbone. Return (config, weights): the TrainConfig `config` with
+    the architecture of the backbone, and {name: tensor}. Tensors whose dtype is not `dtype` are
+    converted to float32. Raises CheckpointError if the file cannot be used, or if the SHA-256 of
+    the weights is not data.spec["backbone"], the one at the start of the training run."""
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:
@@ -96,15 +97,17 @@ def open_data(config, ranks):
 
 
 def open_text(config, ranks):
-    """Return the Data of config.data_dir: conversations of data.prepare.chat, or token files.
-    Raises DataError."""
+    """Return the Data of config.data_dir, a folder with conversations of data.prepare.chat or with
+    token files. config: a TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be
+    used."""
     is_chat = prepared_model(config.data_dir) == "chat"
     return (chat.open_data if is_chat else open_token_data)(config, ranks)
 
 
 def build_model(config, data):
-    """Return a LoRA model: the backbone config.backbone, frozen, with adapters. Raises
-    CheckpointError."""
+    """Return a LoRA model: the frozen backbone config.backbone with adapters. Raises
+    CheckpointError if the backbone cannot be used, and ConfigError if lora_targets matches no
+    layer."""
     dtype = torch.float32
     # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which
@@ -119,8 +122,8 @@ def build_model(config, data):
 
 
 def base_type(data):
-    """Return the module whose build_model() and sample() suit the data: model.chat for
-    conversations (data.spec has a template), otherwise model.gpt."""
+    """Return the module with the build_model() and sample() for the data: model.chat for
+    conversations (data.spec has "template"), otherwise model.gpt."""
     return chat if "template" in data.spec else gpt
 
 

@@ -3,8 +3,8 @@
 Each block has n_experts small MLPs (SwiGLU) instead of one. A router sends every token to
 experts_per_token experts; no token is dropped. By default, the arithmetic is that of
 Qwen3MoeForCausalLM in Hugging Face transformers. With router_score sigmoid, balance_rate and
-shared_experts it is that of DeepSeek-V3 (arXiv:2412.19437): no loss balances the load, but a bias
-per expert, which only the choice uses (arXiv:2408.15664).
+shared_experts it is that of DeepSeek-V3 (arXiv:2412.19437): instead of a loss, a bias per expert
+balances the load; it affects only which experts are selected (arXiv:2408.15664).
 
 The results are the same on one device, under DDP and under FSDP: the weights of all experts are one
 tensor (E, out, in), in which an expert without tokens has a zero gradient; load balance is measured
@@ -64,8 +64,8 @@ class Keys(RouterKeys):
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """Shape of a GPT with experts: the fields of GPTConfig and of Keys. expert_hidden is set if it
-    was None: n_hidden // (experts_per_token + shared_experts), at least 1."""
+    """Architecture of a GPT with experts: the fields of GPTConfig and of Keys. If expert_hidden is
+    `None`, it is set to n_hidden // (experts_per_token + shared_experts), at least 1."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -77,12 +77,14 @@ class MoEConfig(GPTConfig, Keys):
 # router losses
 
 def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Return {"load_balance", "auxiliary", "z_loss"} of a router, 0-dim tensors, from its logits
-    (..., E) for N tokens, each of which uses the k experts with the largest logits.
+    """Return the losses of a router, 0-dim tensors {"load_balance", "auxiliary", "z_loss"}. logits
+    (..., E): of the router, for N tokens in all; each token uses the k experts with the largest
+    logits.
 
-    With P_i, the mean probability of expert i, and f_i, its share of the N k assignments:
+    With P_i, the mean probability of expert i (softmax of the logits), and f_i, the share of expert
+    i in the N k assignments of tokens to experts:
     load_balance = E sum_i f_i P_i (arXiv:2101.03961), which is 1 for a uniform load;
-    auxiliary = sum_i (f_i - 1/E)^2, with the gradient of P_i for f_i, a count without a gradient;
+    auxiliary = sum_i (f_i - 1/E)^2, where f_i, a count, gets the gradient of P_i;
     z_loss = mean(logsumexp(logits)^2) (arXiv:2202.08906).
     """
     logits = logits.flatten(0, -2)  # (N, E)
@@ -90,9 +92,9 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 def sequence_losses(logits, load):
-    """Return {"load_balance", "auxiliary", "z_loss"}, the losses of router_losses() per sequence,
-    (...) each. logits (..., N, E): of the router for the N tokens of a sequence; load (..., E):
-    each expert's share of the assignments, from compute_load()."""
+    """Return {"load_balance", "auxiliary", "z_loss"}, tensors (...): the losses of router_losses(),
+    computed separately for each sequence of N tokens. logits (..., N, E): of the router; load (...,
+    E): the result of compute_load()."""
     logits = logits.float()
     n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
@@ -103,8 +105,9 @@ def sequence_losses(logits, load):
 
 
 def compute_load(chosen, n):
-    """Return the load (..., n), each expert's share (sum 1) of the assignments `chosen` (..., N,
-    k): the indices, 0 to n - 1, of the k experts of each of N tokens."""
+    """Return the load (..., n): the share of each of n experts in the assignments of tokens to
+    experts, with sum 1. chosen (..., N, k): for each of N tokens, the indices, 0 to n - 1, of the k
+    experts."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -112,9 +115,9 @@ def compute_load(chosen, n):
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
-    """Return the sum of all router losses, times the given weights, over layers: a 0-dim tensor to
-    add to the training loss. router_losses: a result of router_losses() per layer; a missing loss
-    counts as 0."""
+    """Return a 0-dim tensor to add to the training loss: the sum over layers of the router losses,
+    multiplied by the given weights. router_losses: a list with the result of router_losses() of
+    each layer; a missing loss counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
@@ -124,13 +127,13 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 # routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Linear layer that chooses k of n groups (e.g. experts) per token x (..., dim), and their
-    weights. Computed in float32, because rounding would change the choice. (With TF32, a GPU rounds
-    to 11 bits, equally in every pass.)
+    """Linear layer that selects k of n groups (e.g. experts) for each token x (..., dim), and
+    computes the weights of these groups. In float32, because rounding would change the selection.
+    (With TF32, a GPU rounds to 11 bits, equally in every pass.)
 
     normalise: scale the k weights of a token to sum 1. score: "softmax" or "sigmoid", the function
-    of the logits that gives the weights. balanced: for the choice only, add the buffer load_bias
-    (n,) to the weights.
+    of the logits that gives the weights. balanced: create the buffer load_bias (n,), which is added
+    to the weights for the selection only, see move_bias(); otherwise it is `None`.
     """
 
     def __init__(self, dim, n, k, normalise=False, score="softmax", balanced=False):
@@ -141,8 +144,8 @@ class Router(nn.Linear):
         self.register_buffer("load_bias", torch.zeros(n) if balanced else None)
 
     def forward(self, x):
-        """Return (logits (B, T, n), weights (B, T, k) of the chosen groups, indices (B, T, k) of
-        them) for x (B, T, C)."""
+        """Return (logits (B, T, n), weights (B, T, k), indices (B, T, k)) for x (B, T, C): the
+        logits of all groups, and the weights and indices of the selected groups."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
@@ -151,17 +154,18 @@ class Router(nn.Linear):
         return logits, p / (p.sum(-1, keepdim=True) + 1e-20) if self.normalise else p, chosen
 
     def move_bias(self, load, rate):
-        """Raise load_bias, in place, of groups with less than the mean load and lower that of the
-        others, by `rate`, then shift all so that their mean does not change. load (n,): tokens per
-        group."""
+        """Update load_bias in place, to balance the load: add `rate` for groups with less than the
+        mean load, subtract it for those with more, then shift all values so that their mean does
+        not change. load (n,): number of tokens per group, over all ranks."""
         step = rate * (load.mean() - load).sign()
         self.load_bias += (step - step.mean()).to(self.load_bias)
 
 
 class GroupOrder:
-    """Order of M rows by group, for GroupedLinear: sort(rows (M, ...)) returns the rows sorted by
-    group, unsort(rows) in the original order. chosen (M,): the group of each row, 0 to n - 1.
-    Attribute ends (n,) int32: the index after the last row of each group in the sorted rows."""
+    """Permutation that sorts M rows by group, for GroupedLinear. sort(rows (M, ...)) returns the
+    rows in the order of their groups; unsort(rows) is the inverse. chosen (M,): the group of each
+    row, 0 to n - 1. Attribute ends (n,) int32: for each group, the index after the last row in
+    sorted order."""
 
     def __init__(self, chosen, n):
         in_order, self.order = chosen.sort(stable=True)
@@ -180,16 +184,16 @@ class GroupOrder:
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, each applied to one group of rows: forward(x, ends), with x
-    sorted by group. The parameter weight (n, out, in) is not initialised."""
+    """n linear layers without biases, each applied to the rows of one group. The parameter weight
+    (n, out, in) is not initialised here."""
 
     def __init__(self, n, in_features, out_features):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, out_features, in_features))
 
     def forward(self, x, ends):
-        """Return (M, out) for rows x (M, in), sorted by group: x W_g^T with the weight of each
-        row's group. ends (n,) int32: the cumulative numbers of rows, see GroupOrder."""
+        """Return (M, out): each row of x (M, in), sorted by group, multiplied by weight[group]^T.
+        ends (n,) int32: for each group, the index after the last row, as in GroupOrder."""
         w = self.weight
         if torch.is_autocast_enabled(x.device.type):  # it does not convert grouped products
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -200,17 +204,18 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable  # the compiler would compile anew for other sizes: at every step
     def loop_over_groups(self, x, w, ends):
-        """Return forward(x, ends) with weights w (n, out, in), by one matrix product per group,
-        where grouped products are not supported. Groups without rows get a gradient of zero."""
+        """Return forward(x, ends) with the weights w (n, out, in), computed by one matrix product
+        per group; used where F.grouped_mm is not supported. The gradient for groups without rows is
+        zero."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), w.unbind())])
 
 
 def has_grouped_mm(x, w):
-    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): rows of a multiple of 16
-    bytes; float32 or bfloat16 on a CPU; bfloat16 on a GPU of capability 8.0 or higher. From 9.0
-    (H100) it is one kernel; on 8.x (A100) and a CPU a loop in C++, which does not break a compiled
-    graph, but on a GPU synchronises per product."""
+    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): rows must have a multiple
+    of 16 bytes; on a CPU float32 (not in a compiled graph) or bfloat16; on a GPU bfloat16 and
+    capability 8.0 or higher. From 9.0 (H100) it is one kernel. On 8.x (A100) and a CPU it is a loop
+    in C++, which does not break a compiled graph, but on a GPU synchronises per product."""
     if any(size * x.element_size() % 16 for size in w.shape[1:]):
         return False
     if x.is_cuda:
@@ -222,9 +227,9 @@ def has_grouped_mm(x, w):
 
 
 class Experts(nn.Module):
-    """Mixture of experts, in place of the MLP of a block: the weighted sum of the outputs of a
-    token's k experts, plus the output of the shared experts (if any), which are one MLP for all
-    tokens."""
+    """Mixture of experts, which replaces the MLP of a block: the weighted sum of the outputs of the
+    k experts of a token, plus the output of the shared experts, if any, which are one MLP for all
+    tokens. config: a MoEConfig."""
 
     def __init__(self, config):
         super().__init__()
@@ -238,9 +243,9 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x, routed):
-        """Return the output (B, T, C) for x (B, T, C). Appends the router's (logits (B, T, E),
-        chosen (B, T, k), the indices of the experts) to the list `routed`, for the router
-        losses."""
+        """Return the output (B, T, C) for x (B, T, C). Appends a tuple to the list `routed`, for
+        the router losses: the router's logits (B, T, E), and chosen (B, T, k), the indices of the
+        selected experts."""
         logits, weights, chosen = self.router(x)
         routed.append((logits, chosen))
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)
@@ -257,9 +262,10 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """Base class of a Block with a router, which chooses k of n groups (e.g. experts) per token.
-    compute(x, *context) of a subclass returns (x, (logits (B, T, n), chosen (B, T, k))); forward()
-    returns x only, and stores the pair as the attribute `routed`, for RoutedGPT."""
+    """Base class of a Block with a router, which selects k of n groups (e.g. experts) for each
+    token. A subclass must define compute(x, *context) so that it returns (x, (logits (B, T, n),
+    chosen (B, T, k))), where chosen are the indices of the groups. forward() returns only x, and
+    stores the second element as the attribute `routed`, which RoutedGPT reads."""
     compiles_decoding = False
 
     def forward(self, x, *context):
@@ -281,18 +287,19 @@ class MoEBlock(RoutedBlock):
 
 
 class RoutedGPT(GPT):
-    """Base class of a GPT whose block_class is a RoutedBlock. The router losses are added to the
-    training loss, not to the evaluation loss. The router losses and the load of the experts are
-    logged in both."""
+    """Base class of a GPT whose block_class is a RoutedBlock; config has the fields of RouterKeys.
+    The router losses are added to the loss in training, but not in evaluations. The router losses
+    and the load of the groups (experts) are logged in both."""
 
     def compute_loss(self, idx, targets):
         return self.add_router_losses(*super().compute_loss(idx, targets))
 
     def add_router_losses(self, loss, sums, n_items=None):
-        """Return (loss, sums) with the router losses of the last forward pass in sums and, in
-        training, in the loss. The routers' results are read from the blocks and removed there.
-        n_items (B,): the number of targets per sequence, the weight of the sequence in the loss;
-        default: all equal."""
+        """Return (loss, sums) of a batch with the router losses of the last forward pass added:
+        always to the sums, and in training, weighted by the coefficients in config, to the loss.
+        Call it once after each forward pass: it removes the routers' results from the blocks.
+        n_items (B,): the number of targets of each sequence, by which the losses of the sequences
+        are weighted; default: equal weights."""
         c = self.config
         routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
@@ -312,10 +319,11 @@ class RoutedGPT(GPT):
         return loss, sums
 
     def numbers(self, sums):
-        """Return {name: number} for the log: GPT's numbers; means over sequences and layers of
-        load_balance (1: uniform), auxiliary and z_loss; use, a list per layer of each expert's load
-        relative to a uniform one, with use_min and use_max; in training lm_loss, the loss without
-        the router losses."""
+        """Return {name: number or list} for the log: the numbers of GPT; load_balance (1: uniform),
+        auxiliary and z_loss, means over sequences and layers; use, for each layer a list of the
+        load of each expert relative to a uniform load, with use_min and use_max; in training
+        lm_loss, the loss without the router losses. sums: those of compute_loss(), added over all
+        batches."""
         n_tokens = max(1.0, float(sums["routed"][0].sum()))
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens
@@ -336,8 +344,8 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token. Of the groups (experts), only the k that a token
-        uses are counted."""
+        """Return the FLOPs of training per token. Only the k groups (experts) that a token uses are
+        counted."""
         router = next(m for m in self.modules() if isinstance(m, Router))
         grouped = [m.weight for m in self.modules() if isinstance(m, GroupedLinear)]
         # As in GPT: 2 per weight forward, 2 unless the model is frozen, 2 unless the weight is.
@@ -348,8 +356,8 @@ class RoutedGPT(GPT):
 
 
 class MoE(RoutedGPT):
-    """A GPT with routed experts (MoEBlock). With balance_rate, after_step() moves the router biases
-    after each optimizer step, to balance the load."""
+    """A GPT with routed experts in each block (MoEBlock). If balance_rate is set, after_step()
+    changes the biases of the routers after each optimizer step, to balance the load."""
     block_class = MoEBlock
 
     def after_step(self, it, sums):

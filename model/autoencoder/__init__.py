@@ -1,14 +1,16 @@
 """A multimodal autoencoder that also predicts a recorded signal: --model autoencoder
 
-One encoder per modality (e.g. video, audio and text features) maps to a common bottleneck. One
-decoder per modality reconstructs the features from it, and a linear head predicts a target, e.g.
-fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand voxels.
+One encoder per modality (e.g. video, audio and text features) maps to a common bottleneck. From the
+bottleneck, one decoder per modality reconstructs the features, and a linear head predicts a target,
+e.g. fMRI. The bottleneck limits the rank of the head, which regularises targets of many thousand
+voxels.
 
-A response may be delayed: with the key delays, a sample is a row and the rows before it (a window).
-With time_layers, the encoders read row by row, and a transformer reads the window of encoded rows.
-With linear_path, a ridge regression is a fixed part of the prediction and the network learns the
-rest. Data of several subjects have a head, and a ridge regression, per subject. NaN is a missing
-value: it enters as the mean and counts as predicted exactly.
+The signal may be delayed: with the key delays, a sample is a window, i.e. a row and the `delays`
+rows before it. With time_layers, the encoders read one row at a time, and a transformer reads the
+window of encoded rows. With linear_path, a fixed ridge regression is added to the prediction, and
+the network learns the rest. With data of several subjects, each subject has a separate head and
+ridge regression. NaN is a missing value: as an input it is replaced by the mean, and as a target it
+counts as predicted exactly.
 
     python -m data.prepare.features --synthetic
     python run_train.py --config train/configs/autoencoder.yaml
@@ -18,9 +20,9 @@ value: it enters as the mean and counts as predicted exactly.
 This file has the model, data.py the arrays, losses.py the losses and correlations, report.py the
 command that evaluates a checkpoint.
 
-Shapes: N rows, K rows of a window (delays + 1; without delays there is no such dimension), D
-dimensions of an array, P of all modalities, T of the target, S subjects, H d_hidden, W d_hidden
-times modalities, Z d_latent.
+Shapes: N rows, K rows of a window (delays + 1; without delays this dimension is absent), D columns
+of an array, P columns of all modalities together, T columns of the target, S subjects, H the key
+d_hidden, W d_hidden times the number of modalities, Z the key d_latent.
 """
 
 import math
@@ -84,11 +86,17 @@ class Keys:
 
 
 class MultimodalAutoencoder(nn.Module):
-    """A model of modalities and a target: forward(*arrays) -> (mean loss, sums {name: tensor}).
-    arrays: the modalities and the target, if any, (N, D) each; modalities (N, delays + 1, D) with
-    delays; with subjects, also which subject a row is of, (N, S) zeros and ones. spec: the dict of
-    read_features_meta(). linear_path: the (weight, bias) of fit_linear_path(). encode() computes
-    the bottleneck, predict() the target."""
+    """Autoencoder of several modalities with an optional head that predicts a target.
+    forward(*arrays) returns (mean loss, sums {name: tensor} over the rows).
+
+    arrays: a batch of N rows, as from open_features(): one array per modality, (N, D) or with the
+    key delays (N, delays + 1, D); then the target (N, T), if the data have one; then, for data of
+    several subjects, (N, S) with 1 for the subject of the row and 0 elsewhere. config: a
+    TrainConfig. spec: the dict of read_features_meta(). linear_path: (weight, bias) of
+    fit_linear_path(), the initial values of the ridge regression; `None` without
+    config.linear_path, or if a checkpoint is loaded. encode() computes the bottleneck, predict()
+    the prediction of the target.
+    """
 
     def __init__(self, config, spec, linear_path=None):
         super().__init__()
@@ -134,24 +142,27 @@ class MultimodalAutoencoder(nn.Module):
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, with which training starts, in which the linear path is
-        the one fitted to this run's data, if any."""
+        """Return the weights {name: tensor} with which training starts (init_from): `weights`, in
+        which the ridge regression of the linear path is replaced by the one fitted to the data of
+        this run. Without a fitted linear path, `weights` is returned unchanged."""
         if self.linear_path is None:
             return weights
         return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
 
     def standardise(self, arrays):
-        """Return {name: (N, D) or (N, K, D), float32} of `arrays` in the order of forward(), with
-        mean 0 and variance 1 of each dimension over the training rows. Missing values are NaN.
-        "subjects" (N, S), if there are any, is unchanged."""
+        """Return {name: float32 tensor}: the modalities (N, D) or (N, K, D) and the target (N, T),
+        standardised with the mean and standard deviation of each column over the training rows.
+        Missing values are NaN. "subjects" (N, S), if present, is not changed. arrays: the tensors,
+        in the order of forward()."""
         arrays = list(arrays)
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
         return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})
 
     def encode(self, x):
-        """Return the bottleneck (N, Z) of standardised modalities {name: (N, D) or (N, K, D)}, the
-        result of standardise(). NaN counts as 0, the mean."""
+        """Return the bottleneck (N, Z) for x, the dict that standardise() returns, of which only
+        the modalities (N, D) or (N, K, D) are used. NaN counts as 0, the mean. In training mode,
+        dropout is applied."""
         c = self.keys
         hidden = []
         for name in self.spec["modalities"]:
@@ -163,23 +174,26 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(self.attend(h, x) if c.time_layers else h)
 
     def attend(self, h, x):
-        """Return the state (N, W) of row 0, the present, after the layers over time. h (N, K, W):
-        encoded rows of windows; x: as of encode(). Other rows without any feature are masked."""
+        """Apply the transformer over time to windows of encoded rows h (N, K, W). Return the output
+        (N, W) at the present row of each window, index 0. x: the dict that standardise() returns.
+        Rows in which all features of all modalities are NaN are masked, except the present row."""
         missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
         missing[:, 0] = False  # attention to no row at all is not defined
         return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
 
     def predict(self, x, z):
-        """Return the prediction (N, T) of the standardised target, including the linear path,
-        from x, the result of standardise(), and the bottleneck z (N, Z), that of encode(x)."""
+        """Return the prediction (N, T) of the standardised target, including the linear path, if
+        any. x: the dict that standardise() returns; z (N, Z): the bottleneck, encode(x). For a
+        model with a target only."""
         # The rest, which a linear path leaves, is not linear in the bottleneck either.
         outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
         out = of_subject(outs, x.get("subjects"))
         return out if self.linear is None else out + self.predict_linear(x)
 
     def predict_linear(self, x):
-        """Return the part of the prediction (N, T) that is a ridge regression, in float32, from x,
-        the result of standardise(). NaN counts as 0, the mean."""
+        """Return the prediction (N, T), float32, of the standardised target by the ridge regression
+        of the linear path alone. x: the dict that standardise() returns; NaN counts as 0, the mean.
+        For a model with linear_path only."""
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             # Sharded, the parameters may be in bfloat16.
@@ -207,11 +221,15 @@ class MultimodalAutoencoder(nn.Module):
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Return {name: float or `None`} for a log line, from the sums of forward() over all rows:
-        the parts of the loss per row; if the model has a target, "correlation", Pearson's r over
-        all rows of a subject, as a mean over the dimensions of the target and the subjects for
-        which it is defined, `None` if there are none; in evaluations with a linear path also
-        "ridge", the correlation of the linear path without the network."""
+        """Return {name: float or `None`} for a log line. sums: the sums of forward(), added over
+        all batches.
+
+        recon_NAME of each modality and, with a target, match: the parts of the loss per row,
+        unweighted. correlation (with a target): Pearson's r between predictions and targets over
+        all rows of a subject, averaged over the columns of the target and the subjects for which it
+        is defined; `None` if it is never defined. ridge (in evaluations, with a linear path): the
+        same for the linear path alone.
+        """
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
             out["correlation"] = mean_correlation(correlations(sums))
@@ -222,8 +240,10 @@ class MultimodalAutoencoder(nn.Module):
 
 def open_data(config, ranks):
     """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
-    wrote. With config.linear_path and a target, the Data has an attribute linear_path, the ridge
-    regression (weight, bias) of fit_linear_path(). Raises UserError."""
+    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and
+    a target, the ridge regression is fitted here on rank 0, and the attribute linear_path of the
+    Data is the (weight, bias) of fit_linear_path(). Raises DataError for data that cannot be used,
+    and ConfigError for keys that do not suit the data."""
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
     if unknown := weighted - meta["modalities"].keys():

@@ -1,6 +1,6 @@
-"""Data of --model autoencoder: arrays of rows, windows of rows, ridge regression on them.
+"""Data of --model autoencoder: arrays of rows, windows of rows, and ridge regression on them.
 
-Shapes as in model/autoencoder/__init__.py.
+The letters of shapes are explained in model/autoencoder/__init__.py.
 """
 
 import os
@@ -17,10 +17,16 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
 
 def read_features_meta(folder):
-    """Return the keys of meta.json of a folder that data.prepare.features wrote, a dict:
-    "modalities" {name: D}; "target" (D or `None`); "mean" and "std" over the training rows and, if
-    present, "shift", the offset that was subtracted from an array, {name: [D floats]} each; if
-    present, "subjects", a list of integers. Raises DataError."""
+    """Read meta.json of a folder that data.prepare.features wrote. Return a dict:
+
+        modalities   {name: number of columns D}
+        target       number of columns of the target, or `None`
+        mean, std    {name: [D floats]}, of the columns of each array over the training rows
+        shift        {name: [D floats]}, offsets that were subtracted from an array; may be absent
+        subjects     list of the integers that identify the subjects; may be absent
+
+    Raises DataError if the file is missing or does not have this form.
+    """
     numbers = {str: [int | float]}
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
                          target=int | None, mean=numbers, std=numbers).extra
@@ -34,37 +40,42 @@ def read_features_meta(folder):
 
 
 def array_dims(spec):
-    """Return {name: D} of the arrays in the order of a batch: the modalities, then "target", if
-    any. spec: the dict of read_features_meta()."""
+    """Return {name: number of columns} of the arrays in the order of a batch: the modalities, then
+    "target", if the data have one. spec: the dict of read_features_meta()."""
     return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
 
 
 def add_delays(array, runs, delays):
-    """Return the windows (N, delays + 1, D) of an array (N, D): window i has row i - k at index k,
-    or NaN if that row is of a different run or does not exist. runs (N,): the run of each row,
-    ascending."""
+    """Return the windows (N, delays + 1, D) of an array (N, D), in memory: [i, k] is row i - k,
+    i.e. k = 0 is row i and larger k are earlier rows. It is NaN if row i - k is of a different run
+    or does not exist. runs (N,): for each row the number of the run (recording session) that it is
+    of, ascending."""
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
     is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
     return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
 
 
 def open_runs(folder, split):
-    """Return the run of each row of a split ("train", "val"), (N,), ascending, from SPLIT_runs.npy
-    in `folder`. Raises DataError, also if there is no such file."""
+    """Return an array (N,) with the number of the run (recording session) of each row, ascending,
+    read from folder/SPLIT_runs.npy. split: "train" or "val". Raises DataError if the file is
+    missing or invalid."""
     if not os.path.exists(os.path.join(folder, f"{split}_runs.npy")):
         raise DataError(f"{folder}: no {split}_runs.npy (for delays, ridge); {HOW_TO_PREPARE}")
     return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
 
 
 def open_features(folder, split, spec=None, delays=0):
-    """Return the arrays of a split in the order of array_dims() (modalities, then the target),
-    float32: memory-mapped (N, D); modalities with delays, in memory (N, delays + 1, D). If there
-    are subjects, the last array (N, S) is 1 for the subject of each row, in the order of
-    spec["subjects"], and 0 for the others. Raises DataError.
+    """Return a list of the arrays of a split ("train" or "val"), in the order of array_dims(spec):
+    the modalities, then the target. They are (N, D), float32 and memory-mapped; with delays > 0,
+    modalities are windows (N, delays + 1, D) in memory, see add_delays(). For data of several
+    subjects, a further array (N, S) follows, with 1 at the index of the row's subject in
+    spec["subjects"] and 0 elsewhere.
 
-    spec: of a model that was trained on other data (default: of `folder`). An array that only
-    `spec` has is NaN; arrays that `spec` lacks, or other dimensions, raise DataError. If the
-    offsets of shift_of() differ between the folder and `spec`, the difference is added, in float64.
+    spec: the dict of read_features_meta() to which the arrays must fit, e.g. of a model that was
+    trained on other data (default: of `folder`). An array that `folder` lacks is filled with NaN.
+    If the offsets of shift_of() differ between `folder` and `spec`, the difference is added, and
+    the array is float64. Raises DataError for missing files, an empty split, arrays that `spec`
+    lacks, numbers of columns that differ, and rows of a subject that is not in `spec`.
     """
     meta = read_features_meta(folder)
     spec = spec or meta
@@ -96,31 +107,34 @@ def open_features(folder, split, spec=None, delays=0):
 
 
 def of_subject(outs, subjects):
-    """Return the outputs (N, T) for the subject of each row. outs (N, S * T): for all subjects;
-    subjects (N, S): zeros and ones, the subject of each row, or `None`: there is only one."""
+    """Select the outputs of the subject of each row: return (N, T). outs (N, S * T): outputs for
+    all subjects. subjects (N, S): 1 for the subject of the row, 0 elsewhere; `None`: outs is
+    returned."""
     if subjects is None:
         return outs
     return (outs.unflatten(1, (subjects.shape[1], -1)) * subjects[..., None]).sum(1)
 
 
 def shift_of(spec, name):
-    """Return the offset that data.prepare.features subtracted from the array `name`, a list of D
-    floats, or 0.0. spec: the dict of read_features_meta()."""
+    """Return the offset that data.prepare.features subtracted from the array `name`: a list of D
+    floats, or 0.0 if there is none. spec: the dict of read_features_meta()."""
     return spec.get("shift", {}).get(name, 0.0)
 
 
 def scale_of(spec, name):
-    """Return (mean, standard deviation) of the array `name` over the training rows, float32 (D,)
-    each. The deviation of a constant is 1. spec: the dict of read_features_meta()."""
+    """Return (mean, standard deviation) of the columns of the array `name` over the training rows:
+    numpy arrays (D,), float32. A standard deviation of 0 is replaced by 1. spec: the dict of
+    read_features_meta()."""
     mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
     return mean, np.where(std > 0, std, np.float32(1))
 
 
 def open_ceiling(folder, split, spec):
-    """Return the noise ceiling (S, T), a float32 tensor: the correlation with the target that a
-    perfect model would have, which data.prepare.features estimated from repeats of the target in
-    this split. `None` without repeats, or if the subjects of `folder` are not those of `spec`, the
-    dict of read_features_meta(). Raises DataError."""
+    """Return the noise ceiling, a float32 tensor (S, T): the correlation with the target that a
+    perfect model would have, estimated by data.prepare.features from repeated recordings in the
+    split ("train" or "val"). `None` if there were no repeats, or if the subjects of `folder` differ
+    from those of `spec`, the dict of read_features_meta(). Raises DataError if the file is invalid.
+    """
     own = read_features_meta(folder).get("subjects")
     if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
         return None
@@ -128,9 +142,10 @@ def open_ceiling(folder, split, spec):
 
 
 def design(arrays, spec):
-    """Return (x, y), float64: standardised features x (N, K, P) of all modalities, missing values
-    as 0, and standardised targets y (N, T), NaN: missing. arrays: as from open_features(), with a
-    target. spec: the dict of read_features_meta()."""
+    """Return (x, y), the float64 arrays of a regression: x (N, K, P) the standardised features of
+    all modalities, in which missing values are 0; y (N, T) the standardised targets, in which
+    missing values are NaN. arrays: the list of open_features(), with a target. spec: the dict of
+    read_features_meta()."""
     *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
         arrays, (scale_of(spec, name) for name in array_dims(spec))))
     x = np.concatenate(x, axis=-1, dtype=np.float64)
@@ -138,12 +153,13 @@ def design(arrays, spec):
 
 
 def fit_linear_path(folder, spec, delays):
-    """Fit ridge regression to the training rows of `folder`, separately for each of S subjects.
-    Return (weight (S * T, K * P), bias (S * T,)), float32, from P standardised features of a row
-    and `delays` rows before it (K = delays + 1) to the T standardised dimensions of the target.
-    spec: the dict of read_features_meta(). A dimension of the target that all rows of a subject
-    lack is predicted as 0, the mean; other rows with missing dimensions are left out. Raises
-    DataError without a target or with fewer than 3 rows of a subject."""
+    """Fit a ridge regression to the training rows of `folder`, separately for each of S subjects.
+    Return (weight (S * T, K * P), bias (S * T,)), float32 tensors, which predict the T standardised
+    columns of the target from the P standardised features of a row and of the `delays` rows before
+    it (K = delays + 1). spec: the dict of read_features_meta(). A column of the target that is
+    missing in all rows of a subject is predicted as 0, the mean. Other rows with a missing target
+    are left out. Raises DataError if there is no target, or if fewer than 3 rows of a subject
+    remain."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     arrays = open_features(folder, "train", spec, delays)
@@ -164,9 +180,11 @@ def fit_linear_path(folder, spec, delays):
 
 
 def fit_with_delays(x, y, runs):
-    """Fit ridge regression to the windows x (N, K, P) and targets y (N, T), float64. Return (weight
-    (T, K * P), bias (T,)). A target uses the delayed rows if that reduces the error on runs that
-    the fit leaves out. runs (N,): the run of each row, ascending."""
+    """Fit a ridge regression of y (N, T) on windows x (N, K, P), float64 arrays without NaN. Return
+    [weight (T, K * P), bias (T,)]. For each column of y, two fits are compared: on the whole
+    window, and on the present row x[:, 0] alone (the weights of the other rows are then 0). The one
+    with the smaller error on left-out runs is returned. runs (N,): the number of the run of each
+    row, ascending."""
     fits = [fit_ridge(x[:, :k].reshape(len(x), -1), y, runs) for k in sorted({1, x.shape[1]})]
     weights, biases, _, errors = zip(*fits)
     weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]

@@ -1,7 +1,7 @@
-"""Losses and correlations of --model autoencoder. Shapes: N rows, D dimensions of an array.
+"""Losses and correlations of --model autoencoder.
 
 A missing value (NaN) of a target counts as predicted exactly in losses, and is left out of
-correlations.
+correlations. Shapes: N rows, D columns of an array, S subjects.
 """
 
 import torch
@@ -10,22 +10,22 @@ VARIANCE_EPS = 1e-3  # added to variances of about 1 in row_correlation()
 
 
 def reconstruction_losses(outs, x):
-    """Return {modality: (N,)}, for the modalities in `outs`: the mean squared error of each row,
-    over all D columns. outs, x: {modality: (N, D)}, predictions and values; a missing value (NaN)
-    counts as predicted exactly."""
+    """Return {modality: (N,)}: for each modality in `outs`, the mean squared error of each row over
+    the D columns. outs {modality: (N, D)}: reconstructions; x {modality: (N, D)}: the true values.
+    A missing value (NaN) has an error of 0."""
     return {name: (out - fill_missing(x[name], out)).square().mean(1) for name, out in outs.items()}
 
 
 def fill_missing(y, out):
-    """Return y with the predictions `out`, without their gradients, instead of missing values
-    (NaN)."""
+    """Return y in which missing values (NaN) are replaced by the predictions `out`, a tensor of the
+    same shape, without gradients."""
     return torch.where(y.isnan(), out.detach(), y)
 
 
 def matching_loss(out, y, matching="mse"):
-    """Return the distance (N,) between the rows of predictions `out` and targets y, both (N, D):
-    the mean squared error, or 1 - correlation if matching is "correlation". A missing target (NaN)
-    counts as predicted exactly."""
+    """Return a loss (N,) for each row of the predictions `out` (N, D) and the targets y (N, D): the
+    mean squared error over the columns if `matching` is "mse", or 1 - row_correlation() if it is
+    "correlation". A missing target (NaN) counts as predicted exactly."""
     y = fill_missing(y, out)
     if matching == "mse":
         return (out - y).square().mean(1)
@@ -33,18 +33,19 @@ def matching_loss(out, y, matching="mse"):
 
 
 def combined_loss(errors, match=None, recon_weight=1.0, match_weight=1.0, modality_weights=None):
-    """Return the loss (N,) of each row: recon_weight times the weighted sum of `errors` {modality:
-    (N,)}, see reconstruction_losses(), plus match_weight times `match` (N,), the matching_loss(),
-    if given. modality_weights: {modality: weight}, 1 by default."""
+    """Return the loss (N,) of each row: recon_weight times the weighted sum of `errors` over
+    modalities, plus match_weight times `match`. errors {modality: (N,)}: of
+    reconstruction_losses(). match (N,): of matching_loss(), `None`: no target. modality_weights:
+    {modality: weight}, 1 for modalities that are not in it."""
     weights = modality_weights or {}
     loss = sum(recon_weight * weights.get(name, 1.0) * error for name, error in errors.items())
     return loss if match is None else loss + match_weight * match
 
 
 def row_correlation(a, b):
-    """Return Pearson's r (N,) between the rows of a and b, both (N, D), with VARIANCE_EPS added to
-    their variances: 0 for a constant row, so that the mean over rows can be a training loss. Values
-    should be standardised, with variances of about 1."""
+    """Return Pearson's r (N,) between each row of a (N, D) and the same row of b (N, D).
+    VARIANCE_EPS is added to the variances, so that the result for a constant row is 0 with a finite
+    gradient. Values should be standardised, with variances of about 1."""
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     # The epsilon is inside the root: the gradient of a constant row is finite.
     return (a * b).mean(1) / ((a.square().mean(1) + VARIANCE_EPS)
@@ -52,10 +53,11 @@ def row_correlation(a, b):
 
 
 def correlation_sums(p, y, subjects=None, prefix=""):
-    """Return the sums over rows that correlations() needs, as {prefix + name: (D,)}. p, y: (N, D)
-    predictions and targets, standardised, because large means would lose precision. A missing
-    target (NaN) is left out. The sums of batches can be added. subjects (N, S): zeros and ones,
-    the subject of each row; the sums are (S, D) then, over the rows of each subject."""
+    """Return the sums over rows from which correlations() computes Pearson's r: {prefix + name:
+    (D,)}, or (S, D) with `subjects`, a row per subject. Sums of several batches can be added. p, y
+    (N, D): predictions and targets, which should be standardised, because large means would lose
+    precision. A missing target (NaN) is left out. subjects (N, S): 1 for the subject of the row, 0
+    elsewhere."""
     if p.device.type != "mps":  # MPS has no float64
         p, y = p.double(), y.double()
     recorded = ~y.isnan()
@@ -68,9 +70,10 @@ def correlation_sums(p, y, subjects=None, prefix=""):
 
 
 def correlations(sums, prefix=""):
-    """Return Pearson's r, (D,) or (S, D), between predictions and targets over all rows,
-    per dimension; NaN if either is constant. sums: the result of correlation_sums(), added over
-    batches."""
+    """Return Pearson's r between predictions and targets over all rows, for each column, (D,), or
+    for each subject and column, (S, D); NaN if predictions or targets are constant, or without
+    rows. sums: the dict of correlation_sums(), possibly added over batches. prefix: the same as for
+    correlation_sums()."""
     p, y, pp, yy, py, n = (sums[prefix + name] for name in ("p", "y", "pp", "yy", "py", "n"))
     var_p = pp - p.square() / n
     var_y = yy - y.square() / n

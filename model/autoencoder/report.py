@@ -19,13 +19,14 @@ from train.evaluate import pack, to_numbers, unpack
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Return (metrics, r, outputs) of a MultimodalAutoencoder on all rows of `arrays`, numpy arrays
-    in the order of its forward(), in batches of `rows`.
+    """Evaluate `model`, a MultimodalAutoencoder, on all rows of `arrays`, numpy arrays in the order
+    of forward(), in batches of `rows` rows. Return (metrics, r, outputs).
 
-    metrics: {name: number}, `None` for the loss of an array without values and an undefined
-    correlation. r: the result of correlations(), `None` without a target. outputs:
-    {"latent": (N, Z), "prediction": (N, D)}, numpy arrays: the bottleneck and, if the model has a
-    target, the prediction of it in the units of the original array.
+    metrics: {name: number or `None`}: "rows", "loss" and the numbers of model.numbers(); `None` for
+    the loss of an array without values and for an undefined correlation. r: the tensor of
+    correlations(), `None` without a target. outputs: numpy arrays {"latent": (N, Z) the bottleneck,
+    "prediction": (N, T) the predicted target in the units of the original data, only if the model
+    has a target}.
     """
     total = 0.0
     parts = defaultdict(list)
@@ -51,9 +52,10 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def evaluate_ridge(model, arrays):
-    """Return the correlations() between the target and the prediction of the baseline, on `arrays`
-    from data.open_features(). The baseline is a ridge regression with the delays of `model`, a
-    MultimodalAutoencoder, fitted to the training rows of the data_dir of the model."""
+    """Fit the baseline, a ridge regression on the same delays as `model`, a MultimodalAutoencoder,
+    to the training rows of the model's data_dir. Return the correlations(), (T,) or (S, T), between
+    the target and the prediction of the baseline on `arrays`, the list of open_features(). Raises
+    DataError if the training data are missing or cannot be fitted."""
     weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = map(torch.from_numpy, data.design(arrays, model.spec))
     subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None
@@ -62,8 +64,9 @@ def evaluate_ridge(model, arrays):
 
 
 def draw(figure, r, ridge, ceiling=None):
-    """Draw the correlations r, those of `ridge` regression and the noise `ceiling`, if known, of
-    each target, arrays (n,), into a matplotlib Figure."""
+    """Draw two plots into `figure`, a matplotlib Figure: the correlations r of the model against
+    those of ridge regression, and all of them sorted by r. r, ridge, ceiling (n,): numpy arrays of
+    correlations for the n columns of the target. ceiling: the noise ceiling, `None`: not drawn."""
     left, right = figure.subplots(1, 2)
     left.axline([np.nanmean(ridge)] * 2, slope=1, color="gray", linewidth=1)
     left.scatter(ridge, r, s=12, alpha=0.6, linewidth=0)
@@ -94,8 +97,9 @@ class EvaluationOptions:
 
 
 def evaluate_checkpoint(args):
-    """Evaluate a checkpoint with the EvaluationOptions `args`: print the metrics and write the
-    requested files. Raises UserError."""
+    """Evaluate a checkpoint on a split of prepared features: print the metrics and write the files
+    that args.plot, args.to and args.arrays name. args: an EvaluationOptions. Raises UserError if
+    the checkpoint or the data cannot be used, or if a package is missing."""
     fig = args.plot and require("matplotlib.figure", "--plot").Figure((10, 5), layout="constrained")
     model, _ = load_model(args.ckpt, expect="autoencoder")
     folder = args.data_dir or model.keys.data_dir

@@ -3,10 +3,11 @@
     python run_train.py --config train/configs/classifier.yaml --init_from out/quick/ckpt.pt
     python -m model.classifier --ckpt out/classifier/ckpt_best.pt --data other.csv --out out/other
 
-This file has the model and the data, report.py the command that evaluates a checkpoint.
-data.prepare.labels prepares data.
+The evidence is the part of a text that supports the label, as one or more spans of tokens.
+data.prepare.labels prepares data. This file has the model and the loaders, metrics.py the metrics,
+report.py the command that evaluates a checkpoint.
 
-Shapes: B batch, T tokens, C channels, K classes, S spans of evidence in a text, at most.
+Shapes: B batch, T tokens, C channels, K classes, S the maximum number of spans per text.
 """
 
 import math
@@ -65,9 +66,10 @@ class Keys:
 # data
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir, a folder that data.prepare.labels wrote; a batch is
-    tokens, lengths, labels and spans, the arguments of Classifier. Raises DataError, also if the
-    folder has no labels or evidence for config.task, or texts are longer than learned positions."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.labels
+    wrote. A batch is (tokens, lengths, labels, spans), the arguments of Classifier.forward().
+    Raises DataError if files are missing or invalid, if the folder lacks the labels or the evidence
+    that config.task needs, or if learned positions are too few for the longest text."""
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
@@ -97,8 +99,8 @@ def open_data(config, ranks):
 # the model
 
 class Pointer(nn.Module):
-    """Scores of the tokens of a text for a query, forward(query, x, mask): scaled dot products as
-    in attention, -inf where masked. dim: C."""
+    """Attention scores of a query for the tokens of a text, forward(query, x, mask): scaled dot
+    products of projections of both. dim: the number of channels C."""
 
     def __init__(self, dim):
         super().__init__()
@@ -106,8 +108,8 @@ class Pointer(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query, x, mask):
-        """Return the scores (B, T) float32 of tokens with states x (B, T, C) for query (B, C). mask
-        (B, T) bool: false for tokens with the score -inf."""
+        """Return the score (B, T), float32, of each token. query (B, C); x (B, T, C): states of the
+        tokens; mask (B, T) bool: false for tokens that get the score -inf."""
         keys, query = self.key(x).float(), self.query(query).float()
         # Not in bfloat16: near scores would be equal, and argmax takes the first of these.
         with torch.autocast(x.device.type, enabled=False):
@@ -116,11 +118,12 @@ class Pointer(nn.Module):
 
 
 class NGrams(nn.Module):
-    """Scores of classes from the n-grams in a text, up to MAX_NGRAM tokens: logistic regression
-    with n_buckets weights per class, which are found by a hash of the n-gram (arXiv:0902.2206).
+    """Class scores of a text from the n-grams of 1 to MAX_NGRAM tokens in it: logistic regression
+    with n_buckets weights per class. A hash of the n-gram selects the weight (arXiv:0902.2206).
 
-    An n-gram has the value 1 / sqrt(n-grams of the text), however often it occurs. Adam scales the
-    gradients of rare n-grams, which replaces the idf of TF-IDF.
+    Each different n-gram (bucket) of a text has the value 1 / sqrt(number of different ones in the
+    text), however often it occurs. Adam scales the gradients of rare n-grams, which replaces the
+    idf of TF-IDF.
     """
 
     def __init__(self, n_buckets, n_classes):
@@ -128,8 +131,8 @@ class NGrams(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_buckets, n_classes))
 
     def forward(self, tokens, mask):
-        """Return the scores (B, K) float32 of classes for texts: tokens (B, T) int64; mask (B, T)
-        bool, false after the text."""
+        """Return the class scores (B, K), float32, of B texts. tokens (B, T): int64 ids; mask (B,
+        T) bool: false for the padding after the text."""
         n_buckets = self.weight.size(0)
         T = tokens.size(1)
         tokens = F.pad(tokens, (0, MAX_NGRAM))
@@ -149,28 +152,32 @@ class NGrams(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A GPT with a linear head for the label of a text and two pointers for its evidence.
+    """A GPT with a linear head for the label of a text and two pointers for the evidence.
 
-    forward(tokens, lengths, labels, spans) returns (loss, sums); forward(tokens, lengths) returns
-    (class scores (B, K) or `None`, spans (B, 2S) or `None`): first and last token of each, -1 for
-    fewer spans than S.
+    forward(tokens, lengths, labels, spans) returns (mean loss, sums); forward(tokens, lengths)
+    returns the predictions (class scores, spans).
 
-    In a causal model only the last token's state depends on the whole text, so the label is
-    computed from it. If bidirectional, the mean of all states is used instead. The end of the
-    evidence is located first: the same state of the text selects the last token of the evidence,
-    and the state of that token selects the first one. Of several spans, each one's last token has
-    the same target probability.
+    In a causal model only the state of the last token depends on the whole text, so the label is
+    computed from it. If bidirectional, the mean of all states is used instead. The evidence is
+    located in two steps: this state of the text selects the last token of a span, and the state of
+    the selected token selects the first token of the span. If a text has several spans, their last
+    tokens are equally probable targets.
     """
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
-        """Create the model with initial values from `seed`. shape: the GPTConfig of the backbone,
-        which is built without an output layer. With rotary positions, block_size becomes the length
-        of the longest text. spec: Data.spec, a dict with "task" ("class", "span" for evidence, or
-        "joint" for both), "classes", "class_counts", "max_tokens" and, if present, "n_spans" (S)
-        and "frame" (numbers of tokens that the tokenizer puts before and after a text, never
-        evidence). span_weight: for "joint", factor of the evidence's loss.
-        bidirectional: each token sees the whole text, as always if the shape is not causal. ngrams:
-        weights of NGrams per class, 0: none; not used for the task "span"."""
+        """Create the model with initial values from `seed`.
+
+        shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
+        positions, block_size is replaced by the length of the longest text. span_weight: weight of
+        the loss of the evidence in the task "joint". bidirectional: each token attends to the whole
+        text; always the case if shape.causal is false. ngrams: number of buckets of an NGrams whose
+        scores are added, 0: none; not used for the task "span".
+
+        spec: Data.spec, a dict with "task" ("class": label, "span": evidence, "joint": both),
+        "classes", "class_counts", "max_tokens" and, if present, "n_spans" (S, default 1) and
+        "frame" (numbers of tokens that the tokenizer puts before and after a text, which are never
+        evidence).
+        """
         super().__init__()
         self.config = shape
         self.spec = spec
@@ -198,17 +205,20 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, of a GPT or a classifier, with the names of this model.
-        The heads of a classifier are left out if the shapes differ."""
+        """Return `weights` {name: tensor} of a GPT or a classifier, the weights to start from
+        (init_from), with the parameter names of this model: gpt. is put before the names of a GPT.
+        Heads of a classifier whose shapes differ are left out, and keep their new initial values.
+        """
         own, weights = self.state_dict(), self.gpt.adopt(weights)
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
     def forward(self, tokens, lengths, labels=None, spans=None):
-        """Return (mean loss, sums {name: tensor}); without labels and spans, (class scores (B, K),
-        predicted spans (B, 2S)), `None` if not part of the task. tokens (B, T), lengths (B,);
-        labels (B,): class indices; spans (B, 2S): first and last token of each span of the
-        evidence, or -1."""
+        """With `labels`, return (mean loss, sums {name: tensor}), see losses(). Without, return the
+        predictions (class scores (B, K), spans (B, 2S)), each `None` if the task does not include
+        it. tokens (B, T): ids; lengths (B,): number of tokens of each text; labels (B,): class
+        indices; spans (B, 2S): indices of the first and last token of each span of evidence, padded
+        with -1."""
         position = torch.arange(tokens.size(1), device=tokens.device)
         mask = position < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
@@ -228,16 +238,18 @@ class Classifier(nn.Module):
         return self.losses(x, scores, ends, labels, spans)
 
     def start_scores(self, x, end):
-        """Return the score (B, T) of each token as the first one of a span, whose last token is end
-        (B,); -inf after it. x (B, T, C): states of the tokens."""
+        """Return the score (B, T) of each token as the first token of a span that ends with the
+        token `end` (B,); -inf for later tokens. x (B, T, C): states of the tokens."""
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):
-        """Return spans (B, 2S), without overlaps, the best first: the most probable last token of
-        the evidence and, given it, the most probable first token; then the same among the tokens
-        that are left, -1 if the last token is less than SPAN_SHARE times as probable as that of the
-        first span. x (B, T, C): states; ends (B, T): scores of last tokens."""
+        """Return the predicted spans (B, 2S), first and last token of each, which do not overlap:
+        the best first, padded with -1. A span is the most probable last token and, for this one,
+        the most probable first token; the next span is selected from the tokens that are left. A
+        span after the first is predicted only if its last token is at least SPAN_SHARE times as
+        probable as that of the first span. x (B, T, C): states of the tokens; ends (B, T): the
+        score of each token as a last token."""
         position = torch.arange(x.size(1), device=x.device)
         limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)
         spans = []
@@ -254,9 +266,10 @@ class Classifier(nn.Module):
         return torch.stack(spans, dim=1)
 
     def span_losses(self, x, ends, spans):
-        """Return the loss (B,) of the evidence: half of the negative log-probability of a span, the
-        mean over the spans of a row, 0 without evidence. x (B, T, C), ends (B, T): as of
-        predict_spans; spans (B, 2S): the truth."""
+        """Return the loss (B,) of the evidence of each text: half of the negative log-probability
+        of a span (last token, and first token given the last), averaged over the spans of the text;
+        0 for a text without evidence. x (B, T, C): states of the tokens; ends (B, T): the score of
+        each token as a last token; spans (B, 2S): the true spans, padded with -1."""
         total = 0
         for span in spans.split(2, dim=1):  # (B, 2)
             first, last = span.clamp(min=0).unbind(1)  # (B,) each
@@ -266,11 +279,15 @@ class Classifier(nn.Module):
         return total / (spans[:, ::2] >= 0).sum(1).clamp(min=1) / 2
 
     def losses(self, x, scores, ends, labels, spans):
-        """Return the mean loss and the sums {name: tensor} of a batch: "count", the number of rows,
-        for evidence alone of those that have some; with the task "joint" also the two losses; in
-        eval mode also those of numbers(): "confusion" (K, K), "odds" (log_odds_counts),
-        span_sums(). x: states (B, T, C). scores (B, K): of classes. ends (B, T): of the last token.
-        labels (B,), spans (B, 2S): the truth."""
+        """Return (mean loss, sums {name: tensor}) of a batch.
+
+        sums: "count", the number of texts, or for the task "span" of texts with evidence; for the
+        task "joint" "label_loss" and "span_loss"; in eval mode also the sums for numbers():
+        "confusion" (K, K), "odds", the result of log_odds_counts(), and the sums of
+        metrics.span_sums(). x (B, T, C): states of the tokens; scores (B, K): class scores, `None`
+        for the task "span"; ends (B, T): the score of each token as a last token, `None` for the
+        task "class"; labels (B,), spans (B, 2S): the true values.
+        """
         losses = {}  # (B,) each
         if self.head is not None:
             losses["label_loss"] = F.cross_entropy(scores, labels, reduction="none")
@@ -292,11 +309,14 @@ class Classifier(nn.Module):
         return loss, sums
 
     def numbers(self, sums):
-        """Return {name: float} for a log line, from the sums {name: tensor} of forward() in eval
-        mode, added over batches: accuracy; precision, recall and f1, each as _macro and _weighted;
-        auroc; exact_match and token_f1 of evidence spans, compared by tokens; score, the mean of
-        f1_macro and exact_match. `None` if there is nothing to count. For spans alone f1_macro is
-        token_f1."""
+        """Return {name: float or `None`} for a log line; `None` if there is nothing to count. sums
+        {name: tensor}: of losses(), added over batches.
+
+        For the task "joint" label_loss and span_loss. In evaluations, for labels: accuracy;
+        precision, recall and f1, each with the suffixes _macro and _weighted; auroc. For evidence:
+        exact_match and token_f1, see metrics.span_metrics(). score: the mean of f1_macro and
+        exact_match, or the one that exists. For the task "span", f1_macro is token_f1.
+        """
         count = float(sums["count"])
         out = {name: float(sums[name]) / count if count else None
                for name in ("label_loss", "span_loss") if name in sums}
@@ -324,10 +344,10 @@ class Classifier(nn.Module):
 
 
 def log_odds_counts(scores, labels):
-    """Return the number of rows in each bin of the log-odds of each class, (K, 2, bins), for AUROC:
-    first the rows of other classes, then the rows of the class. The bins, LOG_ODDS_BINS
-    // K, are evenly spaced between -MAX_LOG_ODDS and MAX_LOG_ODDS. scores (B, K): logits; labels
-    (B,): class indices."""
+    """Count rows in bins of the log-odds of each class, from which AUROC is computed. Return (K, 2,
+    bins): [k, 0] counts the rows of other classes, [k, 1] the rows of class k. The LOG_ODDS_BINS //
+    K bins are evenly spaced between -MAX_LOG_ODDS and MAX_LOG_ODDS; values outside count in the
+    outermost bins. scores (B, K): logits; labels (B,): class indices."""
     K = scores.size(1)
     logp = scores.log_softmax(1)
     bins = LOG_ODDS_BINS // K
@@ -339,13 +359,14 @@ def log_odds_counts(scores, labels):
 
 
 def count_indices(indices, n):
-    """Return the number of occurrences (n,) of 0 to n - 1 in `indices` (m,) int64: torch.bincount
-    would wait for the GPU."""
+    """Return (n,), how often each of the numbers 0 to n - 1 occurs in `indices` (m,) int64, as
+    torch.bincount does, which would wait for the GPU."""
     return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
 
 
 def states_at(x, positions):
-    """Return the states (B, C) of x (B, T, C) at one position (B,) per row."""
+    """Return x[b, positions[b]] for each row b: (B, C) or (B,). x (B, T, C) or (B, T); positions
+    (B,) int64."""
     return x[torch.arange(len(x), device=x.device), positions]
 
 

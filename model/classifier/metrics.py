@@ -9,10 +9,11 @@ import torch
 # classes
 
 def confusion_metrics(matrix):
-    """Return the metrics {name: value} of a confusion matrix (K, K) of counts (rows: true classes):
-    accuracy; precision, recall and f1, each with the suffixes _macro, _weighted and _per_class (a
-    list). Undefined values are 0, as with scikit-learn's zero_division=0, `None` without any rows;
-    macro averages are over the classes that occur among labels or predictions."""
+    """Return {name: value} of a confusion matrix, a numpy array (K, K) of counts (rows: true
+    classes, columns: predicted classes): accuracy; precision, recall and f1, each with the suffixes
+    _macro, _weighted (floats) and _per_class (a list of K floats). A quotient with the denominator
+    0 is 0, as with zero_division=0 in scikit-learn. Macro averages are over the classes that occur
+    among labels or predictions. Without any rows, accuracy, _macro and _weighted are `None`."""
     true = matrix.sum(1)
     predicted = matrix.sum(0)
     correct = matrix.diagonal()
@@ -30,10 +31,11 @@ def confusion_metrics(matrix):
 
 
 def auroc(negatives, positives):
-    """Return the area under the ROC curve, `None` without negatives or positives.
+    """Return the area under the ROC curve, a float; `None` without negatives or positives.
 
-    negatives, positives: (n,) numbers of negative and positive samples at each of n increasing
-    scores. The area is the probability that a positive scores above a negative; ties count half.
+    negatives, positives (n,): numbers of negative and of positive samples at each of n scores, in
+    ascending order of the score. The area is the probability that a random positive sample has a
+    higher score than a random negative one; ties count half.
     """
     pairs = negatives.sum() * positives.sum()
     below = negatives.cumsum() - negatives / 2
@@ -41,20 +43,23 @@ def auroc(negatives, positives):
 
 
 def average_auroc(areas):
-    """Return the AUROC of a classifier from `areas`, a list with the AUROC of each class against
-    the rest: the second one of two, or the mean of more; `None` if one is undefined (`None`)."""
+    """Return the AUROC of a classifier. areas: a list of floats, the AUROC of each class against
+    all others. With two classes, the result is the area of the second class; with more, the mean,
+    or `None` if an area is undefined (`None`)."""
     if len(areas) == 2:
         return areas[1]
     return None if None in areas else float(np.mean(areas))
 
 
 def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
-    """Return the metrics that scikit-learn computes from class scores.
+    """Return a dict of the metrics that scikit-learn computes from class scores.
 
-    labels: (N,) true classes. scores: (N, K), e.g. probabilities. The result has accuracy;
-    precision, recall and f1, each with the suffixes _macro, _weighted and _per_class; auroc (see
-    average_auroc) and auroc_per_class, `None` for a class without samples; confusion_matrix
-    (rows: true classes); support. Raises ValueError for invalid arrays.
+    labels: (N,) true classes, 0 to K - 1. scores: (N, K), e.g. probabilities; the predicted class
+    has the largest score. The result has accuracy; precision, recall and f1, each with the suffixes
+    _macro, _weighted and _per_class; auroc (see average_auroc) and auroc_per_class, a list with
+    `None` for classes without samples; confusion_matrix, a nested list (rows: true classes);
+    support, the number of samples of each class. Raises ValueError for other shapes, no rows,
+    labels outside of the range, and scores that are not finite.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
@@ -77,9 +82,10 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
 # calibration
 
 def calibration_error(labels, scores, n_bins=15):
-    """Return the expected calibration error (arXiv:1706.04599): the mean distance, in n_bins bins
-    of equal width, between probability and accuracy of the predicted class. labels (N,): true
-    classes; scores (N, K): probabilities."""
+    """Return the expected calibration error, a float (arXiv:1706.04599). Samples are divided into
+    n_bins bins of equal width by the probability of the predicted class; the result is the mean
+    over samples of the absolute difference between mean probability and accuracy of the bin. labels
+    (N,): true classes; scores (N, K): probabilities."""
     p = scores.max(1)
     bins = np.minimum((p * n_bins).astype(int), n_bins - 1)
     correct = scores.argmax(1) == labels
@@ -87,16 +93,17 @@ def calibration_error(labels, scores, n_bins=15):
 
 
 def scale(scores, temperature):
-    """Return the probabilities `scores` (N, K), an array, at a different temperature:
-    softmax(log(scores) / temperature)."""
+    """Return the probabilities (N, K), a numpy array, at a different temperature:
+    softmax(log(scores) / temperature). scores (N, K): probabilities, a numpy array."""
     logs = torch.from_numpy(scores).clamp(min=1e-300).log()
     return (logs / temperature).softmax(1).numpy()
 
 
 def fit_temperature(labels, scores):
-    """Return the temperature between 1/4 and 16, in steps of 1%, at which scale(scores,
-    temperature) has the largest likelihood of the labels (N,), true classes. scores (N, K):
-    probabilities. The limits matter for few rows: all may be predicted correctly."""
+    """Return the temperature, a float, at which scale(scores, temperature) gives the labels the
+    largest likelihood. It is searched between 1/4 and 16, in steps of 1%; the limits matter for few
+    rows, which may all be predicted correctly. labels (N,): true classes; scores (N, K):
+    probabilities."""
     def likelihood(temperature):
         p = scale(scores, temperature)[np.arange(len(labels)), labels]
         return np.log(np.maximum(p, 1e-300)).sum()
@@ -107,10 +114,15 @@ def fit_temperature(labels, scores):
 # evidence
 
 def span_sums(truths, guesses):
-    """Return sums over samples, 0-dim tensors: "spans", the number of samples with evidence;
-    "exact", the number of samples whose spans are all equal; "overlap", the sum of the F1 of the
-    tokens in any span. truths, guesses: (N, 2S) first and last token of true and predicted spans,
-    each without overlaps and in any order, -1 for fewer than S; S may differ."""
+    """Return sums over the samples that have evidence, a dict of 0-dim tensors: "spans", the number
+    of these samples; "exact", the number of samples whose predicted spans are equal to the true
+    ones; "overlap", the sum of the F1 score of each sample, between the tokens in true and in
+    predicted spans.
+
+    truths, guesses (N, 2S): first and last token of the true and the predicted spans, padded with
+    -1. S may differ between both. The spans of a sample must not overlap, and may be in any order,
+    but a true span must be first in a sample with evidence.
+    """
     truth, guess = (spans.view(len(spans), -1, 2) for spans in (truths, guesses))  # (N, S, 2)
     has_span = truths[:, 0] >= 0
     first, last = truth[:, :, None].unbind(-1)  # (N, S, 1) each
@@ -127,8 +139,9 @@ def span_sums(truths, guesses):
 
 
 def span_metrics(sums):
-    """Return {"exact_match", "token_f1"}, the means of the `sums` of span_sums(), which may be
-    added over batches; `None` without evidence."""
+    """Return {"exact_match": share of samples with equal spans, "token_f1": mean F1 score of
+    tokens}, over the samples with evidence; both `None` if there are none. sums: of span_sums(),
+    possibly added over batches."""
     n = float(sums["spans"])
     return {name: float(sums[key]) / n if n else None
             for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}

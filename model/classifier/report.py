@@ -40,8 +40,9 @@ class ReportOptions(labels.Fields):
 
 def evaluate_checkpoint(args):
     """Evaluate the classifier args.ckpt on args.data: write metrics.json and predictions.jsonl to
-    args.out and print the report. args: ReportOptions; data and out are set if empty. Raises
-    UserError."""
+    the folder args.out, and print the report. args: a ReportOptions; in place, empty args.data is
+    set to the data_dir of the training run, and empty args.out to the folder `report` of the
+    checkpoint's folder. Raises UserError if the checkpoint or the data cannot be used."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
     # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
@@ -95,9 +96,11 @@ def evaluate_checkpoint(args):
 
 
 def load_rows(args, model, tokenizer):
-    """Read the rows of args.data: files, or args.split of a prepared folder. Return ([tokens,
-    lengths, labels, spans], arrays as of to_arrays() in data/labels.py; [{"id", "text",
-    "true_label", "true_evidence"} of each row], the last two None if unknown). Raises DataError."""
+    """Read the rows of args.data: files of labelled texts, or the split args.split of a folder that
+    data.prepare.labels wrote. Return (arrays, rows). arrays: [tokens, lengths, labels, spans], as
+    of to_arrays() in data/labels.py. rows: a list of dicts with "id", "text", "true_label" and
+    "true_evidence"; the last two are `None` if unknown. args: a ReportOptions; model: the
+    Classifier. Raises DataError if the data are missing or invalid, or do not suit the model."""
     path = args.data[0]
     names = model.spec["classes"]
     frame = model.spec.get("frame", (0, 0))
@@ -134,22 +137,23 @@ def load_rows(args, model, tokenizer):
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return the list of the texts of the evidence in a text with the tokens `ids` (T,), in their
-    order there. spans (2S,): first and last token of each span, or -1, in any order."""
+    """Return the list of the texts of the evidence, in the order of the text. ids (T,): token ids
+    of the text. spans (2S,): first and last token of each span, in any order, padded with -1."""
     pairs = sorted(zip(spans[::2], spans[1::2]))
     return [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
 
 
 def one_or_all(texts, several):
-    """Return the list `texts` of the evidence if a text may have `several` spans; otherwise the
-    only one, or `None`."""
+    """Return the evidence of a text as it is written to predictions.jsonl. texts: a list of the
+    texts of the spans. It is returned unchanged if `several` is true, i.e. if texts may have
+    several spans; otherwise the first element is returned, or `None` if the list is empty."""
     return texts if several else texts[0] if texts else None
 
 
 def calibrate(args, own_data, model, tokenizer):
-    """Return the temperature that fits the model's probabilities of the validation rows in
-    own_data, the data_dir of the training run; 1.0, with a message, if these rows cannot be read.
-    args: ReportOptions."""
+    """Return the temperature, a float, that fits the probabilities of the model to the validation
+    rows in own_data, the data_dir of the training run, see fit_temperature(). If these rows cannot
+    be read, a message is printed and 1.0 is returned. args: a ReportOptions."""
     try:
         arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
     except DataError as error:
@@ -160,16 +164,16 @@ def calibrate(args, own_data, model, tokenizer):
 
 
 def rate_scores(targets, scores):
-    """Return classification_metrics() and "ece", the calibration_error(), as one dict. targets
-    (N,): true classes; scores (N, K): probabilities."""
+    """Return one dict with the result of classification_metrics() and "ece", the
+    calibration_error(). targets (N,): true classes; scores (N, K): probabilities."""
     return metrics.classification_metrics(targets, scores) | dict(
         ece=metrics.calibration_error(targets, scores))
 
 
 def fit_baselines(arrays, rows, texts, targets, n_classes):
-    """Fit TF-IDF with logistic regression, of words and of characters, to training data: (arrays,
-    rows) of load_rows(). Return {name: classification_metrics() with "ece" and "seconds"} on
-    `texts` and their class indices `targets` (N,)."""
+    """Fit two baselines, logistic regression on TF-IDF of words and of characters, to the training
+    data (arrays, rows), the result of load_rows(). Evaluate them on `texts`, a list, with class
+    indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with "seconds"}."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     out = {}
@@ -186,10 +190,11 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
 
 
 def faithfulness(model, arrays, scores, spans, batch_size):
-    """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429): the
-    mean decrease of the predicted class's probability if the evidence is deleted (large for good
-    evidence), and if only the evidence is kept (small). {} if no text is longer than the evidence.
-    arrays: (tokens, lengths, ...); scores (N, K), spans (N, 2S): of predict() for these rows."""
+    """Return {"comprehensiveness", "sufficiency"}, measures of the predicted evidence
+    (arXiv:1911.03429): the mean decrease of the probability of the predicted class if the evidence
+    is deleted from the text (large for good evidence), and if everything else is deleted (small for
+    good evidence). {} if no text is longer than the evidence. arrays: (tokens, lengths, ...) of
+    load_rows(); scores (N, K), spans (N, 2S): the result of predict() for these rows."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     position = np.arange(arrays[0].shape[1])
     first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
@@ -212,9 +217,11 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return [probabilities (N, K), spans (N, 2S) (first and last token)] of a Classifier as numpy
-    arrays; `None` for outputs that the model does not predict. arrays: tokens (N, T), lengths (N,),
-    ...; with RoPE, texts longer than in training raise the model's block_size."""
+    """Return [probabilities (N, K), spans (N, 2S)] of `model`, a Classifier, as numpy arrays;
+    `None` for one that the model does not predict. spans: first and last token of each span, padded
+    with -1. arrays: tokens (N, T), lengths (N,), ...; further ones are ignored. If a text is longer
+    than in training and positions are rotary, block_size and the rotary table of the model are
+    enlarged in place."""
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device
@@ -232,8 +239,9 @@ def predict(model, arrays, batch_size):
 
 
 def format_report(m):
-    """Return the text of a report `m`, the content of metrics.json: tables like scikit-learn's
-    classification_report, the confusion matrix, baselines and evidence."""
+    """Return a report as text: tables like classification_report of scikit-learn, the confusion
+    matrix, baselines and evidence. m: the content of metrics.json, a dict; parts that are not in it
+    are omitted."""
     parts = []
     if "accuracy" in m:
         names = ("precision", "recall", "f1")

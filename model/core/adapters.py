@@ -16,9 +16,10 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """An nn.Linear `layer` with an adapter of rank r: forward(x (..., in)) returns x (base + scale
-    * lora_B lora_A)^T + bias. base (out, in) is the frozen weight of `layer`, `weight` the merged
-    one; lora_A (r, in) and lora_B (out, r) are trained, and not initialised here."""
+    """Linear layer with a LoRA adapter of rank r, made from `layer`, an nn.Linear: forward(x (...,
+    in)) returns x W^T + bias with W = base + scale * lora_B @ lora_A. base (out, in): the weight of
+    `layer`, the same parameter, which add_adapters() freezes. lora_A (r, in), lora_B (out, r): new
+    parameters, not initialised here. The property `weight` is W."""
 
     def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
@@ -32,8 +33,8 @@ class LoRALinear(nn.Linear):
 
     @property
     def weight(self):
-        """The merged weight base + scale * lora_B lora_A (out, in), in the dtype of the adapter.
-        Computed at each access: for decoding and export, not for training."""
+        """The merged weight base + scale * lora_B @ lora_A (out, in), in the dtype of the adapter.
+        It is computed at each access: for decoding and export, not for training."""
         with torch.autocast(self.base.device.type, enabled=False):
             base = self.base.to(self.lora_B.dtype)
             return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
@@ -45,12 +46,14 @@ class LoRALinear(nn.Linear):
 
 
 class _LoRAFunction(torch.autograd.Function):
-    """The autograd function of LoRALinear: apply(x (..., in), base (out, in), bias, A (r, in),
-    B (out, r), scale) returns x base^T + bias + scale * (x A^T) B^T, in the dtype of x.
+    """The autograd function of LoRALinear: apply(x (..., in), base (out, in), bias (out,) or
+    `None`, A (r, in), B (out, r), scale) returns x base^T + bias + scale * (x A^T) B^T, in the
+    dtype of x.
 
     The merged weight is never computed: it would need a float32 copy of the backbone in each pass,
     and in bfloat16 a small adapter would be lost to rounding. `base` is converted to the dtype of x
-    in both passes. A frozen one gets no gradient, which saves a third of a step's matrix products.
+    in both passes. If it is frozen, no gradient is computed for it, which saves a third of the
+    matrix products of a step.
     """
 
     @staticmethod
@@ -91,15 +94,16 @@ class _LoRAFunction(torch.autograd.Function):
 # a model with adapters
 
 def is_adapter(name):
-    """Return whether the parameter `name` belongs to an adapter: whether it ends with .lora_A or
-    .lora_B."""
+    """Return whether the parameter `name` belongs to an adapter, i.e. ends with .lora_A or .lora_B.
+    """
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def initial_adapter(name, shape, seed):
-    """Return the initial value, a tensor of `shape`, of an adapter's parameter `name`: zeros for
-    lora_B; for lora_A (r, in) uniform in +-1 / sqrt(in), as in peft (kaiming_uniform with a =
-    sqrt(5)), a function of (seed, name)."""
+    """Return the initial value, a tensor of `shape`, of the adapter parameter `name`: zeros for
+    lora_B; for lora_A (r, in) uniform between -1 / sqrt(in) and 1 / sqrt(in), as in peft
+    (kaiming_uniform with a = sqrt(5)). The values are a function of the integer `seed` and of
+    `name`."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
@@ -108,11 +112,11 @@ def initial_adapter(name, shape, seed):
 
 
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
-    """Freeze `model`, a GPT with the mixin WithAdapters, in place, and replace the linear layers of
-    the blocks that match one of the patterns `targets` (attn, mlp, attn.q, h.3) by LoRALinear of
-    rank r. Return the model; with r 0 it is unchanged. seed: for the adapters' initial values (not
-    set on the meta device). scale: factor of the adapters. Raises ConfigError for a pattern that
-    matches no layer."""
+    """Freeze all parameters of `model`, a GPT with the mixin WithAdapters, and replace the linear
+    layers in the blocks that `targets` selects by LoRALinear of rank r. Changes `model` in place
+    and returns it; if r is 0, nothing is changed. seed: an integer, for the initial values of the
+    adapters (on the meta device they are not set). scale: factor of the adapters. targets: patterns
+    of names, as for find_layers(). Raises ConfigError for a pattern that matches no layer."""
     if not r:
         return model
     model.requires_grad_(False)
@@ -124,9 +128,10 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 
 def find_layers(model, targets):
-    """Return the list of names (h.0.attn.q, ...) of the nn.Linear modules in the blocks of a GPT
-    that match one of the patterns `targets`, parts of names with wildcards: attn.q, mlp, h.3,
-    h.*.mlp. Raises ConfigError if there is no pattern, or for a pattern that matches no layer."""
+    """Return the names, e.g. h.0.attn.q, of the nn.Linear modules in the blocks of `model`, a GPT,
+    that match at least one pattern. targets: a list of patterns, each one or several consecutive
+    parts of a name, with wildcards: attn.q, mlp, h.3, h.*.mlp. Raises ConfigError if the list is
+    empty, or for a pattern that matches no layer."""
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
@@ -138,9 +143,9 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return the state dict {name: tensor} of `model`, a GPT with adapters, as that of a plain GPT:
-    LAYER.weight, the merged weight, replaces base, lora_A and lora_B of the layer. Other tensors
-    are those of the model."""
+    """Return the state dict {name: tensor} of `model`, a GPT with or without adapters, with the
+    names of a plain GPT: LAYER.weight, the merged weight, replaces base, lora_A and lora_B of a
+    layer. Other tensors are those of the model, not copies. Frozen tensors are included."""
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -152,9 +157,9 @@ def merge(model):
 
 
 class WithAdapters:
-    """Mixin for a GPT to which add_adapters() can be applied: initial() also returns the initial
-    values of adapters, and adopt(), which translates the names of initial weights, renames
-    LAYER.weight to LAYER.base for layers with an adapter."""
+    """Mixin for a GPT to which add_adapters() can be applied. It extends two methods: initial()
+    also returns the initial values of adapters; adopt(weights), which translates the names of the
+    weights to start from, renames LAYER.weight to LAYER.base for layers with an adapter."""
 
     def initial(self, name, shape, seed):
         if is_adapter(name):
@@ -171,18 +176,19 @@ class WithAdapters:
 
 
 class PartialStateDict:
-    """Mixin for a model whose state_dict() and load_state_dict() have only the tensors for which
-    is_saved(name), a method of the subclass, is true. load_backbone() sets the other tensors, the
-    frozen backbone, which is saved in a separate checkpoint."""
+    """Mixin for a model of which only a part is saved: state_dict() and load_state_dict() have only
+    the tensors for which is_saved(name), a method that the subclass defines, is true.
+    load_backbone() sets all tensors, including the frozen backbone, which is saved in a separate
+    checkpoint."""
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         return {name: t for name, t in state.items() if self.is_saved(name)}
 
     def load_backbone(self, weights):
-        """Use the tensors `weights` {name: tensor} as the parameters of the model, without copies.
-        The model may be on the meta device. Raises CheckpointError unless they have the names and
-        shapes of all tensors of the model."""
+        """Set the parameters and buffers of the model to the tensors in `weights` {name: tensor}
+        themselves, without copies, so that the model may be on the meta device. Raises
+        CheckpointError unless `weights` has exactly the names and shapes of the whole model."""
         try:
             super().load_state_dict(weights, assign=True)
         except RuntimeError as error:

@@ -6,8 +6,10 @@ from train.base.errors import printable
 
 
 class Detokenizer:
-    """Converts tokens to text, one add(token) at a time: incomplete UTF-8 characters and possible
-    beginnings of a stop string are held back. `stopped` is true once a stop string was found."""
+    """Converts tokens to text during generation, one add(token) at a time. The bytes of an
+    incomplete UTF-8 character, and text that may be the beginning of a stop string, are held back
+    until it is complete. stop_strings: texts that end the generation. The attribute `stopped` is
+    true once one was found."""
 
     def __init__(self, tokenizer, stop_strings=()):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
@@ -16,9 +18,10 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, token=None, last=False):
-        """Return the text that `token` (an id; None: no new token) completes, perhaps "". At a stop
-        string, return the text before it and set `stopped`; add() must not be called again. last:
-        also return the text that is held back."""
+        """Add a token, and return the new text that is complete now, possibly "". token: an id,
+        `None`: no new token. last: return also the text that is held back; an incomplete character
+        becomes U+FFFD. If a stop string is found, return the text before it and set `stopped`; do
+        not call add() afterwards."""
         data = b"" if token is None else self.tokenizer.bytes_of(token)
         self.pending += self.decoder.decode(data, last)
         positions = [self.pending.find(stop) for stop in self.stop_strings if stop in self.pending]
@@ -35,9 +38,10 @@ class Detokenizer:
 
 
 class TextStreamer:
-    """Prints the text of a single sequence during generation: an instance is the argument on_token
-    of generate(), which calls streamer(tokens (1,)) for each token. stop_tokens: ids that are not
-    printed. Control characters are escaped; an incomplete character at the end is not printed."""
+    """Callback that prints the text of a single sequence during generation: pass an instance as the
+    argument on_token of generate(), which calls it with a tensor (1,) for each new token.
+    stop_tokens: ids that are not printed. Control characters are escaped. An incomplete UTF-8
+    character at the end is not printed."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens

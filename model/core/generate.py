@@ -28,7 +28,7 @@ class SamplingOptions:
     seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
 
     def sampling(self):
-        """Return the options except max_new_tokens as keyword arguments of generate(), a dict."""
+        """Return a dict of the options except max_new_tokens, keyword arguments of generate()."""
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
@@ -37,21 +37,26 @@ class SamplingOptions:
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
              stop_token=None, on_token=None, n_vocab=None, min_p=None, lengths=None,
              samples_per_row=1):
-    """Continue idx (B, T) int64 by up to max_new_tokens; return (B * samples_per_row, T + new).
+    """Continue each prompt with up to max_new_tokens tokens. Return token ids (rows, T + new
+    tokens) int64 with the prompts at the start, where rows = B * samples_per_row.
 
-    model: a GPT in eval mode. temperature 0: the most likely token. top_k, top_p, min_p: restrict
-    the candidates, None: all (arXiv:1904.09751, arXiv:2407.01082).
-    seed: one seed, None (random), or a list of these, one per equal group of consecutive rows: the
-    tokens of a group are independent of the other groups.
-    stop_token: an id or a list. A finished row is padded with the stop token; all finished: end.
-    on_token: called with each new column of tokens (rows,). Generation stops if it returns true.
+    model: a GPT in eval mode. idx (B, T) int64: the prompts.
+    temperature: 0: always the most likely token.
+    top_k, top_p, min_p: sample from the top_k most likely tokens; from the most likely ones with a
+    total probability of top_p (arXiv:1904.09751); from those with at least min_p times the
+    probability of the most likely one (arXiv:2407.01082). `None`: no limit.
+    seed: an int, `None` (random), or a list of n of these: the rows are divided into n groups of
+    equal size, and seed i alone determines the tokens of group i.
+    stop_token: an id or a list of ids, after which a row is finished. A finished row is padded with
+    the stop token; generation ends when all rows are finished.
+    on_token: called with the new tokens (rows,) of each step. Generation ends if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
-    lengths: (B,) true lengths of right-padded prompts; new tokens start at column T.
-    samples_per_row: continuations per prompt, next to each other; the prompt is computed once.
+    lengths (B,): true lengths of right-padded prompts; new tokens are in the columns from T on.
+    samples_per_row: continuations per prompt, in consecutive rows; the prompt is computed once.
 
-    When the context is full, its last half is computed again at the first positions, and generation
-    continues. With `lengths` it must not become full: T + max_new_tokens is at most block_size.
-    Raises ValueError if the logits are not finite.
+    When the context is full, the last half of it is computed again from position 0, and generation
+    continues. With `lengths` this is not possible: the caller must ensure that T + max_new_tokens
+    is at most block_size. Raises ValueError if the logits are not finite.
     """
     c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)
@@ -88,10 +93,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def remove_rows(cache, active, is_done, n):
-    """Return (cache, active) without the finished rows. cache: a KVCache; active (rows,): the index
-    in the batch of each row of the cache; is_done (rows,) bool: whether it is finished; n: the
-    number of unfinished rows. Rows from the end overwrite finished ones, in place. Unless an eighth
-    is finished, the arguments are returned unchanged, which saves copies."""
+    """Remove finished rows from a cache, in place: unfinished rows from the end overwrite them.
+    Return (cache, active) of the n unfinished rows. Unless at least an eighth of the rows is
+    finished, the arguments are returned unchanged, which saves copies. cache: a KVCache; active
+    (rows,): for each row of the cache, the index in the batch; is_done (rows,) bool: whether the
+    row is finished."""
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -102,8 +108,8 @@ def remove_rows(cache, active, is_done, n):
 
 
 def create_generators(seed, device):
-    """Return a list of torch.Generator on `device`, one per seed. seed: an int, None (a random
-    seed), or a list of ints and Nones."""
+    """Return a list of torch.Generator on `device`, one for each seed. seed: an int, `None` (a
+    random seed), or a list of ints and `None`."""
     seeds = seed if isinstance(seed, list) else [seed]
     return [torch.Generator(device).manual_seed(secrets.randbits(63) if s is None else s)
             for s in seeds]
@@ -136,18 +142,18 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
 
 
 def eager_mode(model):
-    """Return a context manager in which a model that was compiled with torch.compile runs eagerly,
-    because shapes change with every token. For other models it does nothing."""
+    """Return a context manager in which a model that was compiled with torch.compile runs without
+    compilation, because shapes change with every token. For other models it does nothing."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
 def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
-    """Sample a token id per row of logits (B, V); return (B,) int64. The id is -1 if the logits are
-    not finite, because an exception would need a synchronisation with the GPU. temperature, top_k,
-    top_p, min_p: as for generate(). generators: a list of torch.Generator, each for an equal number
-    of consecutive rows."""
+    """Return a sampled token id for each row of logits (B, V): (B,) int64, -1 for a row whose
+    largest logit is not finite (an exception would need a synchronisation with the GPU).
+    temperature, top_k, top_p, min_p: as for generate(). generators: a list of n torch.Generators;
+    the rows are divided into n groups of equal size, one for each."""
     if temperature < 1e-38:  # zero in float32
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
@@ -171,13 +177,14 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
 
 
 def sample_indices(weights, generators):
-    """Return an index (B, 1) per row of weights (B, V), with probability proportional to the
-    weight; any index if the weights are not finite. generators: a list of torch.Generator, each for
-    an equal number of consecutive rows.
+    """Return a random index (B, 1) for each row of weights (B, V), with probability proportional to
+    the weight; an arbitrary index if the weights are not finite. generators: as for
+    sample_tokens().
 
-    On a CPU: one uniform number per row, looked up in the cumulative sum (torch.multinomial draws V
-    numbers: 0.5 ms for 32,000). On a GPU: an exponential race, argmax of p / Exp(1), which needs no
-    check for NaN; torch.multinomial would end the process's CUDA context.
+    On a CPU, one uniform number per row is looked up in the cumulative sum (torch.multinomial uses
+    V random numbers: 0.5 ms for 32,000). On a GPU, the result is argmax(weights / exponential
+    random numbers), which needs no check for NaN; torch.multinomial would end the CUDA context of
+    the process.
     """
     shares = weights.chunk(len(generators))
     if weights.device.type != "cpu":
@@ -206,13 +213,14 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
 
 
 def sample(model, data, config):
-    """Return the list of texts for samples.txt: each of config.sample_prompts (default: a new
-    document) with a continuation of config.sample_tokens tokens, with the same seed at every call;
-    [] if data.spec has no tokenizer.
+    """Return a list of texts for samples.txt, which a run writes: each prompt in
+    config.sample_prompts (default: one empty prompt, the beginning of a document) with a
+    continuation of config.sample_tokens tokens, sampled with the seed of the run, so that every
+    call uses the same random numbers. [] if data.spec has no tokenizer.
 
-    A hook of the model interface, for GPTs in training. The model is in eval mode; if it is
-    sharded, all ranks must call this. A ValueError, e.g. of NaN logits, is written into the text,
-    not raised.
+    A function of the model interface, for GPTs in training. The model must be in eval mode; if it
+    is sharded, all ranks must call this function. A ValueError, e.g. for NaN logits, is not raised:
+    the message is written into the text.
     """
     if not data.spec.get("tokenizer"):
         return []

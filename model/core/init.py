@@ -1,19 +1,19 @@
 """Initial values as a pure function of (seed, parameter name).
 
-A sharded model can therefore be filled one tensor at a time, and equals the unsharded one bit for
-bit.
+A sharded model can therefore be initialised one tensor at a time, and gets bit for bit the same
+values as the unsharded one.
 """
 
 import torch
 
 
 def fill(model, seed, filled=()):
-    """Initialise `model` in place: set each parameter and persistent buffer to model.initial(name,
-    shape, seed), except names in `filled`, which an earlier call has set, and tensors on the meta
-    device. Return the set of the names of all parameters and persistent buffers, also of those that
-    were not set. As `filled` of a later call, it makes that call set only new names.
+    """Initialise `model` in place: set each parameter and persistent buffer to the result of
+    model.initial(name, shape, seed). If this is `None`, the value from __init__ is kept. Names in
+    `filled` and tensors on the meta device are not set.
 
-    If initial() returns None, the tensor keeps the value from the module's __init__.
+    Return the set of the names of all parameters and persistent buffers. A later call, after
+    modules were added to the model, sets only the new ones if it gets this set as `filled`.
     """
     tensors = model.state_dict()
     for name, tensor in tensors.items():
@@ -26,15 +26,15 @@ def fill(model, seed, filled=()):
 
 
 def normal(name, shape, std, seed):
-    """Return a float32 tensor of `shape` with values of a normal distribution, of mean 0 and
-    standard deviation std, for the parameter `name`: a pure function of the four arguments."""
+    """Return a float32 tensor of `shape` with random values from a normal distribution with mean 0
+    and standard deviation `std`: a pure function of the four arguments. name: of the parameter."""
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def stable_hash(seed, name):
-    """Return a hash of the integer `seed` and the string `name`, an int of 63 bits, the same on
-    every machine; Python's hash() is salted."""
+    """Return a non-negative int below 2^63, a hash of the integer `seed` and the text `name`. It is
+    the same on every machine and in every process, unlike Python's hash()."""
     h = 0xCBF29CE484222325 ^ seed
     for byte in name.encode():
         h = ((h ^ byte) * 0x100000001B3) % 2**64  # FNV-1a

@@ -1,8 +1,8 @@
 """Key-value caches for decoding with attention.
 
-`KVCache` stores the keys and values of every layer, so that each token is computed once. Rows of a
-batch may have different lengths, so that a serving engine can add and remove texts at any step.
-`GPT.trunk` calls start() once per forward pass, then update() in each layer.
+A `KVCache` stores the keys and values of every layer, so that each token is computed once. The rows
+of a batch may have different lengths, so that a serving engine can add and remove texts at any
+step. `GPT.trunk` calls start() once per forward pass, and each layer then calls update().
 """
 
 import copy
@@ -15,17 +15,17 @@ ROW_DIMS = dict(kv=2, lengths=0, device_lengths=0, history=0)  # of a cache's te
 
 
 class KVCache:
-    """Keys and values of every layer for B texts (rows), each of up to block_size tokens.
+    """Keys and values of every layer for B rows, one text of up to block_size tokens each.
 
-    cache[rows], for a slice, is a view: prompt a single row with `model(prompt, cache=cache[r:r +
-    1])`, decode the first n with `model(tokens, cache=cache[:n])`, and remove row r with
-    `cache.copy_rows(last, r)`. If rows have different lengths, only one token per call can be
-    appended.
+    cache[rows], for a slice, is a view that shares memory with the cache: compute the prompt of row
+    r with `model(prompt, cache=cache[r:r + 1])`, decode the first n rows with `model(tokens,
+    cache=cache[:n])`, and remove row r by `cache.copy_rows(last, r)`. If rows have different
+    lengths, only one token per call can be appended.
     """
 
     def __init__(self, config, rows, device, dtype, size=None):
-        """Create an empty cache. config: a GPTConfig. rows: number of texts (B). dtype: of keys and
-        values. size: tokens per row, if fewer than block_size are needed."""
+        """Create an empty cache. config: the GPTConfig of the model. rows: number of texts (B).
+        dtype: of keys and values. size: maximum number of tokens per row (default: block_size)."""
         c = self.config = config
         # With key_offset, a place for what the next token needs of the last key.
         slots = (size or c.block_size) + c.key_offset
@@ -42,38 +42,40 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor[(slice(None),) * dim + (rows,)])
 
     def repeat(self, n):
-        """Return a copy with every row n times, the copies of a row next to each other."""
+        """Return a copy of the cache with n copies of every row, in consecutive rows."""
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a KVCache in which every tensor with a dimension of rows is replaced by f(tensor,
-        dim), where dim is the index of that dimension."""
+        """Return a new KVCache in which every tensor is replaced by f(tensor, dim), where dim is
+        the index of the dimension that counts rows."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
         return new
 
     def clear(self):
-        """Empty all rows in place; a view cache[rows] empties these rows of the whole cache."""
+        """Empty all rows in place. Called on a view cache[rows], it empties these rows of the whole
+        cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.history.zero_()
 
     def copy_rows(self, sources, targets):
-        """Overwrite the rows `targets` with the rows `sources`, in place. Each argument is an index
-        or a list of indices."""
+        """Overwrite the rows `targets` with copies of the rows `sources`, in place. Each argument
+        is an index or a list of indices."""
         for name, dim in ROW_DIMS.items():
             rows = getattr(self, name).movedim(dim, 0)
             rows[targets] = rows[sources]
 
     def start(self, idx):
-        """Begin a forward pass: append the tokens idx (B, T) to the rows, whose keys and values
-        update() then stores per layer.
+        """Begin a forward pass over the tokens idx (B, T), which are appended to the rows: increase
+        the lengths of the rows by T. The layers must then store keys and values with update().
 
-        Return (positions, history): the tokens' positions (B, T), or (1, T) if all rows have the
-        same length, and their histories (B, T), see ops.histories; `None` for a model that does not
-        use them. Raises ValueError if a row would exceed block_size (a smaller `size` of the cache
-        is not checked), or for T > 1 if the rows differ in length.
+        Return (positions, history): the positions of the tokens, (B, T), or (1, T) if all rows have
+        the same length; the histories (B, T) of the tokens, see histories() of model/core/ops.py,
+        `None` for a model that does not use them. Raises ValueError if a row would exceed
+        block_size (a smaller `size` of the cache is not checked), or if T > 1 and the rows differ
+        in length.
         """
         T = idx.size(1)
         size = self.config.block_size
@@ -106,9 +108,10 @@ class KVCache:
         return positions, history
 
     def swap_last_key(self, layer, k):
-        """For ops.offset_keys: store k (B, 1, G, D), the key (not offset) of the last token that
-        start() appended, in the slot after it, where the next call finds it. Return the key (B, 1,
-        G, D) that the call before stored for the layer, zeros at the beginning of a text."""
+        """Exchange the last key of a layer, for models with key_offset, in which a part of each key
+        is that of the previous token. Store k (B, 1, G, D), the key of the last token that start()
+        appended, before offset_keys(), and return the key (B, 1, G, D) that the previous call
+        stored for this layer; zeros at the beginning of a text. layer: index of the layer."""
         keys = self.kv[layer, 0]  # (B, G, slots, D)
         if self.same_length:
             before = keys[:, :, self.slots.start] * (self.slots.start > 0)  # (B, G, D)
@@ -119,11 +122,11 @@ class KVCache:
         return before[:, None].to(k.dtype)
 
     def update(self, layer, k, v):
-        """Store k, v (B, G, T, D) of the T tokens that start() appended, for the layer with index
-        `layer`; G: heads of keys and values, D: head size. Return (k, v, mask): all keys and values
-        (B, G, S, D) of the layer in the order of the text, where S is the length of the longest
-        row; mask (B, 1, 1, S), true for the keys of each row, or None if all rows have the same
-        length."""
+        """Store keys k and values v (B, G, T, D) of the T tokens that start() appended, for the
+        layer with index `layer`. G: heads of keys and values, D: head size. Return (k, v, mask):
+        all keys and values (B, G, S, D) of the layer in the order of the text, where S is the
+        length of the longest row; mask (B, 1, 1, S) bool, true for the keys that exist in the row,
+        or `None` if all rows have the same length."""
         self.is_used = True
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
@@ -134,9 +137,10 @@ class KVCache:
 
 
 def create_cache(model, rows, size=None):
-    """Return an empty KVCache for `rows` texts of at most `size` tokens each (default: block_size,
-    as always if the model sets needs_full_cache), on the device of `model`, a GPT, in the dtype of
-    the weights or, if enabled, of autocast."""
+    """Return an empty KVCache on the device of `model`, a GPT, for `rows` texts of at most `size`
+    tokens (default: block_size, which is always used if the model has needs_full_cache = True).
+    Keys and values have the dtype of the weights or, if autocast is enabled, the dtype of autocast.
+    """
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

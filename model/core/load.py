@@ -32,10 +32,11 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
 
 def read_weights(path):
-    """Load the checkpoint at `path` as a dict: "model" {name: tensor}, "config", "spec", ...
-    Weights of other programs (nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder,
-    hf:OWNER/NAME) are converted to this format. Warns if the checkpoint was written by a program
-    with different code for the logits. Raises CheckpointError."""
+    """Read a checkpoint. Return a dict with "model" {name: tensor}, and with "config", "spec" and
+    other keys if it is a checkpoint of this program. path: a checkpoint, or weights of other
+    programs, which are converted: ckpt.pt of nanoGPT, a .safetensors file, a Hugging Face folder,
+    or hf:OWNER/NAME. If the code for the logits differs from the program that wrote the checkpoint,
+    a warning is printed. Raises CheckpointError if the file is missing or cannot be used."""
     is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
                   or os.path.isdir(path) and not is_sharded(path))
     state = None if is_foreign else load_checkpoint(path)
@@ -47,9 +48,9 @@ def read_weights(path):
 
 
 def use_ema(state, path):
-    """Return a copy of the checkpoint `state`, a dict, in which the running averages of the weights
-    (see the key ema) replace the weights in "model". path: of the checkpoint, for messages. Raises
-    CheckpointError if it has no averages."""
+    """Return a copy of `state`, the dict of a checkpoint, in which "model" has the running averages
+    of the weights, which a run with the key ema computes. path: of the checkpoint, for messages.
+    Raises CheckpointError if the checkpoint has no averages."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     if not averages:
@@ -60,12 +61,14 @@ def use_ema(state, path):
 
 def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=None, ema=False,
                expect=None):
-    """Load a model; return (model in eval mode, tokenizer or None). ckpt_path: a checkpoint,
-    nanoGPT's ckpt.pt, a .safetensors file, a Hugging Face folder, or hf:OWNER/NAME.
+    """Load a model. Return (model in eval mode, tokenizer or `None`).
 
-    dtype: precision of the weights (default: the file's). backbone: the present path of the frozen
-    model that the checkpoint needs, if it was moved. ema: use the running averages of the weights.
-    expect: the model type that the caller needs, e.g. "sae". Raises CheckpointError.
+    ckpt_path: a checkpoint, ckpt.pt of nanoGPT, a .safetensors file, a Hugging Face folder, or
+    hf:OWNER/NAME. dtype: of the parameters (default: as in the file). backbone: path of the frozen
+    model that the checkpoint needs, e.g. of lora (default: the path in training). ema: use the
+    running averages of the weights. expect: the model type that the caller needs, e.g. "sae"
+    (default: any). Raises CheckpointError if the file is missing, cannot be used, or has a
+    different model type.
     """
     state = read_weights(ckpt_path)
     kind = saved_model_type(state)
@@ -76,16 +79,18 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
 
 
 def saved_model_type(state):
-    """Return the model type, the value of --model, of a checkpoint `state`, a dict; "gpt" if
-    unknown."""
+    """Return the model type, i.e. the value of --model, of a checkpoint; "gpt" if it is unknown.
+    state: the dict of the checkpoint."""
     return str((state.get("config") or {}).get("model", "gpt"))
 
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
-    """Return (model in eval mode, tokenizer or None) of the checkpoint `state`, a dict read from
-    `path`. dtype: of the parameters (default: unchanged). backbone: the present path of the frozen
-    model that the checkpoint needs, if it was moved. The attribute model.template is set to the
-    ChatTemplate of the checkpoint or None. Raises CheckpointError."""
+    """Build the model of a checkpoint with the weights in it. Return (model in eval mode, tokenizer
+    or `None`). state: the dict of the checkpoint, read from the file `path`. dtype: of the
+    parameters (default: unchanged). backbone: path of the frozen model that the checkpoint needs
+    (default: the path in training). The attribute template of the model is set to a ChatTemplate,
+    or `None` if the checkpoint has none. Raises CheckpointError if the checkpoint or the frozen
+    model cannot be used."""
     if backbone:
         if not (state.get("config") or {}).get("backbone"):
             raise CheckpointError(f"{path}: --backbone: this model has no frozen part")
@@ -105,8 +110,8 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 
 
 def open_text_format(state):
-    """Return (tokenizer or None, ChatTemplate or None), built from the descriptions in the
-    checkpoint `state`, a dict."""
+    """Return (tokenizer or `None`, ChatTemplate or `None`) of a checkpoint. state: the dict of the
+    checkpoint, which contains descriptions of both."""
     spec = state.get("spec") or {}
     tokenizer = spec.get("tokenizer") or state.get("tokenizer")
     template = spec.get("template")
@@ -115,9 +120,10 @@ def open_text_format(state):
 
 
 def build_empty_model(state):
-    """Return the model that a checkpoint `state`, a dict, describes, on the current default device,
-    without the weights in `state`. A frozen model that it needs is loaded from its own file. Raises
-    ValueError if the checkpoint describes no model, or that file does not fit."""
+    """Return the model of a checkpoint on the default device, without the weights of the
+    checkpoint. state: the dict of the checkpoint. A frozen model that it needs is loaded from a
+    separate file. Raises ValueError if the checkpoint describes no model, or if the frozen model
+    cannot be used."""
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
     if kind == "gpt":
@@ -134,9 +140,9 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the TrainConfig of a checkpoint, upgraded to this version. values: the dict "config"
-    of the checkpoint. No key counts as set by the user on the command line. Raises ConfigError for
-    invalid values."""
+    """Return the TrainConfig of a checkpoint, converted to the keys of this version. values: the
+    dict "config" of the checkpoint. No key counts as set explicitly, e.g. on the command line.
+    Raises ConfigError for invalid values."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
@@ -146,9 +152,9 @@ def saved_config(values):
 
 
 def upgrade_args(args):
-    """Return `args`, the dict model_args or config of a checkpoint, converted to the keys of this
-    version: older versions described imported models by the key `family`, the JSON of a
-    config.json."""
+    """Return a copy of `args` with the keys of this version. args: the dict "model_args" or
+    "config" of a checkpoint. Older versions described imported models by the key `family`, the JSON
+    text of a config.json, which is converted."""
     args = dict(args)
     if config_json := args.pop("family", None):
         from model.convert.foreign import upgrade_fields
@@ -157,8 +163,9 @@ def upgrade_args(args):
 
 
 def read_model_args(args, weights):
-    """Return the GPTConfig of `args`, the dict model_args of a checkpoint. Raises ValueError if
-    they are not those of a GPT, do not fit `weights` {name: tensor}, or use a removed option."""
+    """Return the GPTConfig of a checkpoint. args: the dict "model_args" of the checkpoint; weights:
+    {name: tensor}. Raises ValueError if `args` does not describe a GPT, uses an option that was
+    removed from this program, or describes a model that is much too large for `weights`."""
     config_class = load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]

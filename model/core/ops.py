@@ -1,7 +1,7 @@
-"""Loss, normalisation, rotary positions and attention of a GPT in few passes over memory.
+"""Loss, normalisation, rotary positions and attention of a GPT, written for few passes over memory.
 
-Shapes: B batch, T queries, S keys, H heads, G heads of keys and values, D head size, N tokens,
-C channels, V rows of the output layer.
+Shapes: B batch, T queries, S keys, H heads, G heads of keys and values (fewer than H with grouped
+queries), D head size, N tokens, C channels, V rows of the output layer (vocabulary and padding).
 """
 
 import functools
@@ -21,13 +21,13 @@ IGNORE = -1  # a target that is not counted
 # 4 bytes = 412 MB), so only a chunk of tokens is computed at a time
 
 class LinearCrossEntropy(nn.Module):
-    """The loss of a GPT: the mean cross-entropy of softmax(x @ weight.T), a float32 scalar; 0 if no
-    target counts.
+    """The loss of a GPT from the states before the output layer: the mean cross-entropy of the
+    logits finish_logits(x @ weight.T), a float32 scalar; 0 if no target counts.
 
-    forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), rows from vocab_size on are
-    padding without probability; targets (...) int64, IGNORE (-1): not counted. A module, so that it
-    can be compiled separately. The constructor raises UserError if finish_logits() was edited to
-    change its argument in place.
+    forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), of which the rows from
+    vocab_size on are padding without probability; targets (...) int64, IGNORE (-1) for positions
+    that do not count. A module, so that it can be compiled separately. The constructor raises
+    UserError if finish_logits() was edited so that it changes its argument in place.
     """
 
     def __init__(self):
@@ -50,14 +50,16 @@ class LinearCrossEntropy(nn.Module):
 
 
 class SampledCrossEntropy(LinearCrossEntropy):
-    """LinearCrossEntropy in eval mode. In training mode an estimate of it, from the logits of the
-    targets and of n_samples sampled ids (sampled softmax, arXiv:1412.2007), which costs less for a
-    large vocabulary. before_step(it) samples the ids of step `it`.
+    """Drop-in replacement for LinearCrossEntropy that is faster in training for a large vocabulary.
+    In training mode, the loss is estimated from the logits of the targets and of n_samples sampled
+    ids (sampled softmax, arXiv:1412.2007); in eval mode, it is exact. before_step(it) must be
+    called before each step `it`, and samples the ids.
 
-    The probability p of an id to be sampled is proportional to its frequency in `targets`, int64,
-    plus 1 / vocab_size, with a maximum of 1 and the sum n_samples. The id's exponential is divided
-    by p, so that the estimate of the sum of exponentials is unbiased. Without the uniform part, the
-    logits of rare ids would hardly decrease.
+    The probability p that an id is sampled is proportional to the frequency of the id in `targets`,
+    an int64 tensor of training targets, plus 1 / vocab_size; it is at most 1, and the sum is
+    n_samples. The exponential of a sampled logit is divided by p, so that the estimate of the sum
+    of exponentials is unbiased. Without the term 1 / vocab_size, the logits of rare ids would
+    hardly decrease.
     """
 
     def __init__(self, targets, vocab_size, n_samples, seed):
@@ -76,8 +78,9 @@ class SampledCrossEntropy(LinearCrossEntropy):
         self.before_step(0)
 
     def before_step(self, it):
-        """Sample the n_samples ids of step `it`, the same on every rank: at points one apart in the
-        cumulative sum of p, from a random start, so that no id is sampled twice."""
+        """Sample the n_samples ids of step `it`, an integer, in place, the same on every rank.
+        Systematic sampling: the ids at points with distance 1 in the cumulative sum of p, from a
+        random start, so that no id is sampled twice."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
         ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
@@ -102,9 +105,10 @@ class SampledCrossEntropy(LinearCrossEntropy):
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """Return the loss of LinearCrossEntropy, a scalar, without chunks, for torch.compile on a GPU:
-    Inductor fuses it into one pass over bfloat16 logits, which is faster than chunks. h (N, C);
-    weight (V, C), rows from vocab_size on are padding; targets (N,), IGNORE (-1): not counted."""
+    """Return the loss of LinearCrossEntropy, a scalar, for h (N, C), computed from all logits at
+    once. It is for torch.compile on a GPU: Inductor fuses it into one pass over bfloat16 logits,
+    which is faster than chunks. weight (V, C), rows from vocab_size on are padding; targets (N,),
+    IGNORE (-1): not counted."""
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
     total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
@@ -113,17 +117,17 @@ def whole_cross_entropy(h, weight, targets, vocab_size):
 
 
 def finish_logits(z):
-    """Return the logits (..., V) for z (..., V), the output of the last layer: z. An edit changes
-    all losses and sampling: `return 30 * torch.tanh(z / 30)`, elementwise and not in place."""
+    """Return the logits (..., V) from z (..., V), the output of the last layer; here z unchanged.
+    Edit this function to change the logits in all losses and in sampling, e.g. to 30 * torch.tanh(z
+    / 30). The function must be elementwise and must not change z in place."""
     return z
 
 
 def token_logprobs(model, x, targets):
-    """Return the log probability (N,) float32 of each of targets (N,) int64 under `model`, a GPT; 0
-    where the target is IGNORE (-1). x (N, C): the normalised states that predict the targets.
-
-    To save memory, logits are computed in chunks, which the backward pass recomputes.
-    """
+    """Return the log probabilities (N,), float32, of the tokens targets (N,) int64 under `model`, a
+    GPT; 0 where the target is IGNORE (-1). x (N, C): for each target, the state that predicts it,
+    after the final norm. To save memory, logits are computed in chunks, and again in the backward
+    pass."""
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
     rows = chunk_rows(model.config.padded_vocab_size, x.device.type)
@@ -132,18 +136,19 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows per chunk of n_columns float32 numbers: the largest power of two that fits in
-    256 MB (on a CPU 32 MB), or 256 if this is below 128."""
+    """Return the number of rows of a chunk with n_columns float32 numbers per row: the largest
+    power of two for which the chunk has at most 256 MB (32 MB on a CPU), or 256 if this power is
+    below 128. device_type: e.g. "cpu" or "cuda"."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """LinearCrossEntropy in chunks of rows: apply(h (N, C), weight (V, C), targets (N,),
-    vocab_size) returns the mean loss. The forward pass also computes the gradients of the loss for
-    h and, if `weight` needs a gradient, for the logits (N, V), which are kept in the dtype of h.
-    The backward pass recomputes no logits; it has one matrix product, for the gradient of
-    `weight`."""
+    """The autograd function of LinearCrossEntropy, which computes logits in chunks of rows: apply(h
+    (N, C), weight (V, C), targets (N,), vocab_size) returns the mean loss, a float32 scalar. The
+    forward pass also computes the gradients of the loss with respect to h and, if `weight` needs a
+    gradient, with respect to the logits (N, V), which are stored in the dtype of h. The backward
+    pass recomputes no logits; it has one matrix product, for the gradient of `weight`."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
@@ -192,10 +197,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 # layers
 
 class RMSNorm(torch.autograd.Function):
-    """RMSNorm.apply(x, eps): x / sqrt(mean(x^2) + eps) over the last dimension of x (..., D)
-    float32. For a CPU, where PyTorch 2.13 runs six operations forward and ten backward: 4.8 instead
-    of 9.0 ms for both at (4, 512, 384), 2 cores. The backward pass removes the component of the
-    gradient along the result, because a longer x has the same norm."""
+    """RMSNorm without weights for a CPU: RMSNorm.apply(x, eps) returns x / sqrt(mean(x^2) + eps),
+    with the mean over the last dimension of x (..., D) float32. At (4, 512, 384) on 2 cores,
+    forward and backward take 4.8 ms instead of 9.0 ms with PyTorch 2.13, which runs six operations
+    forward and ten backward. The backward pass removes the component of the gradient along the
+    result, because a longer x has the same norm."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -217,7 +223,8 @@ rms_norm_no_grad = functools.partial(RMSNorm.forward, None)
 
 
 def apply_dropout(x, p, training=True):
-    """Return F.dropout(x, p, training); in bfloat16 on a CPU with 16 random bits per element."""
+    """Return F.dropout(x, p, training). For bfloat16 on a CPU a faster equivalent is used, in which
+    p is rounded to a multiple of 2^-16."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -226,9 +233,10 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the outputs of `layers`, nn.Linear modules, for x (..., C), concatenated along the
-    last dimension; for many tokens they are computed by one product. In a model for decoding,
-    layers[0] is a ConcatLinear (core/packed.py), which computes all outputs by itself."""
+    """Apply several linear layers to the same input x (..., C). Return the outputs, concatenated
+    along the last dimension. layers: nn.Linear modules; for many tokens they are computed by one
+    matrix product. In a model for decoding, layers[0] is a ConcatLinear (model/core/packed.py) that
+    computes all outputs alone, and the others are ignored."""
     if hasattr(layers[0], "sizes"):
         return layers[0](x)
     is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
@@ -242,9 +250,10 @@ def fused_linear(x, *layers):
 
 
 def save_matrix_products():
-    """Return the contexts for context_fn of torch.utils.checkpoint that save the results of matrix
-    products and attention and recompute the rest (selective activation checkpointing): a product
-    costs C times as much as an element-wise operation on the same numbers."""
+    """Return the pair of contexts for selective activation checkpointing; pass this function as
+    context_fn to torch.utils.checkpoint.checkpoint. The results of matrix products and of attention
+    are saved, and all others are recomputed: a product costs about C times as much as an
+    elementwise operation on the same numbers."""
     aten = torch.ops.aten
     saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
              aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
@@ -256,21 +265,21 @@ def save_matrix_products():
 # rotary positions
 
 def rope_table(positions, dim, theta, scaling=()):
-    """Return the cos and sin, stacked (2, ..., dim / 2) float32, of the rotary angles
-    (arXiv:2104.09864) at positions (...), a float tensor; in float64 they are exact for texts of
-    any length. dim: the head size; theta: the base; scaling: as for rope_frequencies."""
+    """Return the cosines and sines of the rotary angles (arXiv:2104.09864) at `positions`, a float
+    tensor (...): stacked, (2, ..., dim / 2) float32. With float64 positions, the angles are exact
+    for texts of any length. dim: the head size; theta: the base; scaling: as for
+    rope_frequencies()."""
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rope_frequencies(dim, theta, scaling=(), device=None):
     """Return the rotary frequencies theta^(-2 i / dim) in radians per token, (dim / 2,) float32.
-    dim: the head size; theta: the base.
-
-    scaling, for a longer context: () none; (factor,) all frequencies are divided by factor;
-    (factor, low, high, original) Llama 3: wavelengths below original / high tokens are kept,
-    wavelengths above original / low are multiplied by factor, and in between they are interpolated.
-    """
+    dim: the head size; theta: the base. scaling: a tuple that extends the context. (): none.
+    (factor,): all frequencies are divided by factor. (factor, low, high, original): Llama 3, where
+    `original` is the context length before: wavelengths below original / high tokens are unchanged,
+    wavelengths above original / low are multiplied by factor, and frequencies in between are
+    interpolated."""
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if len(scaling) < 2:
         return freq / scaling[0] if scaling else freq
@@ -281,8 +290,9 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Rotate x (B, T, H, D): element i of the last dimension with i + D / 2, as Hugging Face does.
-    rope: of rope_table(), (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
+    """Return queries or keys x (B, T, H, D) rotated by their positions: elements i and i + D / 2 of
+    the last dimension are a pair, as in Hugging Face. rope: the result of rope_table() with head
+    dimension 1 inserted, (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -299,14 +309,17 @@ ID_MASK = (1 << ID_BITS) - 1
 
 
 def extend_history(history, ids):
-    """Return the history of the token after `ids`, of which `history` is the history. Ints, or
-    tensors of the same shape."""
+    """Return the history of the token that follows the token `ids`, whose history is `history`:
+    ints, or int64 tensors of the same shape. A history encodes the up to three tokens before a
+    token: 1 + id of the latest one in the lowest ID_BITS bits, 1 + id of the one before in the next
+    ID_BITS bits, and so on; 0 if there is no token."""
     return (history << ID_BITS | ids + 1) & HISTORY_MASK
 
 
 def histories(idx, first=0):
-    """Return the histories (B, T) of the tokens idx (B, T). first: that of the first token, 0 or
-    (B, 1)."""
+    """Return the histories (B, T) int64 of the tokens idx (B, T), i.e. the encoded up to three
+    tokens before each, see extend_history(). first: the history of the first token of each row, 0
+    (the beginning of a text) or a tensor (B, 1)."""
     T = idx.size(1)
     ids = F.pad(idx + 1, (3, 0))  # (B, 3 + T)
     history = sum(ids[:, 2 - i:2 - i + T] << ID_BITS * i for i in range(3))
@@ -316,8 +329,9 @@ def histories(idx, first=0):
 
 
 def ngram_rows(idx, history, n_rows):
-    """Return (B, T, 2): the rows, out of n_rows, of the 3-gram and of the 4-gram that end with each
-    token idx (B, T). history (B, T): of the tokens."""
+    """Return (B, T, 2) int64: for each token, the rows of an embedding table for the 3-gram and the
+    4-gram that end with this token, hashes from 0 to n_rows - 1. idx (B, T): token ids; history (B,
+    T): of the tokens, see histories()."""
     before = torch.stack((history & HISTORY_MASK >> ID_BITS, history), dim=-1)
     # Multiplicative hashing: the products wrap around, and their high bits depend on all tokens.
     return ((before * 0x1E3779B97F4A7C15 + idx[..., None]) * 0x3C6EF372FE94F82B >> 32) % n_rows
@@ -327,13 +341,14 @@ def ngram_rows(idx, history, n_rows):
 # attention
 
 def offset_keys(k, mask=None, before=None):
-    """Return keys k (B, T, G, D) in which the second and the fourth quarter of the channels (which
-    rotary positions rotate slowly) are those of the token before, so that a query can find a token
-    by the one before it; zeros for a first token. mask (B or 1, 1, T or 1, T): the token before is
-    the latest earlier one that the token sees. before (B, 1, G, D): the key of the token before k's
-    first, in decoding.
+    """Return keys k (B, T, G, D) in which the second and the fourth quarter of the last dimension
+    (the slowest rotary frequencies) are replaced by those of the previous token, so that a query
+    can find a token by the token before it; by zeros for the first token. The previous token is the
+    one before, or with `mask` the latest earlier token that the token sees.
 
-    From modded-nanogpt's "partial key offset", where half of the channels are not rotated.
+    mask (B or 1, 1, T or 1, T) bool: true where a token sees a token. before (B, 1, G, D): in
+    decoding, the original key of the token before the first of k. From modded-nanogpt's "partial
+    key offset", where half of the channels are not rotated.
     """
     def quarters(x):
         return x.unflatten(-1, (2, 2, -1)).unbind(-2)  # first and third, second and fourth
@@ -351,9 +366,11 @@ def offset_keys(k, mask=None, before=None):
 
 
 def attend(q, k, v, dropout=0.0, mask=None, causal=True):
-    """Return attention (B, H, T, D) of q (B, H, T, D), at positions S - T + i, to k, v (B, G, S,
-    D): causal without a mask. mask (B, 1, T or 1, S), for T = 1 (B, 1, S) bool: true where a query
-    sees a key. causal: whether the mask is false for later keys. dropout: the probability."""
+    """Return the attention output (B, H, T, D) of queries q (B, H, T, D) on keys k and values v (B,
+    G, S, D): softmax(q k^T / sqrt(D)) v. Query i is at position S - T + i. dropout: the
+    probability, applied to the attention weights. mask: (B, 1, T or 1, S) bool, or (B, 1, S) for T
+    = 1, true where a query sees a key; `None`: the causal mask, also if `causal` is false. causal:
+    whether the mask is false for all later keys, which is then used to skip them."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -371,15 +388,16 @@ def attend(q, k, v, dropout=0.0, mask=None, causal=True):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
-    """Return attention (B, H, T, D) of q, k, v (B, H, T, D), computed in matrix products: `size`
-    queries times all keys up to the last of these queries (all keys, if the mask is the same for
-    all queries, or without `causal`). dropout: the probability.
+    """Return the attention output (B, H, T, D) of q, k, v (B, H, T, D), computed by matrix products
+    for blocks of `size` queries. A block is multiplied with the keys up to the last query of the
+    block; with all keys if the mask is the same for all queries, or if `causal` is false. dropout:
+    the probability.
 
-    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key; default: the causal mask, also
-    without `causal`. causal: a mask (B or 1, 1, T, T) must be false for later keys. For bfloat16 on
-    a CPU, half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms at B 4, H 6, T
-    512, D 64, 2 cores), equal up to rounding. It stores the probabilities, so use it for short T
-    only.
+    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key; `None`: the causal mask, also
+    if `causal` is false. causal: a mask (B or 1, 1, T, T) is false for all later keys. For bfloat16
+    on a CPU, this takes half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms
+    at B 4, H 6, T 512, D 64, 2 cores), with results that are equal up to rounding. It stores the
+    attention weights, so use it for short T only.
     """
     shape, (B, H, T, D) = q.shape, q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
@@ -403,13 +421,14 @@ def has_amx():
 
 
 def attend_one(q, k, v, mask):
-    """Return attend() for one query per row, i.e. for decoding, as matrix products in which the H /
-    G heads that share keys are the rows. q (B, H, 1, D); k, v (B, G, S, D); mask (B, 1, 1, S) or
-    (B, 1, S), true for the keys that the query sees, None: all.
+    """Return attend() for one query per row, as in decoding: (B, H, 1, D) from q (B, H, 1, D) and
+    k, v (B, G, S, D). mask: (B, 1, 1, S) or (B, 1, S) bool, true for the keys that the query sees;
+    `None`: all.
 
-    F.scaled_dot_product_attention is used where it is faster: on a CPU, for one text in float32, or
-    in bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan
-    again for every number of keys, and the compiler fuses the products.
+    It is computed by matrix products, in which the H / G heads that share keys are the rows. On a
+    CPU, F.scaled_dot_product_attention is used where it is faster: for one text in float32, or in
+    bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan again
+    for every number of keys, and the compiler fuses the products.
     """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -428,10 +447,12 @@ def attend_one(q, k, v, mask):
 
 
 def limit_to_window(window, k, v, mask, T, causal=True):
-    """Return (k, v, mask) for attend() such that each query sees only the last `window` keys up to
-    the key at the same position (sliding-window attention), or without `causal` those at a distance
-    of at most window // 2. T: number of queries, at the last T positions. k, v (B, G, S, D), cut if
-    possible; mask: true where a query sees a key, None: causal."""
+    """Restrict attention to a sliding window: return (k, v, mask) for attend(), with which each
+    query sees only the last `window` keys up to the position of the query or, if `causal` is false,
+    the keys at a distance of at most window // 2. k, v (B, G, S, D): returned with fewer keys if
+    possible. mask: bool, true where a query sees a key, as for attend(); `None`: causal, or all
+    keys if `causal` is false. T: the number of queries, which are at the last T of the S positions.
+    """
     S = k.size(2)
     if S <= window and causal and (mask is None or T in (1, mask.size(2))):
         return k, v, mask

@@ -1,6 +1,7 @@
 """Linear layers for decoding: concatenated, and packed for the CPU's matrix kernels.
 
-The time to decode a few tokens is that of reading the weights: these layers read them faster.
+The time to decode a few tokens is mostly the time to read the weights, which these layers read
+faster.
 """
 
 import torch
@@ -11,10 +12,12 @@ from model.core.adapters import LoRALinear
 
 
 class ConcatLinear(nn.Module):
-    """Base class of linear layers for decoding: `layers` with a common input (nn.Linear, LoRALinear
-    or a tied nn.Embedding) as one layer x (..., K) -> (..., N), their outputs concatenated. sizes:
-    the number of outputs of each, N in total. The constructor passes the weight (N, K) to
-    store(weight); a subclass defines store() and forward(x)."""
+    """Base class of layers for decoding that compute several linear layers with the same input as
+    one: x (..., K) -> (..., N), the concatenated outputs. layers: nn.Linear, LoRALinear, or
+    nn.Embedding as a tied output layer; either all or none have a bias. Attributes: sizes, a list
+    of the number of outputs of each layer (N in total); bias (N,) or `None`. The constructor calls
+    store(weight) with the concatenated weight (N, K). A subclass must define store() and
+    forward(x)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -26,10 +29,11 @@ class ConcatLinear(nn.Module):
 
 
 class PackedLinear(ConcatLinear):
-    """ConcatLinear with weights in the dtype of the layers.
+    """ConcatLinear whose weights have the dtype of the original layers.
 
-    On a CPU that computes in bfloat16, such weights are stored in oneDNN's blocked layout, to which
-    F.linear would convert them at every call: 2 to 4 times the speed for one row, same bits.
+    For bfloat16 on a CPU that computes in it, the weights are stored in the blocked layout of
+    oneDNN, to which F.linear would convert them at every call: 2 to 4 times as fast for one row,
+    with the same bits.
     """
 
     def store(self, weight):
@@ -46,15 +50,16 @@ class PackedLinear(ConcatLinear):
 
     @property
     def weight(self):
-        """The weight (N, K) in the ordinary layout."""
+        """The concatenated weight (N, K) in the ordinary layout of nn.Linear."""
         return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):
-    """Replace every linear layer of `model`, a GPT, in place, by linear_class(layer), a subclass of
-    ConcatLinear, and the layers q, k, v of each attention by one such layer, q (k and v are then
-    None). A tied embedding is kept, with a copy of it as lm_head. Return the model, which can no
-    longer be trained. The experts of a mixture are not nn.Linear, and are kept."""
+    """Convert `model`, a GPT, for decoding, in place: replace every linear layer by
+    linear_class(layer), and the layers q, k, v of each attention by one layer linear_class(q, k,
+    v), which is then named q (k and v are `None`). If the embedding is tied, a converted copy of it
+    becomes lm_head. linear_class: a subclass of ConcatLinear. Return the model, which can no longer
+    be trained. The experts of a mixture are not nn.Linear, and are not changed."""
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:
@@ -71,8 +76,7 @@ def replace_linear_layers(model, linear_class=PackedLinear):
 
 
 def is_linear(module):
-    """Return whether replace_linear_layers() can replace `module`: whether it computes x @ weight.T
-    + bias, as an nn.Linear, a subclass with the same forward, or a LoRALinear with the merged
-    `weight`."""
+    """Return whether replace_linear_layers() can replace `module`: an nn.Linear, a subclass with
+    the same forward(), or a LoRALinear."""
     return (isinstance(module, LoRALinear)
             or getattr(type(module), "forward", None) is nn.Linear.forward)

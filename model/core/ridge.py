@@ -1,8 +1,9 @@
 """Ridge regression in closed form: the baseline of brain encoding, and the model's linear path.
 
-Each target has its own penalty: the one with the smallest error on runs that are left out, one
-after the other. The errors follow from one decomposition, without a fit per run. Equal to himalaya
-(RidgeCV with one fold per run) and, if each row is a run, to scikit-learn's
+Each target has a separate penalty, selected by cross-validation: the one with the smallest error on
+runs that are left out, one after the other. A run is a group of consecutive rows, e.g. a recording
+session. The errors follow from one decomposition, without a fit per run. The results are equal to
+himalaya (RidgeCV with one fold per run) and, if each row is a run, to scikit-learn's
 RidgeCV(alpha_per_target=True).
 
 Shapes: N rows, P features, T targets, R rank.
@@ -16,12 +17,14 @@ RANK_LIMIT = 1e-10  # squares of singular values, relative to the largest
 
 
 def fit_ridge(x, y, runs, alphas=None):
-    """Return (weight (P, T), bias (T,), penalty (T,), error (T,)) of the ridge regression of
-    targets y (N, T) on features x (N, P), float64 arrays without NaN. Each target has the penalty
-    with the smallest error: the mean squared error on runs that are left out, one after the other.
+    """Fit a ridge regression with intercept of targets y (N, T) on features x (N, P), float64 numpy
+    arrays without NaN. Return (weight (P, T), bias (T,), penalty (T,), error (T,)): predictions are
+    x @ weight + bias; error is the mean squared error on runs that the fit leaves out, one after
+    the other; penalty is the one of `alphas` with the smallest error for the target.
 
-    runs (N,): the run of each row, ascending; a single one is divided into N_BLOCKS. alphas:
-    penalties to choose from (default: PENALTIES, for the scale of x).
+    runs (N,): the number of the run of each row, ascending; a single run is divided into N_BLOCKS
+    equal blocks. alphas: penalties to select from (default: PENALTIES times the mean square of the
+    singular values of x).
     """
     if runs[0] == runs[-1]:
         runs = np.arange(len(y)) * N_BLOCKS // len(y)
@@ -48,14 +51,14 @@ def fit_ridge(x, y, runs, alphas=None):
 
 
 def left_out_error(scores, penalised, products, y, runs):
-    """Return the mean squared error (T,) of ridge regression with one penalty, on runs that the fit
-    leaves out, one after the other.
+    """Return the leave-one-run-out error of ridge regression with one penalty: the mean squared
+    error (T,) on runs that the fit leaves out, one after the other.
 
     scores (N, R): centred features times the right singular vectors; penalised (R,): squared
     singular values plus the penalty; products (R, T): scores.T @ y; y (N, T): centred targets; runs
-    (N,): the run of each row, ascending. With the smoother H = 1/N + scores / penalised @ scores.T,
-    the error of the rows f of a run is (1 - H[f, f])^-1 @ (y - H @ y)[f]: exact, intercept
-    included.
+    (N,): the number of the run of each row, ascending. With the smoother H = 1/N + scores /
+    penalised @ scores.T, the error of the rows f of a run is (1 - H[f, f])^-1 @ (y - H @ y)[f].
+    This is exact, including the intercept.
     """
     residual = y - scores @ (products / penalised[:, None])  # (N, T)
     total = 0.0

@@ -1,8 +1,9 @@
 """Weights that a model takes from a different checkpoint: initial weights (init_from), a frozen
 backbone, a teacher, a reference.
 
-This file determines the shape that a run inherits from the checkpoint, checks tokenizer and data,
-and matches the names of tensors. model/core/load.py reads the files.
+This file determines the shape keys (configuration keys of the architecture, e.g. n_layer) that a
+run inherits from the checkpoint, checks tokenizer and data, and matches the names of tensors.
+model/core/load.py reads the files.
 """
 
 import hashlib
@@ -30,13 +31,16 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def inherit_shape(config, model_args):
-    """Return ({key: value}, [message]): the shape keys that a run with the TrainConfig `config`
-    inherits from `model_args`, the dict of a GPT's checkpoint, and the contradictions, as messages.
+    """Return ({key: value}, [message]): the shape keys (n_layer, n_embd, ...) whose values a run
+    takes over from a checkpoint, and a message for each contradiction. config: the TrainConfig of
+    the run. model_args: the dict "model_args" of the checkpoint of a GPT; {} for a bare state dict,
+    from which no key is taken over (the shapes of the tensors are checked later in any case).
 
-    The weights override a value of a configuration file; a value from the command line that differs
-    is a contradiction. The run keeps its dropout and, if set, its vocab_size and block_size (with
-    learned positions, only a smaller block_size than the weights'). From {}, the model_args of a
-    bare state dict, no key is inherited; the shapes of the tensors are checked later in any case.
+    Values of the checkpoint replace defaults and values of a configuration file; a different value
+    from the command line is a contradiction. Exceptions: dropout is not taken over; vocab_size only
+    if it is not set; a block_size that is set is used (with learned positions only if it is smaller
+    than in the checkpoint), and max_positions is then the context of the checkpoint if it is
+    longer.
     """
     taken = {}
     wrong = []
@@ -64,11 +68,12 @@ def inherit_shape(config, model_args):
 
 
 def take_shape(config, state, path, inherit=None):
-    """Return {key: value}, the shape keys that the run `config`, a TrainConfig, inherits from the
-    checkpoint `state`, a dict read from `path`, after all checks. inherit(config, model_args) ->
-    ({key: value}, [contradictions]): the default is inherit_shape of the run's model file; without
-    one, the result is {}. Raises CheckpointError with every key that contradicts the model_args, or
-    for values that no model can have."""
+    """Return {key: value}, the shape keys whose values the run takes over from a checkpoint, after
+    all checks. config: the TrainConfig of the run; state: the dict of the checkpoint, read from
+    `path`. inherit: a function (config, model_args) -> ({key: value}, [contradiction]), see
+    inherit_shape(); default: inherit_shape of the run's model type, and {} is returned if it has
+    none. Raises CheckpointError with all contradictions, or if the values describe no possible
+    model."""
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -94,20 +99,22 @@ def take_shape(config, state, path, inherit=None):
 
 
 def as_gpt(state, path, backbone=None):
-    """Return ({name: tensor}, GPTConfig) of the checkpoint `state` of a GPT, a dict, for exports:
-    adapters are merged into the weights. Raises ValueError if it is not a GPT's.
+    """Return ({name: tensor}, GPTConfig), the GPT in a checkpoint, for exports; adapters are merged
+    into the weights. state: the dict of the checkpoint, read from `path`. backbone: path of the
+    frozen model that the checkpoint needs (default: the path in training). Raises CheckpointError
+    if the model cannot be built.
 
-    A hook of the model interface: model types whose weights can be those of a GPT define it. path:
-    of the checkpoint; backbone: the present path of the frozen model.
+    A function of the model interface: model types whose weights can be exported as a GPT have it.
     """
     model, _ = load.model_of(state, path, backbone=backbone)
     return merge(model), model.config
 
 
 def with_shape(config, model_args, path):
-    """Return the TrainConfig `config` with the shape in `model_args`, a dict, of the backbone at
-    `path`. vocab_size is not changed: data.spec defines it. Raises CheckpointError if keys from the
-    command line contradict the shape."""
+    """Return a copy of the TrainConfig `config` with the shape keys of a backbone. model_args: the
+    dict "model_args" of the backbone's checkpoint at `path`. vocab_size is not changed, because
+    data.spec defines it. Raises CheckpointError if keys from the command line contradict the
+    backbone."""
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.replace(**shape | dict(vocab_size=config.vocab_size))
 
@@ -116,10 +123,11 @@ def with_shape(config, model_args, path):
 # weights to start from: do they have the meaning that this run gives them?
 
 def check_must_match(state, config, spec, path):
-    """Raise CheckpointError if the weights in the checkpoint `state`, a dict read from `path`, have
-    a different meaning in this run: the tokenizer, and the keys in MUST_MATCH_TO_INIT of the model
-    file, must have the same values in the checkpoint as in `spec`, the Data.spec of the run, or in
-    `config`, its TrainConfig. Names in config.allow_change may differ."""
+    """Raise CheckpointError if the weights of a checkpoint would have a different meaning in this
+    run. The tokenizer, and the names in MUST_MATCH_TO_INIT of the model type (configuration keys or
+    entries of spec, e.g. "classes"), must have the same values in both, except names in
+    config.allow_change. state: the dict of the checkpoint, read from `path`. config, spec:
+    TrainConfig and Data.spec of the run."""
     old_spec = state.get("spec") or {}
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
@@ -130,9 +138,11 @@ def check_must_match(state, config, spec, path):
 
 
 def check_same(pairs, path, allowed):
-    """Raise CheckpointError if values in `pairs` {name: (of the weights, of this run)} differ. Not
-    a difference: `None` (unknown), x and [x], equivalent tokenizers, lists of different lengths,
-    and names in `allowed`, the value of --allow_change. path: of the weights, for the message."""
+    """Raise CheckpointError if two values in `pairs` {name: (value of the weights, value of this
+    run)} differ. These are no difference: a value of `None` (unknown), x and [x], equivalent
+    tokenizers (name "tokenizer"), and lists of different lengths, whose tensors are newly
+    initialised. allowed: names that may differ, the value of --allow_change. path: of the weights,
+    for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and new not in (old, [old])
@@ -141,20 +151,22 @@ def check_same(pairs, path, allowed):
 
 
 def check_tokenizer(tokenizer, path, spec, config):
-    """Raise CheckpointError if `tokenizer`, the Tokenizer.spec() of the model at `path`, differs
-    from that of the data, spec["tokenizer"]. There is no error if one of them is unknown (None), or
-    if config.allow_change has "tokenizer"."""
+    """Raise CheckpointError if the tokenizer of a model differs from the tokenizer of the data.
+    tokenizer: Tokenizer.spec() of the model at `path`; spec: Data.spec of the run, with
+    "tokenizer". No error if one of both is `None` (unknown), or if config.allow_change contains
+    "tokenizer"."""
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
 
 def adopt_weights(model, state, path, log):
-    """Return {name in `model`: tensor}, the weights of the checkpoint `state`, a dict read from
-    `path`, from which the training of `model` starts. The text of log(text) has the number of
-    tensors, and the names that are missing or not used. To be called on rank 0 only.
+    """Return {name in `model`: tensor}, the tensors of a checkpoint with which the training of
+    `model` starts; `model` is not changed. state: the dict of the checkpoint, read from `path`.
+    log: called with texts, the number of tensors and the names that are missing or not used. Call
+    it on rank 0 only.
 
-    A model may translate names with a method adopt(weights). Raises CheckpointError if no name
-    matches, if a shape differs, or if the weights have adapters that the model lacks: the frozen
-    weights under them would be lost, too.
+    Names are translated by the method adopt(weights) of the model, if there is one. Raises
+    CheckpointError if no name matches, if a shape differs, or if the checkpoint has adapters that
+    the model lacks (the frozen weights under them would be lost, too).
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
@@ -182,12 +194,11 @@ def adopt_weights(model, state, path, log):
 # a second model, frozen
 
 def read_backbone(path, key="backbone"):
-    """Load the checkpoint at `path`, to use the weights as a part of a different model. key: the
-    option that gave `path`, for error messages.
-
-    Returns the dict of the checkpoint, with {name: tensor} as "model" and the "digest" of the
-    weights (SHA-256). Raises CheckpointError.
-    """
+    """Read the checkpoint at `path`, whose weights become a part of a different model. Return the
+    dict of the checkpoint with two changes: "model" {name: tensor} without the name prefixes of DDP
+    and torch.compile, and "digest", the SHA-256 of the weights in hexadecimal. key: the
+    configuration key that gave `path`, for messages. Raises CheckpointError if the file cannot be
+    used."""
     try:
         with torch.device("cpu"):
             state = load.read_weights(path)
@@ -198,9 +209,11 @@ def read_backbone(path, key="backbone"):
 
 
 def describe_backbone(path, key, ranks):
-    """Return a description of the checkpoint at `path`, a dict: "digest" of the weights, "kind"
-    (model type), "shape" (model_args), "tokenizer" (its spec or None). Rank 0 reads it, all ranks
-    must call this. key: the option that gave `path`, for error messages. Raises CheckpointError."""
+    """Return a dict that describes the checkpoint at `path`: "digest" (SHA-256 of the weights),
+    "kind" (the model type), "shape" (the dict model_args), "tokenizer" (Tokenizer.spec() or
+    `None`). Rank 0 reads the file; all ranks must call this function. key: the configuration key
+    that gave `path`, for messages. ranks: a Ranks. Raises CheckpointError if the file cannot be
+    used."""
     def describe():
         state = read_backbone(path, key)
         tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
@@ -210,9 +223,10 @@ def describe_backbone(path, key, ranks):
 
 
 def load_frozen(path, key="backbone", device="cpu"):
-    """Load the checkpoint at `path` as a model in eval mode whose parameters need no gradients.
-    Return (model, tokenizer or None, dict of read_backbone(), with "digest"). key: the option that
-    gave `path`, for error messages. Raises CheckpointError."""
+    """Load the checkpoint at `path` as a model in eval mode without gradients. Return (model,
+    tokenizer or `None`, dict), where the dict is the result of read_backbone(). key: the
+    configuration key that gave `path`, for messages. Raises CheckpointError if the file cannot be
+    used."""
     with torch.device("cpu"):
         state = read_backbone(path, key)
         model, tokenizer = load.model_of(state, path, device)
@@ -220,10 +234,11 @@ def load_frozen(path, key="backbone", device="cpu"):
 
 
 class HoldsFrozen:
-    """Mixin for a module that uses other, frozen models, e.g. a teacher.
+    """Mixin for an nn.Module that uses other, frozen models, e.g. a teacher.
 
-    `frozen` is a tuple of these models (default: empty). In a tuple they are not submodules: their
-    parameters are not trained, and in no checkpoint. They move with the module to a device.
+    The attribute `frozen` is a tuple of these models (default: empty). Because they are in a tuple,
+    they are not submodules: they are not trained, and not part of the state dict. They are moved
+    together with the module, by to(), cuda() etc.
     """
     frozen = ()
 
@@ -235,7 +250,8 @@ class HoldsFrozen:
 
 def digest(weights):
     """Return the SHA-256, in hexadecimal, of the names, shapes, dtypes and values of `weights`
-    {name: tensor on the CPU}. It identifies a backbone independently of the file format."""
+    {name: tensor on the CPU}. It identifies a backbone independently of the file format and of the
+    order of names."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         t = weights[name].contiguous()

@@ -1,27 +1,28 @@
 """A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
-    python -m model.memory --ckpt out/memory/ckpt.pt --baseline      # beside LoRA and kNN-LM
+    python -m model.memory --ckpt out/memory/ckpt.pt --baseline      # compared with LoRA and kNN-LM
     python -m model.convert --ckpt out/memory/ckpt.pt --to merged.pt
 
-Each block of a frozen backbone gets n_chapters chapters of trainable keys and values. A router, as
-in model/moe.py, chooses chapters_per_token chapters per token, to which the token's state attends;
-the result is multiplied by a gate, a function of the state, and added to the state before the
-block. Gates start at zero, so that step 0 equals the backbone.
+Each block of a frozen backbone gets a memory of n_chapters chapters; a chapter is a group of
+trainable keys and values. A router, as in model/moe.py, selects chapters_per_token chapters for
+each token, and the token attends to them. The result is multiplied by a gate, a function of the
+state, and added to the state before the block. Gates start at zero, so that the model at step 0
+equals the backbone.
 
-As in Cartridges (arXiv:2506.06266), the memory starts from the document, i.e. the training data: a
-chapter has the keys and values that the block's attention computes for chapter_size consecutive
-tokens. Queries, output projection and norms start as those of the attention. Keys have no rotary
-positions.
+As in Cartridges (arXiv:2506.06266), the memory is initialised from the training data: the keys and
+values of a chapter are those that the attention of the block computes for chapter_size consecutive
+tokens. Queries, output projection and norms are initialised as copies of the attention's. Keys have
+no rotary positions.
 
-old_data_dir, a folder with text that the backbone knows, keeps this knowledge: old_weight times the
-KL divergence from the backbone's distribution on this text is added to the training loss, and
-evaluations report val_old_loss.
+old_data_dir is a folder with text that the backbone knows and should not forget (the old text):
+old_weight times the KL divergence from the backbone's distribution on this text is added to the
+training loss, and evaluations report val_old_loss.
 
 lora_rank adds adapters to the backbone (model/core/adapters.py), and train_base trains all of it.
 lr_groups sets learning rates: {memory: {learning_rate: 0.01}, lora_*: {learning_rate: 0.001}}, with
-`learning_rate` for the rest. The checkpoint has the trained weights and a digest of the backbone's;
-model.convert merges both. Without a backbone, a GPT with memory is trained from scratch.
+`learning_rate` for the rest. The checkpoint has the trained weights and a digest of the backbone's
+weights; model.convert merges both. Without a backbone, a GPT with memory is trained from scratch.
 
 Shapes: B, T, C, H, D as in model/gpt.py; n chapters of S key-value pairs, k chapters per token.
 """
@@ -75,15 +76,15 @@ class Keys(RouterKeys):
 
 @dataclass
 class MemoryConfig(GPTConfig, Keys):
-    """Shape of a GPT with memory: the fields of GPTConfig and of Keys."""
+    """Architecture of a GPT with memory: the fields of GPTConfig and of Keys."""
 
 
 # -----------------------------------------------------------------------------
 # the model
 
 class Chapters(nn.Module):
-    """Memory layer: cross-attention of each token to the key-value pairs of k of n chapters, which
-    a router chooses for it; each chapter has S pairs. The pairs are parameters.
+    """Memory layer: each token attends to the key-value pairs of k of n chapters, which a router
+    selects for the token. A chapter has S pairs, which are parameters. config: a MemoryConfig.
 
     The matrix products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
@@ -103,8 +104,9 @@ class Chapters(nn.Module):
         self.gate = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
-        """Return (y, (logits, chosen)): y (B, T, C), which the caller adds to x (B, T, C), and of
-        the router the logits (B, T, n) and the indices (B, T, k) of the chosen chapters."""
+        """Return (y, (logits, chosen)) for the residual stream x (B, T, C). y (B, T, C): the caller
+        must add it to x. logits (B, T, n): of the router. chosen (B, T, k): indices of the selected
+        chapters."""
         c, (B, T, _) = self.config, x.size()
         H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
@@ -124,7 +126,7 @@ class Chapters(nn.Module):
 
 
 class MemoryBlock(RoutedBlock):
-    """A Block that first adds the output of the memory layer, Chapters, to the residual stream."""
+    """A Block that first adds the output of a memory layer, Chapters, to the residual stream."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -136,16 +138,18 @@ class MemoryBlock(RoutedBlock):
 
 
 def is_memory(name):
-    """Return whether the parameter `name` belongs to the memory or to an adapter, not to the
+    """Return whether the parameter `name` belongs to the memory or to an adapter, i.e. not to the
     backbone."""
     return "memory" in name.split(".") or is_adapter(name)
 
 
 class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
-    """A GPT with memory, for text or conversations. weights: {name: tensor} of the frozen backbone;
-    default: no backbone, and all weights are in the checkpoint. initial_values: {name: tensor} of
-    parameters of the memory. The attribute `frozen` is a tuple with the backbone if the old text is
-    compared with it, otherwise ()."""
+    """A GPT with memory, for text or conversations. config: a MemoryConfig. weights: {name: tensor}
+    of the backbone, used without copies; `None`: no backbone. initial_values: {name: tensor} of
+    parameters of the memory, see read_document(). The other arguments are those of GPT. The
+    parameters of the backbone are frozen, and not in the state dict, unless config.train_base is
+    true. The attribute `frozen` is a tuple with a copy of the backbone without memory, if the model
+    is compared with it on the old text; otherwise ()."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -162,10 +166,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return is_memory(name) or self.config.train_base
 
     def compute_loss(self, idx, targets, *others):
-        """Return (mean loss, sums {name: tensor} for the log) of idx, targets, text or
-        conversations. others: for conversations first `chat`, as for ChatGPT.compute_loss; then,
-        with old_data_dir, token ids and targets (B, T) of the old text, on which the divergence
-        from the backbone is added to the training loss."""
+        """Return (mean loss, sums {name: tensor} for the log). idx, targets: text or conversations,
+        as for ChatGPT.compute_loss(). others: for conversations first `chat`, see there; then, with
+        old_data_dir, the token ids and targets (B, T) of the old text, on which the divergence from
+        the backbone is added to the training loss."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
@@ -175,11 +179,11 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Return (loss, sums) after a pass over the old text idx, targets (B, T). In training,
-        old_weight times the KL divergence from the backbone is added to the loss; in eval mode,
-        only sums of the cross-entropy are added to sums. n_items (B,): targets per row of the new
-        text, the weights of the rows of the old text, so that the split into micro-batches does not
-        matter."""
+        """Compute the old text idx, targets (B, T), and return the new (loss, sums). In training,
+        old_weight times the KL divergence from the backbone is added to the loss, and "old_kl" to
+        the sums; in eval mode the loss is not changed, and the cross-entropy is added to the sums.
+        n_items (B,): number of targets in each row of the new text, used as the weight of the same
+        row of the old text, so that the split into micro-batches does not matter."""
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses
@@ -194,18 +198,18 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return {name: number} for the log: the numbers of a ChatGPT and a RoutedGPT; with old
-        text also "old_kl", the mean divergence from the backbone on it, or in evaluations
-        "old_loss", the mean cross-entropy."""
+        """Return {name: number} for the log: the numbers of ChatGPT and of RoutedGPT. With old text
+        also, in training, "old_kl", the mean KL divergence from the backbone on it, and in
+        evaluations "old_loss", the mean cross-entropy on it. sums: those of compute_loss(), added
+        over all batches."""
         sums = dict(sums)
         n_old = sums.pop("old_count", None)
         own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
         return super().numbers(sums) | own
 
     def flops_per_unit(self):
-        """Return the training FLOPs per token of text, or per row of conversations: of the model
-        and, with old text, of the pass over it and of the comparison with the backbone, which
-        computes the output layer once more."""
+        """Return the FLOPs of training per token of text, or per row of conversations. With old
+        text, this includes the pass over the old text and the comparison with the backbone."""
         own = super().flops_per_unit()
         if not self.config.old_data_dir:
             return own
@@ -214,8 +218,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 
     def initial(self, name, shape, seed):
         """Return the initial value, a tensor of `shape`, of the parameter `name`:
-        initial_values[name] if there is one. Other values of the memory are a function of (seed,
-        name), such that attention scores and values have a size of about 1; gates are zero."""
+        initial_values[name] if there is one, or that of a plain GPT. Otherwise parameters of the
+        memory are a function of (seed, name), with sizes such that attention scores and values are
+        of about 1; gates are zero."""
         if name in self.initial_values:
             return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
@@ -233,10 +238,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 # data
 
 class PairedLoader:
-    """Loader of pairs of batches: the tuple of the batch of the loader `new`, followed by the tuple
-    of the same step of the loader `old` (old text). The numbers of samples per epoch and of
-    validation batches are those of `new`. If `old` has fewer validation batches, they are repeated
-    with all targets -1, so that each one is counted once."""
+    """Loader of two data sets: a batch is the tuple of the loader `new` followed by the tuple of
+    the loader `old` (the old text) for the same step. The number of samples per epoch and of
+    validation batches are those of `new`. If `old` has fewer validation batches, they are used
+    repeatedly, and all targets of a repeated one are -1, so that each is counted once."""
 
     def __init__(self, new, old):
         self.new, self.old = new, old
@@ -261,19 +266,20 @@ class PairedLoader:
 
 
 def first_batch(loader, n):
-    """Return the first n samples of a run, which are spread over the data, as one batch: a tuple of
-    CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the loader `new` is
-    used."""
+    """Return the first n samples of a training run (they are spread over the data) as one batch: a
+    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the loader `new`
+    is used."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 
 
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Return {parameter name: tensor}, the initial values of a memory, except router and gate: the
-    keys (not rotated) and values that the attention of `backbone`, a GPT on the CPU, computes for
-    windows of the text of `loader`, chapter_size tokens per chapter; and copies of the attention's
-    layers q, q_norm and o and of the norm before it. config: the TrainConfig, with n_chapters and
+    """Compute the initial values of a memory from the training data. Return {parameter name:
+    tensor} for all parameters of the memory except routers and gates: keys (not rotated) and
+    values, which the attention of `backbone`, a GPT on the CPU, computes for windows of text,
+    chapter_size tokens for each chapter; and copies of the attention's layers q, q_norm, o, and of
+    the norm before it. loader: of the training data. config: the TrainConfig, with n_chapters and
     chapter_size."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
@@ -318,9 +324,9 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    """Return a MemoryGPT: the backbone config.backbone with a memory, whose initial values are read
-    from the training data. Without a backbone in data.spec, all weights are trained, and are in the
-    checkpoint. Raises CheckpointError."""
+    """Return a MemoryGPT: the backbone config.backbone with a memory, which in training is
+    initialised from the training data. If data.spec has no "backbone", all weights are new,
+    trained, and part of the checkpoint. Raises CheckpointError if the backbone cannot be used."""
     weights, values, frozen = None, {}, None
     if "backbone" not in data.spec:
         config = config.replace(train_base=True)
@@ -338,10 +344,10 @@ def build_model(config, data):
 
 
 def freeze(weights, config, data, base=gpt):
-    """Return the backbone without a memory, a GPT in eval mode without gradients, built by
-    build_model of the module `base` (model.gpt or model.chat). The parameters are the tensors
-    `weights` {name: tensor}; with config.train_base copies of them, because training changes
-    `weights`."""
+    """Return the backbone as a GPT without memory, in eval mode and without gradients. weights
+    {name: tensor}: the parameters, used without copies, or copied if config.train_base is true,
+    because training then changes `weights`. base: the module whose build_model(config, data) is
+    used, model.gpt or model.chat."""
     with torch.device("meta"):
         backbone = base.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights

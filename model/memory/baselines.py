@@ -1,5 +1,5 @@
 """Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the losses on new and
-old text.
+old text (the training data of the memory, and the text of old_data_dir).
 
     python -m model.memory --ckpt out/memory/ckpt.pt --baseline
 """
@@ -39,9 +39,10 @@ class EvaluationOptions:
 
 
 def print_comparison(args):
-    """Print a table of the validation losses on new and old text of the model in args.ckpt, of its
-    backbone and, with args.baseline, of LoRA and kNN-LM. args: EvaluationOptions. Raises
-    CheckpointError if the model has no backbone, DataError without validation data."""
+    """Print a table of the validation losses on new and old text: of the backbone, of the model in
+    args.ckpt and, with args.baseline, of LoRA and kNN-LM, which are trained here (LoRA in the
+    folders lora_0, lora_1 of the run's out_dir). args: an EvaluationOptions. Raises CheckpointError
+    if the model has no backbone, DataError without validation data."""
     values = load_checkpoint(args.ckpt)["config"]
     if not values.get("backbone"):
         raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
@@ -71,17 +72,19 @@ def print_comparison(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return a list of floats, one per loader: the mean loss of `model` on config.eval_iters
-    batches of validation data."""
+    """Return a list of floats, one for each loader in `loaders`: the mean loss of `model`, in eval
+    mode, on config.eval_iters batches of validation data."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 
 
 def train_lora(args, values, backbone, n_trained):
-    """Train LoRA adapters of about n_trained parameters, with the configuration `values`, the dict
-    "config" of the memory's checkpoint: one run on the new data and, if these are text and there is
-    old text, one on both. Yield per run (name, path of the checkpoint, number of parameters,
-    seconds). args: EvaluationOptions; backbone: the GPT, for the sizes of the layers."""
+    """Train LoRA adapters with about n_trained parameters: one run on the new data and, if these
+    are text and there is old text, a second run on both in equal parts. Yield for each run (name,
+    path of the checkpoint, number of parameters, seconds). The runs write the folders lora_0,
+    lora_1 in out_dir. args: an EvaluationOptions, for the learning rate. values: the dict "config"
+    of the memory's checkpoint, with which LoRA is trained. backbone: the GPT, for the sizes of the
+    layers."""
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))
@@ -105,10 +108,11 @@ def train_lora(args, values, backbone, n_trained):
 
 
 def evaluate_knn(backbone, train_loader, loaders, config):
-    """Return a list of floats, one per loader in `loaders`: the mean loss of kNN-LM with
-    `backbone`, a GPT, which searches at most N_STORED tokens of the text of train_loader. The
-    temperature of the distances and the share of the neighbours are those with the lowest loss on
-    the first loader. config: a TrainConfig."""
+    """Evaluate kNN-LM, which mixes the distribution of `backbone`, a GPT, with the neighbours in at
+    most N_STORED tokens of train_loader, the text on which the memory was trained. Return a list of
+    floats, the mean loss for each loader in `loaders`. The temperature of the distances and the
+    share of the neighbours' distribution are those with the lowest loss on the first loader.
+    config: the TrainConfig of the memory."""
     n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))

@@ -1,5 +1,6 @@
-"""kNN-LM (arXiv:1911.00172): a language model whose distribution is mixed with the tokens that
-followed the most similar states in a text. Nothing is trained: the baseline of a memory.
+"""kNN-LM (arXiv:1911.00172): a language model whose distribution is mixed with the distribution of
+the tokens that followed the most similar states in a stored text. Nothing is trained. It is a
+baseline of model/memory.
 
 Shapes: N stored tokens, M tokens of a batch, C channels.
 """
@@ -15,18 +16,19 @@ ROWS = 128  # distances of as many tokens at once
 
 @torch.no_grad()
 def read_states(model, batches):
-    """Yield (states (B T, C) float32, targets (B T,)) of each batch (x, y) of token ids and
-    targets, (B, T) each. States: the output of the last block of `model`, a GPT, after the norm."""
+    """Yield (states (B T, C) float32, targets (B T,)) for each batch (x, y) in `batches`. x: token
+    ids (B, T); y: targets (B, T), the next tokens. States: the output of `model`, a GPT, after the
+    final norm."""
     for x, y in batches:
         yield model.trunk(x).flatten(0, 1).float(), y.flatten()
 
 
 @torch.no_grad()
 def knn_losses(model, stored, batches):
-    """Return the mean cross-entropy of kNN-LM, a tensor (temperatures, shares): one per temperature
-    in TEMPERATURES and share of the neighbours' distribution in SHARES. batches: pairs (x, y) of
-    token ids and targets, (B, T) each. model: a GPT. stored: (states (N, C), targets (N,)) of the
-    text that is searched, as from read_states()."""
+    """Return the mean cross-entropy of kNN-LM, a tensor (temperatures, shares), for each
+    temperature in TEMPERATURES and each share of the neighbours' distribution in SHARES. model: a
+    GPT. stored: (states (N, C), targets (N,)) of the text that is searched, as from read_states().
+    batches: an iterable of (x, y), token ids and targets, (B, T) each."""
     keys, tokens = stored
     shares = torch.tensor(SHARES).view(1, -1, 1)
     losses = []
@@ -39,10 +41,11 @@ def knn_losses(model, stored, batches):
 
 
 def neighbour_probability(states, targets, keys, tokens):
-    """Return the probability (temperatures, M) of targets (M,), given states (M, C), at each of
-    TEMPERATURES: softmax(-squared distance / temperature) over the N_NEIGHBOURS keys that are
-    nearest to the state, summed over those whose next token equals the target. keys (N, C): the
-    stored states; tokens (N,): the token after each."""
+    """Return the probabilities (temperatures, M) of targets (M,) under the neighbours'
+    distribution, for each temperature in TEMPERATURES: softmax(-squared distance / temperature)
+    over the N_NEIGHBOURS stored states that are nearest to the state, summed over those whose next
+    token is the target. states (M, C); keys (N, C): the stored states; tokens (N,): the token after
+    each stored state."""
     distances, nearest = torch.cdist(states, keys).topk(min(N_NEIGHBOURS, len(keys)), largest=False)
     scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
     return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)

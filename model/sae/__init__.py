@@ -8,23 +8,25 @@ forward pass of the backbone serves an autoencoder for each.
 
     python -m model.sae --ckpt out/sae/ckpt.pt                     # texts in which features fire
     python -m model.sae --ckpt out/sae/ckpt.pt --html page.html    # the same as a page
-    python -m model.sae --ckpt out/sae/ckpt.pt --baseline          # random directions beside it
+    python -m model.sae --ckpt out/sae/ckpt.pt --baseline          # compare with random directions
     python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder     # a folder for sae-lens
     python -m model.sae --ckpt out/sae/ckpt.pt --layer 2           # of several layers, this one
 
-Activation functions, the key sae:
-    relu       any number of them, with an L1 penalty (transformer-circuits.pub/2024/april-update)
+Activation functions, the key sae, which limit the features that are not zero:
+
+    relu       any number, with an L1 penalty (transformer-circuits.pub/2024/april-update)
     topk       the k largest features of each activation (arXiv:2406.04093)
-    batchtopk  k features on average (arXiv:2412.06410)
+    batchtopk  k features per activation on average (arXiv:2412.06410)
     jumprelu   features above a learned threshold each, with an L0 penalty (arXiv:2407.14435)
 
-With prefixes (Matryoshka, arXiv:2503.17547) the first features of batchtopk also reconstruct alone
-in training, so that they are the general ones. A transcoder (target, arXiv:2406.11944) reconstructs
-other activations than those that it reads.
+With prefixes (Matryoshka, arXiv:2503.17547), batchtopk is trained so that the first features alone
+also reconstruct the activations, and become the most general ones. A transcoder (the key target,
+arXiv:2406.11944) reads activations and reconstructs different ones, e.g. input and output of an
+MLP.
 
 This file has the model, activations.py the data, report.py the command.
 
-Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, of a transcoder, 2C (input
+Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, for a transcoder, 2C (input
 and target), L layers, F features (d_sae), P prefixes, the last of which is all features.
 """
 
@@ -96,23 +98,25 @@ class Keys:
 # the model
 
 def keep_largest(x, k):
-    """Return x (N, F) with all but the k largest of each row set to 0."""
+    """Return a copy of x (N, F) in which all but the k largest values of each row are 0."""
     values, index = x.topk(k, dim=-1, sorted=False)
     return torch.zeros_like(x).scatter(-1, index, values)
 
 
 class SparseAutoencoder(nn.Module):
-    """A sparse autoencoder: forward(activations (N, D), group) -> (mean loss, sums, reconstruction
-    (N, C) in the units of the activations). D is C, or for a transcoder 2C (input and target).
-    sums {name: tensor}: the parts of the loss and statistics for numbers(), summed over N.
+    """A sparse autoencoder of one layer: forward(activations (N, D), group) -> (mean loss, sums,
+    reconstruction (N, C) in the units of the activations). sums {name: tensor}: the parts of the
+    loss and statistics for numbers(), summed over N. config: a TrainConfig; spec: Data.spec, with
+    d_in, mean and scale.
 
     Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
-    1, and the squared error is about the share of variance that is not explained. Outliers (the
-    first newline or comma in many published models) are replaced by the mean before encoding, and
-    the reconstruction leaves each unchanged.
+    1, and the squared error is about the share of variance that is not explained. Outliers (in many
+    published models the first newline or comma) are replaced by the mean before encoding, and in
+    the result they are the activations themselves.
 
-    group: of batchtopk in training, the number of consecutive rows that keep k features each on
-    average (default: all). SAEModel passes the rows of one window, independent of the batch size.
+    group: only for batchtopk in training: each `group` consecutive rows together keep k features
+    per row on average (default: all N rows). SAEModel passes the number of rows of one window, so
+    that the result does not depend on the batch size.
     """
 
     def __init__(self, config, spec):
@@ -135,9 +139,10 @@ class SparseAutoencoder(nn.Module):
         self.may_have_dead = True  # updated after each step; True only costs time
 
     def initial(self, name, shape, seed):
-        """Return the initial value of the parameter or buffer `name`: W_dec, random directions, and
-        W_enc, the transpose, as in sae-lens; biases and `silent` 0; thresholds 1; mean and scale of
-        `spec`. `None` for an unknown name."""
+        """Return the initial value of the parameter or buffer `name`: W_dec, random directions;
+        W_enc, the transpose of W_dec, as in sae-lens; biases and `silent`, 0; thresholds, 1; mean
+        and scale, the values in spec. `None` for an unknown name. A pure function of (seed, name).
+        """
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
@@ -152,15 +157,16 @@ class SparseAutoencoder(nn.Module):
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder (F, C), float32. Except for the activation function relu, rows are
-        normalised to length 1 here instead of after each step; the gradient is then orthogonal to
-        the row."""
+        """Return the decoder weights (F, C), float32. For all activation functions except relu,
+        each row is normalised to length 1 here instead of after each step; the gradient is then
+        orthogonal to the row."""
         W = self.W_dec.float()
         return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
 
     def normalise(self, activations):
-        """Return (input (N, C), target (N, C), is_outlier (N, 1)) of activations (N, D): input and
-        target are centred and scaled, and 0 where the input is an outlier."""
+        """Return (input (N, C), target (N, C), is_outlier (N, 1) bool) of activations (N, D). Input
+        and target (the same unless it is a transcoder) are centred and scaled, and 0 in rows whose
+        input is an outlier."""
         c, scale = self.spec["d_in"], self.scale.view(-1)
         x = (activations[..., :c] - self.mean[:c]) * scale[0]
         y = (activations[..., -c:] - self.mean[-c:]) * scale[-1]
@@ -168,12 +174,13 @@ class SparseAutoencoder(nn.Module):
         return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
 
     def encode(self, activations):
-        """Return the features (N, F) of activations (N, D), which are not yet normalised."""
+        """Return the features (N, F), after the nonlinearity, of activations (N, D) in the original
+        units."""
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
-        """Return the features (N, F) of normalised activations x (N, C), before and after the
-        nonlinearity."""
+        """Return (features before the nonlinearity, features after it), (N, F) each, of x (N, C),
+        activations that normalise() has centred and scaled."""
         c = self.keys
         pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
         if c.sae in ("batchtopk", "jumprelu"):
@@ -184,17 +191,18 @@ class SparseAutoencoder(nn.Module):
         return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
 
     def step_estimate(self, pre):
-        """Return zeros (N, F) whose gradient with respect to the thresholds is an estimate of that
-        of (pre > threshold): the gradient of a ramp of width BANDWIDTH. pre (N, F): features before
-        the nonlinearity."""
+        """Return zeros (N, F) with a gradient for the thresholds: an estimate of the gradient of
+        the step function (pre > threshold), namely the gradient of a ramp of width BANDWIDTH around
+        the threshold. For jumprelu only. pre (N, F): features before the nonlinearity."""
         ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
         return ramp - ramp.detach()
 
     def batch_topk(self, x, group):
-        """Return, of batchtopk in training (arXiv:2412.06410), the features (N, F) before the
-        nonlinearity, without gradient; a tuple of reconstructions (N, C) of normalised activations,
-        one per prefix, the last from all features; and {"fired": (F,) how often each feature fired,
-        "threshold": sum over rows}. x (N, C): normalised activations. group: as for
+        """Encode and decode for batchtopk in training (arXiv:2412.06410). Return (pre, outs,
+        counts). pre (N, F): features before the nonlinearity, without gradient. outs: a tuple of P
+        reconstructions (N, C) of centred and scaled activations, one per prefix, the last from all
+        features. counts: {"fired": (F,) in how many rows each feature fired, "threshold": the sum
+        of the thresholds of all rows}. x (N, C): centred and scaled activations. group: as for
         batch_threshold()."""
         bias = self.bias()
         with torch.no_grad():
@@ -212,9 +220,9 @@ class SparseAutoencoder(nn.Module):
         return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
 
     def batch_threshold(self, pre, group):
-        """Return for each row of pre (N, F) the smallest value to keep (N, 1), 0 or more, so that
-        each `group` consecutive rows keep k features per row on average. pre: features before the
-        nonlinearity; N: a multiple of `group`."""
+        """Return the thresholds (N, 1) of batchtopk, at least 0: with the features of at least this
+        value, each `group` consecutive rows keep k features per row on average. pre (N, F):
+        features before the nonlinearity; N must be a multiple of `group`."""
         n = group * self.keys.k
         smallest = []
         for values in pre.flatten().split(group * pre.size(1)):
@@ -225,9 +233,9 @@ class SparseAutoencoder(nn.Module):
         return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
 
     def bias(self):
-        """Return the bias b (F,) for which x @ W_enc + b, of normalised x, is the features before
-        the nonlinearity: b_enc, minus b_dec @ W_enc if the encoder reads x - b_dec (target input).
-        """
+        """Return the bias b (F,) with which x @ W_enc + b are the features before the nonlinearity,
+        where x are centred and scaled activations: b_enc - b_dec @ W_enc, because the encoder reads
+        x - b_dec; for a transcoder, b_enc."""
         return self.b_enc - self.b_dec @ self.W_enc if self.keys.target == "input" else self.b_enc
 
     def forward(self, activations, group=None):
@@ -261,10 +269,11 @@ class SparseAutoencoder(nn.Module):
 
     def auxk_loss(self, x, pre, error, W):
         """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2): the share
-        of the squared `error` (N, C) of the reconstruction that the auxk largest dead features do
-        not explain, multiplied by the number of dead features / auxk if that is below 1. x (N, C):
-        normalised activations; pre (N, F): features before the nonlinearity; W (F, C): the decoder,
-        None: computed for the dead features only."""
+        of the squared `error` that remains if the auxk largest dead features reconstruct the error.
+        If fewer than auxk features are dead, it is multiplied by their number / auxk. x (N, C):
+        centred and scaled activations; pre (N, F): features before the nonlinearity; error (N, C):
+        target minus reconstruction; W (F, C): the result of decoder(); `None`: pre and the decoder
+        are computed here, for the dead features only."""
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
@@ -278,14 +287,16 @@ class SparseAutoencoder(nn.Module):
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
 
     def numbers(self, sums):
-        """Return the metrics {name: float} of a log line. sums {name: tensor}: those of forward(),
-        added over all batches, and "count", the number of activations.
+        """Return the metrics {name: float or `None`} of a log line. sums {name: tensor}: those of
+        forward(), added over all batches, and "count", the number of activations.
 
         explained_variance: over all activations and dimensions together, because a mean of ratios
-        would be biased; `None` if they are constant. l0: features per token. dead: in training
-        those that have not fired for dead_after steps, in evaluations all that never fired. In
-        evaluations also the backbone's lm_loss, spliced_loss with the reconstruction, and
-        loss_recovered: 1 if both are equal, 0 if the reconstruction is no better than zeros.
+        would be biased; `None` if they are constant. l0: mean number of features that fire per
+        activation. dead: number of features that have not fired for dead_after steps, in
+        evaluations of those that never fired. l1, auxk: parts of the loss, if used. In evaluations
+        with a backbone also lm_loss, the loss of the backbone; spliced_loss, the loss with the
+        reconstruction in place of the activations; and loss_recovered: 1 if both are equal, 0 if
+        the reconstruction is no better than zeros.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -302,13 +313,14 @@ class SparseAutoencoder(nn.Module):
 
 
 class SAEModel(nn.Module):
-    """The model of a run: for each layer a SparseAutoencoder in training, `sae`, or of several
-    layers `sae_N` of layer N. The loss is the sum, so that the gradients of an autoencoder are
-    those of a run with this layer alone; only grad_clip limits the norm of all together.
+    """The model of a run: a SparseAutoencoder for each layer in config.layer, the submodule `sae`,
+    or with several layers `sae_N` for layer N. The loss is the sum over layers, so that each
+    autoencoder gets the same gradients as in a run with one layer; only grad_clip limits the norm
+    of all together.
 
     Evaluations also measure the backbone's loss with the reconstruction in place of the
-    activations. config: a TrainConfig; spec: Data.spec, of several layers with lists of their means
-    and scales.
+    activations. config: a TrainConfig. spec: Data.spec, in which "mean" and "scale" are lists with
+    an element per layer if there are several layers.
     """
 
     def __init__(self, config, spec):
@@ -327,8 +339,9 @@ class SAEModel(nn.Module):
         return getattr(self, module).initial(own_name, shape, seed)
 
     def compile(self, *args, **kwargs):
-        """Compile the autoencoders, except batchtopk, whose shapes depend on the data. The backbone
-        is not compiled, because evaluations add hooks to it."""
+        """Compile the autoencoders in place, except those with batchtopk, whose shapes depend on
+        the data. The backbone is not compiled, because evaluations add hooks to it. The arguments
+        are those of nn.Module.compile()."""
         for sae in self.children():
             if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
                 sae.compile(*args, **kwargs)
@@ -340,8 +353,8 @@ class SAEModel(nn.Module):
         return len(c.layer) * rows * self.spec["d_in"]
 
     def of_layer(self, n):
-        """Return an SAEModel, in eval mode, that shares the autoencoder of layer n and has no
-        other. Raises ConfigError if there is no such layer."""
+        """Return a new SAEModel, in eval mode, with the autoencoder of layer n only, which is
+        shared with this model. Raises ConfigError if there is none for layer n."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])
@@ -352,7 +365,7 @@ class SAEModel(nn.Module):
 
     def backbone(self):
         """Return the Backbone at config.backbone. Raises CheckpointError if the weights are not
-        those of the training run, or if training had activations and no backbone."""
+        those of the training run, or if the training data were activations, without a backbone."""
         c = self.keys
         if self.spec["backbone"] is None:
             raise CheckpointError("backbone: null: it was trained on activations; see --to")
@@ -364,10 +377,15 @@ class SAEModel(nn.Module):
         return backbone
 
     def forward(self, x, targets=None):
-        """Return (sum of the layers' mean losses, sums {name: tensor}). Without targets (training,
-        or no backbone), x is activations (B, T, L D). With targets (evaluation), x and targets are
-        tokens (B, T), and sums also has the backbone's loss, times the number of activations:
-        unchanged, spliced with the reconstruction, and with zeros instead."""
+        """Return (sum of the mean losses of the layers, sums {name: tensor}).
+
+        Without `targets` (in training, or without a backbone), x is activations (B, T, L D). With
+        `targets` (evaluation), x is token ids (B, T) and targets the next ones (B, T); the backbone
+        computes the activations, and sums also has "count" and the losses of the backbone,
+        multiplied by the count: lm_loss (unchanged), spliced_loss (with the reconstruction in place
+        of the activations) and zeroed_loss (with zeros). With several layers, names have the suffix
+        _N of the layer.
+        """
         total, sums, rows = 0.0, {}, x
         if targets is not None:
             backbone = self.backbone()
@@ -389,8 +407,9 @@ class SAEModel(nn.Module):
         return total, sums
 
     def numbers(self, sums):
-        """Return the metrics of a log line: those of the autoencoder, or of several layers the
-        means (`None` if a layer has none) and, with the suffix _N, those of layer N."""
+        """Return the metrics {name: float or `None`} of a log line, those of the autoencoder. With
+        several layers: the means over the layers (`None` if a layer has `None`) and, with the
+        suffix _N, the metrics of layer N. sums: those of forward(), added over all batches."""
         parts = [sae.numbers(own) for sae, own in self.split(sums)]
         columns = {name: [part[name] for part in parts] for name in parts[0]}
         means = {name: None if None in values else sum(values) / len(values)
@@ -409,7 +428,9 @@ class SAEModel(nn.Module):
                 sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
     def split(self, sums):
-        """Return [(autoencoder, its sums)]. sums {name: tensor}: of forward(), over all batches."""
+        """Return a list of (autoencoder, sums of this autoencoder), one for each layer, with names
+        without the suffix _N of the layer. sums {name: tensor}: those of forward(), added over all
+        batches."""
         return [(sae, {name.removesuffix(suffix): value for name, value in sums.items()})
                 for sae, suffix in zip(self.children(), self.suffixes)]
 

@@ -1,10 +1,10 @@
 """Activations of a frozen GPT as training data: ring buffers, and the loader of --model sae.
 
-A batch is a function of the step and independent of the number of ranks, as with every loader, so
+As with every loader, a batch is a function of the step and independent of the number of ranks, so
 that a run resumes exactly.
 
-Shapes: B windows, T tokens, C channels of the residual stream, D channels of an activation: C, or
-2C of a transcoder (input and target), L layers.
+Shapes: B windows, T tokens, C channels of the residual stream, D channels of an activation (C, or
+2C for a transcoder: input and target), L layers.
 """
 
 import contextlib
@@ -40,14 +40,16 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 # the backbone
 
 class Backbone:
-    """A frozen GPT: activations() reads the residual stream after each of the blocks `layers`, and
-    loss() replaces it after one of them. For a transcoder, loss() replaces the target, and
-    activations() reads input and target of each block: of the block's MLP, if `target` is mlp; of
-    `target` N, the outputs of the block and of block N. It is no module: in no checkpoint, and not
-    sharded.
+    """A frozen GPT whose activations are read by activations(), and replaced in loss().
 
-    path: the checkpoint; layers: a tuple of numbers; dtype: the key of the configuration. Raises
-    CheckpointError if the checkpoint is missing or no GPT with such blocks.
+    path: the checkpoint; layers: a tuple of block indices; device: of the GPT; dtype: the
+    configuration key. target: "input": the residual stream after each block in `layers` is read,
+    and replaced after one of them. Otherwise for a transcoder, which reads an input and a target:
+    "mlp", the input and output of the block's MLP; a number N as text, the output of the block and
+    the output of block N. The target is replaced.
+
+    It is not an nn.Module: it is in no checkpoint, and not sharded. Raises CheckpointError if the
+    checkpoint is missing or not a GPT with such blocks.
     """
 
     def __init__(self, path, layers, device, dtype, target="input"):
@@ -80,17 +82,18 @@ class Backbone:
 
     @functools.cached_property
     def file_hash(self):
-        """The sha256 of the file, by which earlier versions identified the backbone; None for a
-        path that is not a file."""
+        """The SHA-256 of the checkpoint file, in hexadecimal, by which earlier versions of this
+        program identified the backbone; `None` if the path is not a file."""
         if not os.path.isfile(self.path):
             return None
         return hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest()
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the activations (B, T - N_SKIPPED, L D), float32, for tokens idx (B, T), without
-        the first N_SKIPPED tokens of a window (one: its activations are far larger than others): of
-        each of the L layers D channels, C, or for a transcoder 2C (input and target)."""
+        """Return the activations (B, T - N_SKIPPED, L D), float32, for token ids idx (B, T). The
+        first N_SKIPPED (1) tokens of each window are left out, because their activations are far
+        larger than others. The D channels of a layer are contiguous, for a transcoder the input
+        before the target."""
         seen = {}  # {module: (input, output)}
         def record(module, args, out):
             seen[module] = args[0], out
@@ -104,9 +107,9 @@ class Backbone:
 
     @torch.no_grad()
     def loss(self, idx, targets, edit, i=0):
-        """Return the mean language-model loss of idx, targets (B, T), with the activations x
-        (B, T - N_SKIPPED, C) of layers[i], of a transcoder those of the target, replaced by
-        edit(x)."""
+        """Return the mean language-model loss, a scalar, for idx, targets (B, T), if the
+        activations x (B, T - N_SKIPPED, C) of layers[i] are replaced by edit(x); for a transcoder,
+        x is the target."""
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
         with self.edited[i].register_forward_hook(hook):
@@ -114,9 +117,9 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return (mean, scale) of the activations of n_windows windows, evenly spaced in the
-        loader `tokens`: mean, a list of D floats; scale, the factor for a mean variance of 1, as in
-        measure_scale(). Of several layers, each is a list with an element per layer."""
+        """Return (mean, scale), the result of measure_scale(), for the activations of n_windows
+        windows of tokens, evenly spaced in the data of the loader `tokens`. With several layers,
+        mean and scale are lists with an element per layer."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
@@ -126,9 +129,9 @@ class Backbone:
 
 
 def measure_scale(x, d_in):
-    """Return (mean, scale) of activations x (N, D) without outliers: mean, a list of D floats;
-    scale, the factor for a mean variance of 1, a float, or of a transcoder (D = 2 d_in) a list: of
-    input and target."""
+    """Return (mean, scale) of activations x (N, D), computed without outliers. mean: a list of D
+    floats. scale: the factor with which the variances have a mean of 1, a float; for a transcoder
+    (D = 2 d_in) a list of two floats, for input and target."""
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
@@ -144,11 +147,9 @@ load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the m
 # the loader
 
 class ActivationBuffer:
-    """A ring buffer of the last `size` activations: `buffer` (size, dim), float32, of which the
-    first len() rows are used; the next activation is written to row `position`.
-
-    device: default: the GPU, or without one the CPU.
-    """
+    """A ring buffer of the last `size` activations with `dim` channels. Attributes: buffer (size,
+    dim), float32, of which the first len() rows are used; position, the row to which the next
+    activation is written. device: default: the GPU, or without one the CPU."""
 
     def __init__(self, size: int, dim: int, device: str | torch.device | None = None):
         self.buffer = torch.zeros(size, dim, device=device or get_device())
@@ -159,7 +160,8 @@ class ActivationBuffer:
         return self.n_rows
 
     def add(self, x: torch.Tensor) -> None:
-        """Add activations x (n, dim), oldest first, which overwrite the oldest in the buffer."""
+        """Add activations x (n, dim), in chronological order. They overwrite the oldest ones in the
+        buffer."""
         size, end = len(self.buffer), self.position + len(x)
         x = x[-size:]  # earlier rows would be overwritten immediately
         self.buffer[torch.arange(end - len(x), end, device=self.buffer.device) % size] = x.float()
@@ -167,8 +169,9 @@ class ActivationBuffer:
         self.n_rows = min(size, self.n_rows + len(x))
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
-        """Return n rows (n, dim), a function of the content and `seed`; distinct if possible.
-        Raises ValueError if the buffer is empty."""
+        """Return n random rows of the buffer (n, dim), different ones if it has at least n. The
+        result is a function of the content and of `seed`. Raises ValueError if the buffer is empty.
+        """
         if not len(self):
             raise ValueError("ActivationBuffer: empty; call add() first")
         # Drawn on the CPU, equal on all devices, and relative to the oldest row, so that a refilled
@@ -180,11 +183,12 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations (B, T - N_SKIPPED, L D) of `backbone`, a Backbone, for windows of T
-    tokens of the loader `tokens`: of L layers D channels each, without the first N_SKIPPED tokens.
+    """Loader of activations for --model sae: a batch is a tuple with one tensor (B, T - N_SKIPPED,
+    L D), see Backbone.activations(). tokens: the loader of windows of T tokens; backbone: a
+    Backbone; config: a TrainConfig; ranks: a Ranks.
 
-    Each position of the global batch has a ring buffer. Every step adds the activations of a
-    window of tokens to it and samples the same number of rows from it, so that a batch mixes the
+    Each position in the global batch has a ring buffer. Every step adds the activations of one
+    window of tokens to it, and samples the same number of rows from it, so that a batch mixes the
     windows of many steps. Positions are distributed over the ranks, which therefore share the
     backbone's work without communication. If a step does not follow the previous one (a resumed
     run), the buffers are refilled from the last windows.
@@ -211,9 +215,10 @@ class ActivationLoader:
         return (torch.stack(rows),)
 
     def fill(self, step, device):
-        """Return the B ring buffers of micro-batch `step` (counted over the whole run), one per
-        position in the batch, after adding the activations of the windows at the same positions of
-        the global batch up to this step. If any were skipped: new buffers on `device`, refilled."""
+        """Return the ring buffers of micro-batch `step` (counted over the whole run): a list of B,
+        one for each position in the batch, to which the windows up to this step were added. If
+        steps were skipped, the buffers are new ones on `device`, filled with the activations of the
+        last windows."""
         n = self.accumulation
         micro = step % n
         last, buffers = self.filled.get(micro, (-math.inf, []))
@@ -234,9 +239,10 @@ class ActivationLoader:
 
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder of tokens: the backbone's
-    activations for training and windows of tokens for evaluations. Without a backbone, the result
-    of open_activations()."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder of tokens: activations of the
+    backbone for training, an ActivationLoader, and windows of tokens for evaluations. If
+    config.backbone is `None`, return open_activations(). All ranks must call. Raises DataError for
+    data and CheckpointError for a backbone that cannot be used."""
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
@@ -252,9 +258,10 @@ def open_data(config, ranks):
 
 
 def open_activations(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder with activations:
-    {train,val}_activations.npy, float32 (windows, T, C). The T activations of a window should be
-    drawn at random from all texts: the loader shuffles windows only. Raises DataError."""
+    """Return the Data (loaders and spec) of config.data_dir, a folder with train_activations.npy
+    and, for evaluations, val_activations.npy: float32 (windows, T, C). The T activations of a
+    window should be sampled at random from all texts, because the loader shuffles windows only.
+    Raises DataError if the files cannot be used."""
     def load(split, d_in=None):
         loader = RowLoader(open_rows(config.data_dir, split, activations=((None, d_in), None,
                                                                           None)), config, ranks)

@@ -1,9 +1,9 @@
-"""Products that compute active features only.
+"""Matrix products that compute only active features, i.e. those that are not zero.
 
-With k of F features active, all products of a training step but the first one of the encoder are
+With k of F features active, all products of a training step except the first one of the encoder are
 sums over the k N active entries of the features (N, F).
 
-Shapes: N activations, C channels, F features, E active entries, in the order of the rows.
+Shapes: N activations, C channels, F features, E active entries, sorted by row.
 """
 
 import torch
@@ -11,16 +11,18 @@ import torch.nn.functional as F
 
 
 def sum_rows(W, index, groups, n, weights):
-    """Return sums (n, C): row g is the sum of weights[e] * W[index[e]] over the entries e with
-    groups[e] = g. index, weights and groups, which is ascending: (E,)."""
+    """Return weighted sums (n, C) of rows of W (..., C): row g of the result is the sum of
+    weights[e] * W[index[e]] over the entries e with groups[e] = g. index, groups, weights (E,);
+    groups, from 0 to n - 1, must be ascending."""
     starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
     return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
 
 
 class ActiveFeatures(torch.autograd.Function):
-    """Active entries of a product: apply(x, W, bias, pre, row, column) returns pre[row, column]
-    (E,), where pre (N, F) is x @ W + bias, with gradients for W (C, F) and bias (F,), but not for x
-    (N, C)."""
+    """Autograd function that computes a product for active entries only: apply(x, W, bias, pre,
+    row, column) returns pre[row, column] (E,), where the caller has computed pre (N, F) = x @ W +
+    bias without gradients. The backward pass computes gradients for W (C, F) and bias (F,), but not
+    for x (N, C). row, column (E,): the indices of the active entries."""
 
     @staticmethod
     def forward(ctx, x, W, bias, pre, row, column):
