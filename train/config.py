@@ -38,7 +38,8 @@ def config_class(model="gpt"):
                            "every run: choose other names"])
 
     def reduce(config):  # pickle finds no class that was made at runtime
-        return default_config, (model,), config.__getstate__()
+        slots = {"origins": getattr(config, "origins", {})}
+        return default_config, (model,), (vars(config), slots)
     return dataclass(type("TrainConfig", (TrainConfig, keys),
                           {"__doc__": TrainConfig.__doc__, "__reduce__": reduce}))
 
