@@ -36,7 +36,8 @@ from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.serve import ServeOptions, choose_key, listen, main, model_name
 from model.serve import server as server_file
-from model.serve.engine import Engine
+from model.serve.api import RequestOptions
+from model.serve.engine import Engine, Job
 from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server, write_stream
 from train.checkpoint import save_checkpoint
 
@@ -238,6 +239,9 @@ def test_text_holds_back_half_characters_and_possible_stops():
     parts = [text.add(b) for b in whole.encode()]
     assert "".join(parts) == whole[:-3] and text.stopped
     assert "\ufffd" not in "".join(parts) and [p for p in parts if p][-1] == " "
+    text = Detokenizer(tokenizer)
+    assert [text.add(b) for b in b"a\r\r\n\rb\r"] == ["a", "", "\r", "\r\n", "", "\rb", ""]
+    assert text.add(last=True) == "\r"
     text = Detokenizer(tokenizer, ("END",))
     assert [text.add(0xf0), text.add(ord("E")), text.add(ord("N")), text.add(0xc3, last=True)] == [
         "", "\ufffd", "", "EN\ufffd"]
@@ -547,9 +551,11 @@ def test_variables_of_the_template():
 # behind a proxy
 
 def test_names_that_are_allowed(model):
-    with serving(model, hosts=["LLM.example"]) as server:
-        assert send(server, "GET", "/v1/models", Host="llm.example:8443")[0] == 200
-        assert send(server, "GET", "/v1/models", Host="other.example")[0] == 400
+    with serving(model, hosts=["LLM.example", "a.b:80", "::1"]) as server:
+        for host in ("llm.example:8443", "A.b", "a.b:80"):
+            assert send(server, "GET", "/v1/models", Host=host)[0] == 200
+        for host in ("other.example", "::2"):
+            assert send(server, "GET", "/v1/models", Host=host)[0] == 400
     with serving(model, hosts=["*"]) as server:
         assert send(server, "GET", "/v1/models", Host="other.example")[0] == 200
 
@@ -639,8 +645,7 @@ def say(**body):
     (dict(method="GET"), 405, "Method Not Allowed"),
     (dict(method="BREW"), 405, "'/v1/completions': Method Not Allowed"),
     (ask(prompt=None, prompt_logprobs=1), 400, "prompt_logprobs: 1 is not supported"),
-    (ask(n_predict=5), 400, "n_predict: 5 is not supported"),
-    (say(add_generation_prompt=False), 400, "add_generation_prompt: False is not supported"),
+    (ask(n_predict=-2), 400, "max_tokens: must be at least -1, got -2"),
     (ask(prompt=5), 400, "prompt: expected"),
     (ask(prompt=["a", 5]), 400, "a list of those"), (ask(prompt=[]), 400, "prompt: expected"),
     (ask(prompt=["a", []]), 400, "prompt: expected"),
@@ -1093,6 +1098,12 @@ def test_a_client_that_resets_is_one_quiet_line(capfd):
     assert output.err == "" and len(output.out.splitlines()) == 1 and "200" in output.out
 
 
+def test_a_wish_for_a_websocket_is_no_warning(capfd):
+    with serving(small()) as server:
+        assert send(server, "GET", "/health", Connection="Upgrade", Upgrade="websocket")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_older_http_gets_no_chunks(server, model):
     text = expected(model, "a", 9, temperature=0)[0]
     with connect(server) as s:
@@ -1225,6 +1236,17 @@ def test_a_signal_lets_texts_finish(checkpoint, tmp_path, signals):
         assert fork.wait(20) == 0
     finally:
         fork.kill()
+
+
+def test_a_request_of_which_a_text_has_started_is_finished():
+    events, engine = [[], [], []], Engine(slowly(small(LETTERS)), LETTERS, slots=1)
+    jobs = [Job([0], RequestOptions(max_tokens=9), on_event=e.append) for e in events]
+    engine.submit(jobs[:2])
+    engine.submit(jobs[2:])
+    soon(lambda: jobs[0].n_generated)
+    engine.close()
+    assert [e[-1][1] for e in events[:2]] == ["length", "length"]
+    assert [e.status for _, e in events[2]] == [503]
 
 
 def test_a_second_signal_ends_it_at_once(checkpoint):
@@ -1366,12 +1388,14 @@ def test_the_page_holds_a_conversation(browser, path, root_path):
 
 def test_the_end_of_an_answer_is_above_the_form(browser):
     """The note that it was cut off is seen, also where the conversation exceeds the screen."""
-    with serving(small(block_size=256), template=ChatTemplate()) as server:
+    with serving(slowly(small(block_size=256)), template=ChatTemplate()) as server:
         page = Page(browser, server)
         browser.look(380, 500, dark=False)
         page.js("document.getElementById('tokens').value = 2")
         for _ in range(4):
             page.answer("who?")
+        rate = float(re.search(r"([\d.]+) tokens/s", page.text("state"))[1])
+        assert rate <= 100  # with the time until the first token
         note, form = (f"document.querySelector('{css}').getBoundingClientRect()"
                       for css in ("article:last-child .note", "form"))
         assert page.js("document.documentElement.scrollHeight") > 500

@@ -7,9 +7,9 @@ from train.base.errors import printable
 
 class Detokenizer:
     """Converts tokens to text during generation, one add(token) at a time. The bytes of an
-    incomplete UTF-8 character, and text that may be the beginning of a stop string, are held back
-    until it is complete. stop_strings: texts that end the generation. The attribute `stopped` is
-    true once one was found."""
+    incomplete UTF-8 character, a carriage return, which may begin a line end, and text that may be
+    the beginning of a stop string, are held back until it is complete. stop_strings: texts that end
+    the generation. The attribute `stopped` is true once one was found."""
 
     def __init__(self, tokenizer, stop_strings=()):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
@@ -28,9 +28,9 @@ class Detokenizer:
         if positions:
             self.stopped = True
             return self.pending[:min(positions)]
-        n_held = 0  # characters that may begin a stop string
+        n_held = 0  # characters that may begin a stop string or a line end
         if not last:
-            n_held = max((n for stop in self.stop_strings for n in range(1, len(stop))
+            n_held = max((n for stop in (*self.stop_strings, "\r\n") for n in range(1, len(stop))
                           if self.pending.endswith(stop[:n])), default=0)
         end = len(self.pending) - n_held
         text, self.pending = self.pending[:end], self.pending[end:]
@@ -40,15 +40,13 @@ class Detokenizer:
 class TextStreamer:
     """Callback that prints the text of a single sequence during generation: pass an instance as the
     argument on_token of generate(), which calls it with a tensor (1,) for each new token.
-    stop_tokens: ids that are not printed. Control characters are escaped. An incomplete UTF-8
-    character at the end is not printed."""
+    stop_tokens: ids that are not printed. Control characters are escaped. Text that is held back at
+    the end is not printed."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens
-        self.held = ""  # "\r", which is not escaped before "\n"
 
     def __call__(self, tokens):
         token = int(tokens[0])
-        if token not in self.stop_tokens and (text := self.held + self.detokenizer.add(token)):
-            self.held = "\r" if text.endswith("\r") else ""
-            print(printable(text.removesuffix("\r")), end="", flush=True)
+        if token not in self.stop_tokens and (text := self.detokenizer.add(token)):
+            print(printable(text), end="", flush=True)

@@ -166,9 +166,8 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
     if top_p is not None and top_p < 1.0:
         if ids is None:
             p, ids = p.sort(descending=True)
-        outside = p.cumsum(-1) - p >= top_p  # not the token that crosses top_p
-        outside[:, 0] = False
-        p[outside] = 0.0
+        # Keep the most likely token, and each later one before which the sum is below top_p.
+        p[:, 1:][p.cumsum(-1)[:, :-1] >= top_p] = 0.0
     if min_p is not None:
         p[p < min(min_p, 1.0) * p.amax(-1, keepdim=True)] = 0.0
     index = sample_indices(p, generators)  # (B, 1)

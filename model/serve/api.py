@@ -21,8 +21,7 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
                            guided_choice=None, guided_regex=None, guided_grammar=None,
                            prompt_logprobs=None, include_stop_str_in_output=False,
                            allowed_token_ids=None, use_beam_search=False, length_penalty=1,
-                           truncate_prompt_tokens=None, continue_final_message=False,
-                           add_generation_prompt=True, n_predict=-1)
+                           truncate_prompt_tokens=None)
 
 
 @dataclass
@@ -90,8 +89,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 def parse_options(body):
     """Return the RequestOptions of a request. body: the JSON object of the request, a dict, which
-    is changed: "stop" is removed, and "max_completion_tokens" or "max_new_tokens", if present,
-    replaces "max_tokens". Raises APIError for invalid values and for options that are not
+    is changed: "stop" is removed, and "max_completion_tokens", "max_new_tokens" or "n_predict", if
+    present, replaces "max_tokens". Raises APIError for invalid values and for options that are not
     supported."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
@@ -100,7 +99,7 @@ def parse_options(body):
         if value not in (None, "", neutral) or isinstance(neutral, bool) and type(value) is int:
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
-    for name in ("max_new_tokens", "max_completion_tokens"):
+    for name in ("n_predict", "max_new_tokens", "max_completion_tokens"):
         if body.get(name) is not None:
             body["max_tokens"] = body[name]
     options = RequestOptions(stop=parse_stop(body.pop("stop", None) or []))

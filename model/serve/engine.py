@@ -101,6 +101,7 @@ class Engine:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
             job.deadline = time.monotonic() + self.timeout
+            job.first = jobs[0]
         with self.changed:
             if self.closing:
                 raise APIError(503, "the server is shutting down")
@@ -111,12 +112,13 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Stop the engine: end the waiting jobs with an APIError (503) event, finish the active
-        jobs, and wait for the end of the thread."""
+        """Stop the engine: end the jobs of requests of which none has started with an APIError
+        (503) event, finish the other jobs, and wait for the end of the thread."""
         with self.changed:
             self.closing = True
-            while self.waiting:
-                self.waiting.popleft().emit("", APIError(503, "the server is shutting down"))
+            for job in self.waiting:
+                if job.first in self.waiting:  # the first job of a request is the first to start
+                    job.emit("", APIError(503, "the server is shutting down"))
             self.changed.notify()
         self.thread.join()
 

@@ -34,6 +34,7 @@ RECEIVE_SECONDS = 30  # for a request to arrive
 FINISH_SECONDS = 30   # for clients to read their responses
 MAX_CONNECTIONS = 512  # with more, a request must arrive within IDLE_SECONDS
 IDLE_SECONDS = 1
+PORT = re.compile(r"(?<!:):\d*$")  # at the end of a host, but not the end of an IPv6 address
 ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
         address = listening.getsockname()[0]
         is_local = ipaddress.ip_address(address).is_loopback
         names = ("localhost", "127.0.0.1", "[::1]", address, *hosts) if is_local else ["*"]
-        self.hosts = {name.lower() for name in names}
+        self.hosts = {PORT.sub("", name.lower()) for name in names}
         self.app = Starlette(
             routes=routes, exception_handlers=dict.fromkeys(
                 (APIError, HTTPException, ClientDisconnect, Exception), self.handle_error),
@@ -81,7 +82,8 @@ class Server(uvicorn.Server):
             proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=RECEIVE_SECONDS, timeout_graceful_shutdown=FINISH_SECONDS,
             backlog=128))  # without free files, asyncio logs as many errors per second
-        logging.getLogger("uvicorn.error").setLevel("WARNING")
+        for name in "uvicorn.error", "asyncio":  # they warn of the mistakes of clients
+            logging.getLogger(name).setLevel("ERROR")
 
     # uvicorn.Server
 
@@ -122,7 +124,7 @@ class Server(uvicorn.Server):
         """Answer a request; the ASGI application that uvicorn calls. If the host name in the Host
         header is not accepted (see the class), the response is error 400."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        name = re.sub(r":\d*$", "", host).lower()
+        name = PORT.sub("", host.lower())
         app = self.app
         if not self.hosts & {name, "*"}:
             error = APIError(400, f"this server is not known as {name!r:.80}; start it with "

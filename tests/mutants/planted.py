@@ -108,6 +108,7 @@ FAULTS = [
     ("model/core/generate.py", "((logits - largest) / temperature)", "(logits / temperature)"),
     ("model/sample/compiled.py", "torch.where(is_new, new, self.kv)", "self.kv"),
     ("model/sample/compiled.py", "<= positions)", "<= positions - 1)"),
-    ("model/sample/compiled.py", "kv.index_copy_(4, cache.slot, torch.stack(cache.new))", "pass"),
+    ("model/sample/compiled.py", 
+     "kv.index_copy_(4, cache.slot + torch.arange(new.size(4), device=kv.device), new)", "pass"),
     ("train/logger.py", "int(whole[1]) < iter + ", "int(whole[1]) <= iter + "),
 ]

@@ -269,6 +269,7 @@ def check_gradients(case):
     the loss is too flat."""
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
+    model.zero_grad()
     with FixedChoices() as fixed:
         loss = case.loss(model, batch)[0]
         loss.backward()
