@@ -131,9 +131,9 @@ def is_prepared(folder):
 
 
 def prepared_model(folder):
-    """Return the model type, e.g. "gpt", for which a folder of data was prepared; "gpt" for any
-    folder with a train.bin. `None` if it is unknown, or if meta.json is damaged or states that the
-    preparation was interrupted."""
+    """Return the model type, e.g. "gpt", for which a folder of data was prepared. A folder with a
+    train.bin is always for "gpt"; meta.json is then not read. Otherwise `None` if the model type is
+    unknown, or if meta.json is damaged or states that the preparation was interrupted."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:

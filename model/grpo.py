@@ -93,10 +93,11 @@ class AnsweringGPT(chat.ChatGPT):
         return super().numbers(sums | dict(count=n_prompts))
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
-        """Sample answers at temperature 1, for a training step. Return them as generate_answers()
-        does. The seed of a prompt is a function of the seed of the run and of the element of
-        sample_numbers (B,), an int64 tensor, so that the answers do not depend on the batch.
-        Dropout is off during generation; the model is in training mode afterwards."""
+        """Sample samples_per_row answers to each prompt at temperature 1, for a training step.
+        Return them as generate_answers() does. A prompt has one seed, for all answers to it (which
+        usually differ): a function of the seed of the run and of the element of sample_numbers
+        (B,), an int64 tensor, so that the answers do not depend on the batch. Dropout is off during
+        generation; the model is in training mode afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -324,9 +325,9 @@ class RewardFunction:
 def user_code(path, context=""):
     """Return a context manager in which code of the user's file at `path` is called. Any exception
     except KeyboardInterrupt is raised as a UserError with the line of the file; `context` is
-    appended to the message. At the end, global settings that the code may change are restored:
-    working directory, whether gradients are enabled, and PyTorch's default dtype (float32) and
-    default device."""
+    appended to the message. At the end, also after an exception, global settings that the code may
+    change are reset: the working directory and whether gradients are enabled, to the values at the
+    start; PyTorch's default dtype to float32, and its default device to `None` (the CPU)."""
     folder = ""
     with contextlib.suppress(OSError):  # it was deleted
         folder = os.getcwd()

@@ -128,9 +128,10 @@ def peak_flops(name):
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of the GPUs of all ranks together for matrix products of `dtype`
-    (float32: with TF32). 0: unknown, not CUDA, or float32 without TF32. It is the denominator of
-    the model FLOPs utilisation (MFU, PaLM, arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of the GPUs of all ranks together for matrix products of `dtype`, a
+    torch.dtype (float32: with TF32). 0: unknown, not CUDA, or float32 without TF32. ranks: a Ranks;
+    all ranks are assumed to have the same GPU as this one. The result is the denominator of the
+    model FLOPs utilisation (MFU, PaLM, arXiv:2204.02311, appendix B)."""
     if ranks.device.type != "cuda":
         return 0
     peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))

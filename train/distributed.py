@@ -278,10 +278,11 @@ def wrap_ddp(model, ranks):
 
 
 def build_mesh(ranks, replica_size):
-    """Return the DeviceMesh of a sharded model, of shape (ranks,) or, with more than one replica,
-    (replicas, ranks per replica); the dimensions are named "replicate" and "shard". replica_size:
-    number of ranks that together hold one copy of the model. These are ranks with consecutive
-    numbers, since torchrun numbers the ranks node by node."""
+    """Return the DeviceMesh of a sharded model: one dimension "shard" of all W ranks or, with more
+    than one replica, the dimensions "replicate" and "shard", of shape (W / replica_size,
+    replica_size). ranks: a Ranks. replica_size: number of ranks that together hold one copy of the
+    model, a divisor of W. These are ranks with consecutive numbers, since torchrun numbers the
+    ranks node by node. All ranks must call."""
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)

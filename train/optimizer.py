@@ -116,9 +116,9 @@ def match_lr_groups(lr_groups, names):
 
 
 def scale_rate(rate, own):
-    """Return the peak learning rate of a parameter: `rate`, changed by `own`, the options for this
-    parameter in the result of match_lr_groups() ({} for none). 0 means that the parameter is
-    frozen."""
+    """Return the peak learning rate of a parameter: own["learning_rate"] or, if it is not set,
+    rate * own["lr_mult"] (default: 1). own: the options for this parameter, a dict, in the result
+    of match_lr_groups() ({} for none). 0 means that the parameter is frozen."""
     return own.get("learning_rate", rate * own.get("lr_mult", 1.0))
 
 
@@ -236,9 +236,10 @@ def gathered_numel(n_matrices, size, n_ranks):
 
 def orthogonalize_together(matrices):
     """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together.
-    matrices: list of N matrices of equal (or transposed) shape, the same on every rank. Each rank
-    computes ceil(N / ranks) of the results (one or two if there are fewer matrices than ranks) and
-    sends a part, so that all ranks have the same bits. All ranks must call."""
+    matrices: list of N >= 1 matrices of equal (or transposed) shape, the same on every rank. The
+    elements of all results are divided into one part per rank: ceil(N / ranks) whole matrices or,
+    if N < ranks, a part of one or two matrices. Each rank computes the matrices of its part and
+    sends the part, so that all ranks have the same bits. All ranks must call."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)

@@ -149,9 +149,10 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Encode a list of Pieces. Return (ids (n,), number of bytes of text). documents: the Documents
-    with the text. After the end of a document follows the id of the end of text; if the tokenizer
-    has no end of text and there are several documents, a newline, which counts as text."""
+    """Encode a list of one or more Pieces. Return (ids, number of bytes of text); ids is an array
+    (n,) of id_dtype(tokenizer.n_vocab). documents: the Documents with the text. After the end of a
+    document follows the id of the end of text; if the tokenizer has no end of text and there are
+    several documents, a newline (unless the document ends with one), which counts as text."""
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []

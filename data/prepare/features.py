@@ -149,10 +149,11 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 def rows_in_val(runs, subjects, fraction):
     """Return bool (rows,), True for the rows of the validation split: whole runs, about `fraction`
-    of the runs of each subject and at least one; no rows if `fraction` is 0. runs, subjects:
-    (rows,) the run and the subject of each row. Raises DataError for subjects other than integers
-    from 0 to 2**31 - 1, a run of several subjects and, unless `fraction` is 0, a subject with only
-    one run."""
+    of the runs of each subject and at least one, but not all, chosen without randomness by
+    runs_in_val(); no rows if `fraction` is 0. runs, subjects: arrays (rows,) of numbers, the run
+    and the subject of each row. Raises DataError for subjects other than integers from 0 to
+    2**31 - 1, a run of several subjects and, unless `fraction` is 0, a subject with only one run.
+    """
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")

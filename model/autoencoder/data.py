@@ -156,10 +156,12 @@ def fit_linear_path(folder, spec, delays):
     """Fit a ridge regression to the training rows of `folder`, separately for each of S subjects.
     Return (weight (S * T, K * P), bias (S * T,)), float32 tensors, which predict the T standardised
     columns of the target from the P standardised features of a row and of the `delays` rows before
-    it (K = delays + 1). spec: the dict of read_features_meta(). A column of the target that is
-    missing in all rows of a subject is predicted as 0, the mean. Other rows with a missing target
-    are left out. Raises DataError if there is no target, or if fewer than 3 rows of a subject
-    remain."""
+    it (K = delays + 1). The first P columns of `weight` are for the row itself, the next P for the
+    row before it, and so on: the order of x.flatten(1) with x (N, K, P) of design(). spec: the dict
+    of read_features_meta(). A column of the target that is missing in all rows of a subject is
+    predicted as 0, the mean. Other rows with a missing target are left out. Raises DataError if
+    there is no target or fewer than 3 rows of a subject remain, and the errors of open_features()
+    and open_runs()."""
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     arrays = open_features(folder, "train", spec, delays)

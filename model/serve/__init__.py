@@ -70,8 +70,10 @@ def choose_key(options, listening):
 
 
 def serve(options):
-    """Run the command: load the model options.ckpt and answer HTTP requests until a signal ends the
-    server. options: ServeOptions. Raises ValueError or UserError."""
+    """Run the command: load the model options.ckpt and answer HTTP requests until SIGINT, SIGTERM
+    or SIGHUP; active requests are then finished. options: ServeOptions. Raises ValueError or
+    UserError if the address or the API key cannot be used, a package is missing, the memory is
+    insufficient, or for an error of load_for_decoding()."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine

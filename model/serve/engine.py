@@ -41,10 +41,12 @@ class APIError(Exception):
 @dataclass(eq=False)
 class Job:
     """One text to generate: the ids of the prompt, the RequestOptions, and the state of generation.
-    on_event: a function that the engine's thread calls with (text, finish_reason) for each new
-    piece of text. finish_reason is `None` except for the last event: "stop", "length" or an
-    exception. ended: whether generation has ended; set it to True to cancel the job. n_generated:
-    number of new tokens. token: id of the last one."""
+    on_event: a function of one tuple (text, finish_reason), called for each new piece of text, by
+    the engine's thread or by the thread that calls emit() or Engine.close(). finish_reason is
+    `None` except for the last event: "stop", "length" or an exception. ended: whether generation
+    has ended; set it to True to cancel the job, which then has no last event (but events of a step
+    that is already running). n_generated: number of new tokens. token: id of the last one; -1
+    before the first."""
     ids: list
     options: object      # model.serve.api.RequestOptions
     n_left_out: int = 0  # messages of a conversation that do not fit in the context

@@ -23,7 +23,7 @@ FAULTS = [
     ("train/train.py", "p.evaluated = p.iter_num", "p.evaluated = -1"),
     ("train/setup.py", "self.log.start(p.iter_num, ", "self.log.start(10**9, "),
     # numbers
-    ("train/evaluate.py", "to(precise) * n}", "to(precise)}"),
+    ("train/evaluate.py", "to(precise) * n, 0.0)", "to(precise), 0.0)"),
     ("train/evaluate.py", "rows[:n - first, :-1]", "rows[:, :-1]"),
     ("train/evaluate.py", "index = first + ranks.rank", "index = first"),
     ("train/evaluate.py", "for name in sorted(sums)}\n    n", "for name in sums}\n    n"),
@@ -54,7 +54,7 @@ FAULTS = [
     ("train/device.py", "part.compile(dynamic=False)", "part.compile()"),
     ("train/train.py", "functools.partial(run.compiler.call, run.raw_model)", "run.raw_model"),
     ("train/device.py", "if dtype != torch.float32:\n        return peak", "return peak"),
-    ("train/tools/dry_run.py", "grad_copies = 2 if", "grad_copies = 1 if"),
+    ("train/tools/plan.py", "grad_copies = 2 if", "grad_copies = 1 if"),
     # the optimizer
     ("train/train.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
     ("train/train.py", "norm = norm * factor", "norm = norm"),
@@ -90,7 +90,7 @@ FAULTS = [
     ("train/checkpoint.py", "if not nearly_equal(old.get(name), new.get(name)):", "if False:"),
     ("train/base/checkpoint_file.py", '{name, "all"} & {*allowed}', "allowed"),
     ("train/checkpoint.py", "in (\"auto\", \"must\") or restarted", "in (\"auto\", \"must\")"),
-    ("model/core/weights.py", "if None not in (old, new) and old != new", "if False"),
+    ("model/core/weights.py", "if None not in (old, new) and new not in (old, [old])", "if False"),
     ("model/core/weights.py", "if explicit:", "if False:"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),

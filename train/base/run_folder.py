@@ -65,7 +65,8 @@ class RunFolder:
 
     def open(self):
         """Create and lock the folder, and remove incomplete files and shards of killed processes.
-        Raises CheckpointError if the folder cannot be used, UserError if it is already locked."""
+        Call it on rank 0 only: a second process cannot lock the folder. Raises CheckpointError if
+        the folder cannot be used, UserError if it is already locked or the disk is full."""
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)

@@ -43,11 +43,11 @@ def samples_per_period(weights):
 
 def interleave(counts):
     """Return the order of the sources in a period: a list of sum(counts) source indices, in which
-    source i occurs counts[i] times, spread evenly.
+    source i occurs counts[i] times, spread evenly. counts: a list of k >= 2 ints of at least 0, one
+    per source (a single source is not supported).
 
     Among the first n items, for any n, source i occurs counts[i] / sum(counts) * n times, with a
-    difference of at most 1 - 1 / (2 k - 2) for k >= 2 sources: Tijdeman, The chairman assignment
-    problem (1980).
+    difference of at most 1 - 1 / (2 k - 2): Tijdeman, The chairman assignment problem (1980).
     """
     period = sum(counts)
     k = len(counts)
