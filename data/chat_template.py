@@ -16,6 +16,7 @@ refused if the template changes this text, or forms a special token from the tex
 import bisect
 import functools
 import json
+import math
 import re
 from collections import Counter
 
@@ -26,7 +27,7 @@ from data.meta import read_meta
 from data.render import render
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
-from data.tokenizer_types import MAX_VOCAB
+from data.tokenizer_types import MAX_VOCAB, encode_within
 from train.base.errors import DataError
 
 # The assistant's text is followed by the end-of-text token.
@@ -178,7 +179,7 @@ class ChatTemplate:
                                           key=lambda start: len(prompt(start)) <= max_tokens)]
         return prompt(start), start - n_system
 
-    def sequences(self, messages, tokenizer):
+    def sequences(self, messages, tokenizer, max_tokens=math.inf):
         """Return the training sequences of a conversation, [(ids (n,) uint32, mask (n,) uint8),
         ...].
 
@@ -186,7 +187,8 @@ class ChatTemplate:
         assistant and the end token after it. There is one sequence; or several, each from the first
         message on, if the template writes an earlier answer differently when a message follows
         (e.g. without the reasoning); or [] if there is no answer. Messages after the last answer
-        are left out. Raises DataError for a conversation that the template cannot represent.
+        are left out, and so are those after the first prompt of more than max_tokens tokens. Raises
+        DataError for a conversation that the template cannot represent.
         """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
@@ -202,6 +204,8 @@ class ChatTemplate:
             ids = prompt_ids + answer_ids
             mask = (mask + [0] * (len(prompt_ids) - len(mask)) + [1] * n_learned
                     + [0] * (len(answer_ids) - n_learned))
+            if len(prompt_ids) > max_tokens:
+                break
         if ids:
             sequences.append((ids, mask))
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
@@ -351,13 +355,7 @@ def encode_marked(text, tokenizer):
     puts around special tokens in messages, is encoded as ordinary text. Raises DataError for an id
     outside the vocabulary, and if there is anything but one special token between two marks,
     because the template then changed the text of a message."""
-    @functools.cache  # a text can repeat the same special token many times
-    def encode_part(part, encode):
-        # Encode after a newline: some tokenizers add a space before the first word of a text.
-        newline, with_newline = encode("\n"), encode(f"\n{part}")
-        separable = with_newline[:len(newline)] == newline
-        return with_newline[len(newline):] if separable else encode(part)
-
+    encode_part = functools.cache(encode_within)  # a text can repeat a special token many times
     first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
     if not {*parts[::2]} <= tokenizer.special.keys():
         raise DataError("its chat template changes a special token in the text of a message")

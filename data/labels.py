@@ -76,7 +76,7 @@ def parse_labelled_text(record, fields):
     text = clean(text)
     spans = locate_evidence(text, record, fields)
     label = None if label is None else normalize_label(clean(str(label))) or None
-    group = str(record[fields.group]) if fields.group else text
+    group = normalize_label(str(record[fields.group])) if fields.group else text
     return LabelledText(text, label, spans, group, record.get("id"))
 
 
@@ -174,7 +174,8 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
     Texts are cut to max_tokens tokens. framed: add the tokens that the tokenizer puts before and
     after a text, e.g. BERT's [CLS] and [SEP]; they count for lengths, spans and max_tokens. Spans
     that share a token are merged. spans is -1 for a row without evidence, and for a row in which a
-    span is cut off or has no token. Raises DataError if max_tokens leaves no token for a text.
+    span is cut off or has no token. Raises DataError for a text without tokens, and if max_tokens
+    leaves none for a text.
     """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
@@ -189,6 +190,8 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
         ids = tokenizer.encode_array(row.text)
         parts = before, ids[:limit], after
         tokens.append(np.concatenate([np.array(part, ids.dtype) for part in parts]))
+        if not len(tokens[-1]):
+            raise DataError(f"the text {row.text!r:.40} has no tokens; leave it out")
         found = [to_token_span(row.text, span, ids, token_bytes, tokenizer) for span in row.spans]
         # A space alone may have no token.
         is_whole = all(first <= last < limit for first, last in found)

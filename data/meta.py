@@ -77,10 +77,12 @@ def read_meta(folder, allow_incomplete=False):
 
 def parse_meta(content):
     """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
-    fields of Meta are put into `extra`. Raises ValueError if `content` is not a dict, or the dtype
-    or vocab_size in it is invalid; other values are not checked."""
+    fields of Meta are put into `extra`. Raises ValueError if `content` is not a dict, or
+    format_version, dtype or vocab_size in it is invalid; other values are not checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
+    if content.get("format_version", 1) != 1:
+        raise ValueError(f"format_version {content['format_version']!r:.20} of a later ironGPT")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {reprlib.repr(content['dtype'])}, expected uint16 or uint32")
     size = content.get("vocab_size", 1)

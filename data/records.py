@@ -5,7 +5,7 @@
     .csv .tsv               tables with column names in the first line
     .parquet                needs pyarrow
     any text format as .gz; - for JSON from standard input
-    a folder                saved by the package datasets, or one that this package can load
+    a folder                of such files, or saved by the package datasets
     hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
 
 Each record has a location, a text for messages, e.g. FILE:LINE.
@@ -23,7 +23,7 @@ import re
 import sys
 import zlib
 
-from train.base.errors import DataError, echo, require
+from train.base.errors import DataError, UserError, echo, require
 
 MAX_JSON_BYTES = 1 << 30  # of a list of records, which is read as a whole
 MANY = 1000               # problems after which reading stops
@@ -32,8 +32,9 @@ MAX_PROBLEM_LINES = 20    # in one message
 # installed packages.
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                "dist-packages", "__pycache__"}
-SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz); Hugging Face datasets "
-           "(OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
+SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz), or folders of these; Hugging "
+           "Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
+RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 READ_ERRORS = (ValueError, EOFError, RecursionError, zlib.error, csv.Error, OSError)
 EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
@@ -74,6 +75,11 @@ def is_hub_name(source):
         and not re.search(EXTENSIONS, source.lower()))
 
 
+def has_record_extension(path):
+    """Return whether the file `path` has the extension of a file with records, also before .gz."""
+    return path.lower().removesuffix(".gz").endswith(RECORD_EXTENSIONS)
+
+
 def open_bytes(path):
     """Open the file `path`, a string, for reading; return the binary stream. A .gz file is
     decompressed; "-" is standard input."""
@@ -85,13 +91,16 @@ def open_bytes(path):
 def walk(folder, skipped_folder, skipped_names):
     """Return the list of paths of the regular files below `folder`, in an order that is the same on
     every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
-    folder `skipped_folder` (an absolute path), and links to files outside `folder`."""
+    folder `skipped_folder` (a real path), and links to files outside `folder`. Raises DataError for
+    a folder that cannot be read."""
+    def fail(error):
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     paths = []
     inside = os.path.join(os.path.realpath(folder), "")
-    for here, folders, names in os.walk(folder):
+    for here, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in skipped_names
-            and os.path.abspath(os.path.join(here, name)) != skipped_folder)
+            and os.path.realpath(os.path.join(here, name)) != skipped_folder)
         candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
         paths += [path for path in candidates if os.path.isfile(path) and (
             not os.path.islink(path) or os.path.realpath(path).startswith(inside))]
@@ -162,7 +171,8 @@ def csv_rows(stream, name, columns):
     selects the delimiter. columns: names of columns that must exist (`None`: no check); otherwise
     raises ValueError."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    # An invalid byte becomes a surrogate, so that only this row is bad.
+    text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     # Not strict, a quote that is not closed would silently swallow the rows after it.
     rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
@@ -178,6 +188,8 @@ def csv_rows(stream, name, columns):
             if None in row or None in row.values():
                 n = len(rows.fieldnames)
                 row = ValueError(f"not the {n} values of the header; quote texts")
+            elif re.search("[\udc80-\udcff]", "".join(row.values())):
+                row = ValueError("not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)")
         except StopIteration:
             return
         except csv.Error:
@@ -195,13 +207,16 @@ def parquet_rows(stream, name, columns):
     with parquet.ParquetFile(stream) as file:
         check_columns(file.schema_arrow.names, columns)
         batches = file.iter_batches(1000, columns=columns)
-        for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield f"{name}: record {i}", row
+        try:
+            for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                yield f"{name}: record {i}", row
+        except (ArithmeticError, LookupError) as error:  # the year 10000, an unknown time zone
+            raise ValueError(f"Python has no such value: {error}; leave out this column") from None
 
 
 def dataset_rows(source):
     """Yield (location, row as a dict) for each row of a data set, read by the package datasets.
-    source: a folder, or a name on the hub, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or
+    source: a saved folder, or a name on the hub, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or
     OWNER/NAME, which is streamed; default split: train. Raises ValueError if it cannot be read,
     SetupError without the package."""
     is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
@@ -227,10 +242,10 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 def records(source, columns=None):
     """Yield (location, record) for each record of a source: a file, "-" (standard input), or the
-    folder or name of a data set. A record is a dict, or a ValueError, not raised, if it cannot be
-    read. columns: names of columns that a table (.csv, .tsv, .parquet) must have (`None`: any); of
-    a parquet file, only these are read. Raises one of READ_ERRORS if the source cannot be read,
-    SetupError without a package that it needs."""
+    saved folder or name of a data set. A record is a dict, or a ValueError, not raised, if it
+    cannot be read. columns: names of columns that a table (.csv, .tsv, .parquet) must have (`None`:
+    any); of a parquet file, only these are read. Raises one of READ_ERRORS if the source cannot be
+    read, SetupError without a package that it needs."""
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
@@ -248,8 +263,13 @@ def records(source, columns=None):
 
 def source_records(source):
     """Yield (location, record) like records(source), but raise a DataError that names the source if
-    it is missing or cannot be read. A single record that cannot be read is yielded as a ValueError.
-    Raises SetupError without a package that the source needs."""
+    it is missing or cannot be read. source: also a folder, for the records of all files in it. A
+    single record that cannot be read is yielded as a ValueError. Raises SetupError without a
+    package that the source needs."""
+    if os.path.isdir(source) and not is_saved(source):
+        for path in filter(has_record_extension, walk(source, "", ())):
+            yield from source_records(path)
+        return
     try:
         yield from records(source)
     except FileNotFoundError:
@@ -272,6 +292,8 @@ def parse_each(stream, parse, problems, max_problems=MANY):
             problems.append((where, str(error)))
             if len(problems) >= max_problems:
                 break
+        except UserError as error:  # of no record alone, e.g. a template that needs too much memory
+            raise UserError(f"{where}: {error}") from None
         else:
             yield result
 

@@ -128,11 +128,14 @@ def split_by_prompt(samples, fraction):
     """Split samples by a hash of the prompt, so that samples with the same prompt are in the same
     split. Return {"train": list of samples, "val": list of samples}, about `fraction` of the
     samples in val. samples: a list; sample[0] is (ids, mask), arrays (n,). The prompt is the ids
-    before the first 1 of the mask; if all samples have the same prompt, all ids of a sample are
-    used instead. The sample with the lowest hash is always in val."""
-    prompts = [ids[:int(mask.argmax())].tobytes() for (ids, mask), *_ in samples]
-    if len(set(prompts)) == 1:  # e.g. every conversation begins with the same greeting
-        prompts = [ids.tobytes() for (ids, _), *_ in samples]
+    before the first answer, a run of 1 in the mask; if all samples have the same prompt, the ids
+    before the second or third answer are used instead, or all ids if there are fewer answers. The
+    sample with the lowest hash is always in val."""
+    for n in range(3):  # e.g. every conversation begins with the same greeting
+        prompts = [ids[(np.diff(mask.astype(np.int8), prepend=0) > 0).cumsum() <= n].tobytes()
+                   for (ids, mask), *_ in samples]
+        if len(set(prompts)) != 1:
+            break
     hashes = [int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "big")
               for prompt in prompts]
     limit = max(fraction * 2**64, min(hashes, default=0) + 1)

@@ -19,6 +19,7 @@ from train.base.errors import DataError
 # new map for every batch would cost more than reading.
 MAPPED_BYTES = 64 << 20
 FAULT_BYTES = 64 << 10
+MAX_MAPS = 128  # of a stream at a time: each has an open file, often limited to 1,024 (macOS: 256)
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 CHECKED_WINDOW = 1 << 12  # tokens: of a larger stream, windows are checked
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
@@ -96,10 +97,11 @@ def open_npy(path):
 
 def read_layout(path, f, raw_dtype):
     """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of a token file.
-    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of raw_dtype. f:
-    this file, open in binary mode. Raises DataError for text, for a .npy array that is not
-    one-dimensional or has a dtype other than uint16, uint32, int32 or int64, and for raw tokens
-    that seem to be uint32 although raw_dtype is uint16."""
+    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of raw_dtype
+    (`None`: unknown, uint16 is assumed). f: this file, open in binary mode. Raises DataError for
+    text, for a .npy array that is not one-dimensional or has a dtype other than uint16, uint32,
+    int32 or int64, for an unknown version of llm.c's shards, and for raw tokens that seem to be
+    uint32 although raw_dtype is `None`."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -109,15 +111,17 @@ def read_layout(path, f, raw_dtype):
     magic, version, n_tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     if (magic, version) in LLMC:  # GPT-2 has no ids like these magics: 55432, 55713
         return LLMC[magic, version], 1024, n_tokens
+    if any(magic == known for known, _ in LLMC):
+        raise DataError(f"{path}: version {version} of llm.c's shards is unknown; convert it")
     if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
         raise DataError(f"{path}: is text, not tokens; {PREPARE}")
-    size = np.dtype(raw_dtype).itemsize
-    if size == 2 and len(head) >= 128:
+    if raw_dtype is None and len(head) >= 128:
         low, high = np.frombuffer(head[:len(head) // 4 * 4], "<u2").reshape(-1, 2).T
         if low.any() and not high.any() or high.max() < 4 and low.max() >= 1024:
             raise DataError(f"{path}: looks like uint32 tokens read as uint16; put "
                             '{"dtype": "uint32"} into a meta.json beside it')
-    return raw_dtype, 0, -(-os.fstat(f.fileno()).st_size // size)
+    dtype = raw_dtype or "uint16"
+    return dtype, 0, -(-os.fstat(f.fileno()).st_size // np.dtype(dtype).itemsize)
 
 
 def open_shard(path, raw_dtype):
@@ -152,7 +156,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
-    stream = TokenStream([open_shard(p, meta.dtype or "uint16") for p in paths],
+    stream = TokenStream([open_shard(p, meta.dtype) for p in paths],
                          vocab_size or meta.vocab_size)
     n = stream.n_tokens
     try:
@@ -225,15 +229,17 @@ class TokenStream:
         if a file has changed."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
-        arrays = {i: self._map(i) for i in np.unique(which).tolist()}
-        for row, i, at in zip(rows, which.tolist(), (starts - self.firsts[which]).tolist()):
-            piece = arrays[i][at:at + length]
-            row[:len(piece)] = piece
-            while len(piece) < len(row):  # the window extends into the next file
-                row = row[len(piece):]
-                i += 1
-                piece = self._map(i)[:len(row)]
+        for shard in np.unique(which).tolist():  # few maps at a time
+            array = self._map(shard)
+            for n in np.flatnonzero(which == shard):
+                row, i, at = rows[n], shard, starts[n] - self.firsts[shard]
+                piece = array[at:at + length]
                 row[:len(piece)] = piece
+                while len(piece) < len(row):  # the window extends into the next file
+                    row = row[len(piece):]
+                    i += 1
+                    piece = self._map(i)[:len(row)]
+                    row[:len(piece)] = piece
         self.n_read += len(starts)
         if min(self.n_tokens * self.dtype.itemsize, self.n_read * FAULT_BYTES) > MAPPED_BYTES:
             self.maps = {}
@@ -247,6 +253,8 @@ class TokenStream:
         try:
             now = identify(os.stat(shard.path))
             if now == shard.identity and i not in self.maps:
+                if len(self.maps) == MAX_MAPS:
+                    self.maps = {}
                 mapped = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.n_tokens,))
                 if hasattr(mmap, "MADV_RANDOM"):  # the default reads 128 KiB or more ahead
                     mapped._mmap.madvise(mmap.MADV_RANDOM)

@@ -6,7 +6,6 @@
 
 import base64
 import contextlib
-import copy
 import functools
 import hashlib
 import json
@@ -28,6 +27,7 @@ R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
 MAX_GROWTH = 1000  # of a text by replacements; of published tokenizers 1
+HIDDEN = "\U0010fffd"  # private use: no text has it
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
 
@@ -45,6 +45,15 @@ def split_long_spaces(text):
         yield text[:run.end()]
         text = text[run.end():]
     yield text
+
+
+def encode_within(text, encode):
+    """Return the ids of `text`, the continuation of a text: encode(text), but without the space
+    that some tokenizers add before the first word. encode: a function that returns a list or an
+    array of ids."""
+    newline, with_newline = encode("\n"), encode(f"\n{text}")
+    separable = list(with_newline[:len(newline)]) == list(newline)
+    return with_newline[len(newline):] if separable else encode(text)
 
 
 @contextlib.contextmanager
@@ -232,12 +241,16 @@ class JsonTokenizer(Tokenizer):
         tokenizers = require("tokenizers", "this tokenizer.json")
         with library_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
-        self.enc.no_truncation()
-        self.enc.no_padding()
-        self.enc.encode_special_tokens = True  # special tokens in a text are ordinary text
+            content = json.loads(text)
+            plain = hide_special(content)
+            self.plain_enc = tokenizers.Tokenizer.from_str(
+                text if plain is content else json.dumps(plain))
+        for enc in (self.enc, self.plain_enc):
+            enc.no_truncation()
+            enc.no_padding()
+        self.plain_enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
-        content = json.loads(text)
         check_growth(content)
         self.nfc = content.get("normalizer") == {"type": "NFC"}
         # Otherwise the texts of tokens are characters, as SentencePiece's.
@@ -256,29 +269,22 @@ class JsonTokenizer(Tokenizer):
                             f"its ids, up to {MAX_VOCAB:,}")
 
     def encode_special(self, text):
-        return self.encode_array(text, self.special_enc).tolist()
-
-    @functools.cached_property
-    def special_enc(self):
-        """A tokenizers.Tokenizer that encodes the texts of special tokens as single ids: a changed
-        copy of `self.enc`, which threads share and which must not be changed."""
-        enc = copy.deepcopy(self.enc)
-        enc.encode_special_tokens = False
-        return enc
+        return self.encode_array(text, self.enc).tolist()
 
     def encode_array(self, text, enc=None):
         """Return the ids (n,) uint32 of `text`. enc: the tokenizers.Tokenizer to use; default:
-        `self.enc`, which encodes the texts of special tokens as ordinary text. Raises DataError for
-        text that the vocabulary cannot represent."""
+        `plain_enc`, which encodes the texts of special tokens as ordinary text. Raises DataError
+        for text that the vocabulary cannot represent."""
         with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            encoding, = (enc or self.enc).encode_batch_fast([clean(text)], add_special_tokens=False)
+            encoding, = (enc or self.plain_enc).encode_batch_fast(
+                [clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def offsets(self, text):
         """Return an array (n, 2) int64: for each token of `text`, the index of the first character
         and the index after the last one. Token and characters may differ, e.g. in upper and lower
         case."""
-        offsets = self.enc.encode(clean(text), add_special_tokens=False).offsets
+        offsets = self.plain_enc.encode(clean(text), add_special_tokens=False).offsets
         return np.array(offsets, np.int64).reshape(-1, 2)
 
     def decode_known(self, ids):
@@ -304,6 +310,26 @@ class JsonTokenizer(Tokenizer):
 
     def spec(self):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
+
+
+def hide_special(content):
+    """Return a copy of `content`, the dict of a tokenizer.json, with the character HIDDEN before
+    each special token, so that the model does not find these tokens in ordinary text, as Unigram
+    and WordLevel do. All ids stay the same. Return `content` itself if the vocabulary of the model
+    has no special token."""
+    tokens, model = content.get("added_tokens") or [], content["model"]
+    hidden = {token["content"]: HIDDEN + token["content"] for token in tokens if token["special"]}
+    unknown, vocab = model.get("unk_token"), model["vocab"]
+    if hidden.keys().isdisjoint(vocab if isinstance(vocab, dict) else dict(vocab)):
+        return content
+    vocab = ({hidden.get(token, token): i for token, i in vocab.items()} if isinstance(vocab, dict)
+             else [[hidden.get(token, token), score] for token, score in vocab])  # Unigram's
+    model = model | {"vocab": vocab, "unk_token": hidden.get(unknown, unknown)}
+    if model.get("merges"):  # [[left, right], ...], or ["left right", ...]
+        model["merges"] = [pair for pair in model["merges"] if "".join(
+            pair.split(" ") if isinstance(pair, str) else pair) not in hidden]
+    return content | {"model": model, "added_tokens": [
+        token | {"content": hidden.get(token["content"], token["content"])} for token in tokens]}
 
 
 def find_frame(content):

@@ -199,11 +199,12 @@ def test_synthetic_needs_every_modality():
 @pytest.mark.parametrize("case, words", [
     ("lengths", "different lengths: {'a': 30, 'target': 29"), ("two runs", "'runs': 60"),
     ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
-    ("cube", "expected numbers of shape (rows, dims)"), ("missing", "b.npy: no such file\n"),
-    ("name", "expected files with different names"), ("one run", "nothing can be held out"),
-    ("other", "not prepared from these sources")])
+    ("cube", "of up to 64 bits, (rows, dims)"), ("missing", "b.npy: no such file\n"),
+    ("long", "float128 of shape"), ("name", "expected files with different names"), ("one run",
+    "nothing can be held out"), ("other", "not prepared from these sources")])
 def test_bad_arrays(tmp_path, capsys, case, words):
-    array, target = np.zeros((30, 2)), np.zeros((29 if case == "lengths" else 30, 2))
+    array = np.zeros((30, 2), "g" if case == "long" else "d")
+    target = np.zeros((29 if case == "lengths" else 30, 2))
     array[7, 1] = dict(huge=-1e300).get(case, 0)
     array[16, 0] = np.inf if case == "val" else 0  # of a held-out run
     for name in ("a", "1"):

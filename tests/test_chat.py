@@ -4,8 +4,10 @@ and a model that learns to answer questions it has not met."""
 import itertools
 import json
 import random
+import re
 import sys
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -196,6 +198,28 @@ def test_long_chats_are_cut_between_exchanges():
     start, _ = data_chat.cut(ids, mask, len(ids) // 2 + 3)
     assert BYTES.decode(start).endswith("a1<|endoftext|>")
     assert len(data_chat.cut(ids, mask, 10)[0]) == 0
+
+
+def test_a_first_prompt_of_most_chats_is_told(tmp_path, capsys):
+    """All of them are in one split."""
+    source = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt": "Hi" if i % 50 else f"{i}?", "response": f"{i}"} for i in range(300)])
+    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--val_fraction", "0.2"]) == 0
+    assert re.search(r"warning: (\d|9\d)% of the chats .*, not 20%:", capsys.readouterr().out)
+
+
+def test_what_follows_the_first_prompt_that_is_too_long_takes_no_time(monkeypatch):
+    """Each exchange is rendered with all before it."""
+    real, lengths = ChatTemplate.encode_answer, []
+    monkeypatch.setattr(ChatTemplate, "encode_answer", lambda self, messages, *more: (
+        lengths.append(len(messages)), real(self, messages, *more))[1])
+    writer = data_chat.ChatWriter(data_chat.ChatOptions(["x"], block_size=120))
+    writer.notes = Counter()
+    record = dict(messages=[dict(role=role, content="q") for _ in range(50)
+                            for role in ("user", "assistant")])
+    (ids, _), = writer.encode(record)
+    assert lengths == [2, 4, 6, 8, 10] and 90 < len(ids) <= 121
+    assert list(writer.notes) == ["cut to the exchanges that fit into 121 tokens"]
 
 
 @pytest.mark.parametrize("fraction", ["1e-9", "0.3"])

@@ -31,6 +31,7 @@ from data.labels import (
     LabelledText,
     merge_spans,
     open_labels,
+    parse_labelled_text,
     read_labelled_texts,
     to_arrays,
 )
@@ -54,6 +55,7 @@ from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.base.checkpoint_file import load_checkpoint
+from train.base.errors import DataError
 from train.checkpoint import save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
@@ -650,6 +652,21 @@ def test_lists_of_words_and_of_offsets_make_the_same_spans(tmp_path):
     assert cut.tolist() == [[-1, -1]] * 3  # one part was cut off
     one = write_jsonl(tmp_path / "b.jsonl", [words | dict(evidence=["OWL"])])
     assert to_arrays(read_labelled_texts([one]), tokenizer, ["a"], 99)["spans"].tolist() == [[3, 5]]
+
+
+def test_a_text_without_tokens_is_refused():
+    tokenizer = load_tokenizer("byte")
+    tokenizer.encode_array = lambda text: np.zeros(0, np.uint8)  # e.g. of a normalizer
+    with pytest.raises(DataError, match="the text ' ' has no tokens"):
+        to_arrays([LabelledText(" ", "a", [], "")], tokenizer, ["a"], 9)
+
+
+def test_a_group_is_the_same_as_a_whole_number_and_as_a_float():
+    """A table with missing values has floats."""
+    fields = Fields()
+    fields.group = "doc"
+    rows = [parse_labelled_text(dict(text="a", doc=doc), fields) for doc in (1, 1.0, "1")]
+    assert [row.group for row in rows] == ["1"] * 3
 
 
 def test_rows_are_split_by_their_group_and_cut_with_a_word(tmp_path, capsys):

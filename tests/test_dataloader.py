@@ -14,7 +14,7 @@ import torch
 from processes import python
 
 from data import token_files
-from data.token_files import TokenStream, find_files, open_shard
+from data.token_files import TokenStream, find_files, open_shard, open_stream
 from train import dataloader
 from train.base.errors import DataError
 from train.config import TrainConfig
@@ -280,6 +280,24 @@ def test_maps_are_made_anew(tmp_path, monkeypatch):
     assert small.n_read == 240 and list(small.maps) == [0]
 
 
+def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
+    """The system limits open files, often to 1,024."""
+    monkeypatch.setattr(token_files, "MAX_MAPS", 3)
+    tokens = stream(2000)
+    for i in range(20):
+        write(tmp_path / f"train_{i:02}.bin", tokens[i * 100:i * 100 + 100])
+    data, starts = open_stream(tmp_path, "train"), np.random.default_rng(0).integers(0, 1650, 99)
+    assert np.array_equal(data.read(starts, 350), tokens[starts[:, None] + np.arange(350)])
+    assert len(data.maps) <= 3
+
+
+def test_the_dtype_in_meta_json_is_not_doubted(tmp_path):
+    """Every second base is an A: as uint32, all of it would be small numbers."""
+    write(tmp_path / "train.bin", [3, 0] * 500)
+    (tmp_path / "meta.json").write_text('{"dtype": "uint16"}')
+    assert open_stream(tmp_path, "train").n_tokens == 1000
+
+
 def test_empty_shards_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no tokens"):
         DataLoader(llmc(tmp_path / "x.bin", []), 1, 8)
@@ -354,6 +372,7 @@ BAD = [  # case, what is at this path, what the message says
     ("87 table", lambda p: npy(p.with_suffix(".npy"), IDS.reshape(2, -1)), "of shape .2, 1000."),
     ("87 objects", lambda p: npy(p.with_suffix(".npy"), np.array([{}, None])), "Python objects"),
     ("87 broken npy", lambda p: put(p.with_suffix(".npy"), b"\x93NUMPY\1\0zz"), "x.npy: "),
+    ("87 version", lambda p: llmc(p, IDS, version=2), "version 2 of llm.c's shards is unknown"),
     ("88 npy cut short", lambda p: cut(npy(p.with_suffix(".npy"), IDS), 4), "x.npy: .* cut short"),
     ("88 shard cut short", lambda p: llmc(p, IDS, count=2001), "is 5,024 bytes, expected 5,026"),
     ("88 shard too long", lambda p: llmc(p, IDS, count=1999), "5,022 for 1,999 tokens"),

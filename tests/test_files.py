@@ -3,8 +3,10 @@ changed."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from train.base.errors import DataError, UserError
 from train.base.files import (
     add_link,
     atomic_write,
+    describe_write_error,
     exclusive_lock,
     lock_folder,
     open_no_follow,
@@ -78,6 +81,14 @@ def test_a_lock_that_is_a_link(outside, data_dir):
     with pytest.raises(UserError, match="cannot be used: .* symbolic links"):
         go(data_dir, path.parent, max_iters=1)
     assert os.listdir(path.parent) == [".lock"]
+
+
+def test_a_lock_file_that_was_removed_while_it_was_opened_locks_nothing(tmp_path, monkeypatch):
+    """As data.prepare removes it, at the end, with its temporary folder."""
+    lock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (os.unlink(tmp_path / ".lock"), lock(*args)))
+    with pytest.raises(UserError, match="in use by another process"):
+        lock_folder(tmp_path)
 
 
 def test_no_link_is_followed(outside):
@@ -298,6 +309,16 @@ def test_a_full_disk_is_told_with_the_folder_that_is_written(tmp_path, capsys, c
     told = capsys.readouterr().err
     assert f"{tmp_path}/out could not be written: " in told and "ulimit -f" in told
     assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_the_free_space_is_that_of_the_folder_that_is_written(tmp_path, monkeypatch):
+    """It can be a mount point."""
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (
+        asked.append(path), types.SimpleNamespace(free=0))[1])
+    for path in (tmp_path, tmp_path / "file"):
+        describe_write_error(OSError(errno.ENOSPC, "No space"), path)
+    assert asked == [str(tmp_path)] * 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -121,6 +121,20 @@ def test_rows_are_what_the_chat_model_is_asked(made):
     assert len(asked["train"]) > 20 and asked["val"]
 
 
+def test_a_greeting_leaves_the_questions_in_the_splits_of_the_chats(made, tmp_path):
+    greeting = dict(role="assistant", content="Hi!")
+    source = write_jsonl(tmp_path / "a.jsonl", [dict(messages=[
+        greeting, dict(role="user", content=f"{i}?"), MOO[1]]) for i in range(40)])
+    found = []
+    for module in (data_chat, data_prompts):
+        out = tmp_path / module.__name__
+        assert module.main([source, "--out", str(out), "--tokenizer", str(made / "chat/ckpt.pt"),
+                            "--val_fraction", "0.3"]) == 0
+        text = BYTES.decode(np.load(out / "val_tokens.npy").flatten())
+        found.append(sorted(re.findall(r"(\d+)\?", text)))
+    assert found[0] == found[1] and 4 < len(found[0]) < 25
+
+
 def test_questions_that_are_too_long_are_left_out(made, tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}" * n} for i in range(1, 10)
                                                 for n in (1, 9)])

@@ -574,7 +574,7 @@ def test_a_panic_of_the_package_tokenizers_is_told():
     def panic(texts, **how):
         raise PanicException("index out of bounds")
     tokenizer = JsonTokenizer.__new__(JsonTokenizer)
-    tokenizer.enc = SimpleNamespace(encode_batch_fast=panic)
+    tokenizer.plain_enc = SimpleNamespace(encode_batch_fast=panic)
     with pytest.raises(DataError, match="no ids for a text: index out of bounds"):
         tokenizer.encode("a")
 

@@ -66,3 +66,9 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match="its preparation was interrupted; prepare the data again"):
         read_meta(tmp_path)
     assert read_meta(tmp_path, allow_incomplete=True).sources == ["x"]
+
+
+def test_a_later_format_is_refused(tmp_path):
+    (tmp_path / "meta.json").write_text('{"format_version": 2}')
+    with pytest.raises(DataError, match="meta.json: format_version 2 of a later ironGPT"):
+        read_meta(tmp_path)

@@ -28,6 +28,7 @@ from data.prepare.sources import Documents
 from data.rows import documents_in_val
 from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
+from data.tokenizer_types import JsonTokenizer
 from train.base.errors import DataError
 from train.config import load_config
 
@@ -251,6 +252,22 @@ def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
     assert quiet([tmp_path / "a.txt"], tmp_path / "p", tokenizer="gpt2") == whole
 
 
+def test_pieces_get_no_space_of_a_tokenizer_that_puts_one_before_a_text(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"\u2581": 0, "a": 1, "\n": 2, "</s>": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    made.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    made.add_special_tokens(["</s>"])
+    tokenizer = JsonTokenizer(made.to_str(), 3)
+    (tmp_path / "a.txt").write_text("a aa\n" * 999)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 100)
+    documents = collect(tmp_path / "a.txt", tmp_path)
+    pieces = list(encode.cut_pieces(documents, [False], documents.size))
+    ids, _ = encode.encode_pieces(pieces, documents, tokenizer)
+    assert len(pieces) > 5 and ids.tolist() == [*tokenizer.encode("a aa\n" * 999), 3]
+
+
 @pytest.mark.parametrize("content", ["世界" * 20_000, "🙂" * 9_999, "a" * 30_000, "\n" * 30_000])
 def test_text_without_places_to_cut(tmp_path, monkeypatch, content):
     (tmp_path / "a.txt").write_text(content, newline="")
@@ -441,7 +458,7 @@ def test_standard_input(tmp_path, content, expected):
     ("a.json", '"just a string"', "expected an object"),
     ("a.json", "[1, 2]", "expected an object"), ("a.json", '[{"text": "x"', "delimiter"),
     ("a.json", '{"a":\n {"b": 1}}', "a.json: record 0: no field 'text'"),
-    ("a.csv", "body\nx\n", "'body'"), ("a.csv", b"text\n\xff\n", "can't decode"),
+    ("a.csv", "body\nx\n", "'body'"), ("a.csv", b"text\n\xff\n", "a.csv:2: not UTF-8"),
     ("a.txt.gz", "plain", "gzipped"),
     ("a.txt.gz", gzip.compress(random.Random(0).randbytes(9000).hex().encode(), mtime=0)[:5000],
      "end-of-stream")])
@@ -581,6 +598,19 @@ def test_bpe_options(tmp_path, capsys, options, message):
     (tmp_path / "a.txt").write_text("hello world")
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *options]) == 2
     assert message in capsys.readouterr().err and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_relative_path_is_a_source_only_in_its_folder(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t.txt").write_text(f"some text of {name}\n" * 9)
+    monkeypatch.chdir(tmp_path / "a")
+    for path in ("t.txt", "./t.txt", str(tmp_path / "a/t.txt")):
+        quiet([path], tmp_path / "o")
+    assert read_meta(tmp_path / "o").sources == [str(tmp_path / "a/t.txt")]
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(DataError, match="not prepared from these sources"):
+        quiet(["t.txt"], tmp_path / "o")
 
 
 # --- optional sources

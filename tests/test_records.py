@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from data import prepare
 from data.prepare import chat, labels
 from data.records import is_hub_name, parse_records, records
-from train.base.errors import DataError
+from train.base.errors import DataError, UserError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
              label="ab"[i % 2]) for i in range(120)]
@@ -68,6 +69,37 @@ def test_all_three_commands_read_every_format_alike(tmp_path, monkeypatch, name)
         assert asked == [("o/n", "c", "s"), ("o/n", None, "train"), ("n", None, "train")] * 3
 
 
+def test_all_files_of_records_in_a_folder_are_read(tmp_path):
+    """By the names of these files, the package datasets would read only one as training data."""
+    for i, name in enumerate(("train.jsonl", "more.jsonl", "sub/c.csv.gz", "x.json.bak")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, ROWS[i * 10:i * 10 + 10])
+    (tmp_path / "sub/c.csv").unlink()
+    found = [row["text"] for row in parse_records([str(tmp_path)], dict)]
+    assert sorted(found) == sorted(row["text"] for row in ROWS[:30])
+    with pytest.raises(DataError, match="more.jsonl:3: not valid JSON"):
+        write(tmp_path, "more.jsonl", ROWS[:1])
+        with open(tmp_path / "more.jsonl", "a") as f:
+            f.write("{")
+        list(parse_records([str(tmp_path)], dict))
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a/b").mkdir(parents=True)
+    write(tmp_path, "a/c.jsonl", ROWS)
+    scandir = os.scandir
+
+    def deny(path):
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", deny)
+    for read in (lambda source: list(parse_records([source], dict)),
+                 lambda source: prepare.prepare([source], str(tmp_path / "out"))):
+        with pytest.raises(DataError, match="a/b: cannot be read: Permission denied"):
+            read(str(tmp_path / "a"))
+
+
 def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
@@ -97,7 +129,7 @@ DEEP = "[" * 200_000
     ("a.json", '[{"text": 1', "not valid JSON: Expecting ',' delimiter"),
     ("a.jsonl", b'{"text": "x"}\n\xff\n', "a.jsonl:2: not valid JSON: 'utf-8' codec"),
     ("a.jsonl", "1" * 5000, "a.jsonl:1: not valid JSON: Exceeds the limit"),
-    ("a.csv", b"text,label\n\xff,1\n", "can't decode byte"),
+    ("a.csv", b"text,label\n\xff,1\n", "a.csv:2: not UTF-8"),
     ("a.csv", "text,label\nx,a\ny,b,c\n", "a.csv:3: not the 2 values of the header; quote"),
     ("a.tsv", "text\tlabel\nx\ta\tb\n", "a.tsv:2: not the 2 values of the header; quote"),
     ("a.csv", "text,label\nx\ny,a\n", "a.csv:2: not the 2 values of the header; quote texts"),
@@ -141,6 +173,15 @@ def test_bad_records_are_counted_and_said(tmp_path, capsys):
     assert "Left out 3 bad records" in capsys.readouterr().out
     meta = json.loads((tmp_path / "few" / "meta.json").read_text())
     assert sum(part["chats"] for part in meta["splits"].values()) == 60
+
+
+def test_an_error_of_no_record_alone_is_told_with_the_place(tmp_path):
+    """E.g. a message that needs more memory than a template gets."""
+    def parse(record):
+        raise UserError("too long")
+    path = write(tmp_path, "a.json", ROWS[:2])
+    with pytest.raises(UserError, match="a.json:1: too long"):
+        list(parse_records([path], parse, skip_bad=True))
 
 
 def test_all_values_of_a_format(tmp_path):
@@ -193,6 +234,26 @@ def test_a_quote_that_is_not_closed_swallows_no_rows(tmp_path, name, content, li
     (tmp_path / name).write_text(content)
     *_, (_, last) = records(str(tmp_path / name))
     assert isinstance(last, ValueError) and f"lines {lines} do not end with it" in str(last)
+
+
+@pytest.mark.parametrize("when, zone", [(253402300800000000, None), (0, "Mars/Phobos")])
+def test_a_column_of_values_that_python_lacks_is_named(tmp_path, when, zone):
+    """The year 10000, and a time zone."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table(dict(prompt=["a"], when=pa.array([when], pa.timestamp("us", zone)))),
+                   tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet: cannot be read: Python has no such value: "):
+        list(parse_records([str(tmp_path / "a.parquet")], dict))
+
+
+def test_a_byte_that_is_not_utf8_costs_one_row_of_a_table(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_bytes(b"text,n\n\xc3\xa9,1\nb\xff,2\nc,3\n")
+    found = list(records(str(tmp_path / "in/a.csv")))
+    assert [row["text"] for _, row in found[::2]] == ["é", "c"]
+    assert found[1][0].endswith("a.csv:3") and "not UTF-8" in str(found[1][1])
+    with pytest.raises(DataError, match="a.csv:3: not UTF-8"):
+        prepare.prepare([str(tmp_path / "in")], str(tmp_path / "out"))
 
 
 def test_a_column_that_occurs_twice_loses_no_text(tmp_path):

@@ -24,7 +24,7 @@ from data.tokenizer import (
     tokenizer_from_spec,
 )
 from data.tokenizer_hf import end_of_text, tokenizer_json
-from data.tokenizer_types import EOT, CharTokenizer, RankTokenizer
+from data.tokenizer_types import EOT, CharTokenizer, JsonTokenizer, RankTokenizer
 from train.base.errors import DataError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
@@ -345,3 +345,26 @@ def test_the_end_of_text_of_a_published_tokenizer(tmp_path, tokenizer_config, co
     (tmp_path / "config.json").write_text(json.dumps(config))
     content = dict(added_tokens=[dict(id=1, content="<s>"), dict(id=2, content="</s>")])
     assert end_of_text(str(tmp_path), content) == end
+
+
+@pytest.mark.parametrize("model", [
+    dict(type="Unigram", unk_id=0, vocab=[["<unk>", 0], ["</s>", 0], ["a", -1], ["b", -2]]),
+    dict(type="WordLevel", unk_token="<unk>", vocab={"<unk>": 0, "</s>": 1, "a": 2, "b": 3}),
+    dict(type="BPE", unk_token="<unk>", ignore_merges=True, vocab={
+        "<unk>": 0, "</s>": 1, "a": 2, "b": 3, "</": 4, "s>": 5, "<": 6, "/": 7, "s": 8, ">": 9},
+        merges=["< /", "s >", "</ s>"])])
+def test_no_model_finds_a_special_token_in_a_text(model):
+    """The vocabulary of the model has it, not only the list of added tokens."""
+    pytest.importorskip("tokenizers")
+    added = [dict(id=i, content=text, single_word=False, lstrip=False, rstrip=False,
+                  normalized=False, special=i != len(model["vocab"]))
+             for i, text in ((0, "<unk>"), (1, "</s>"), (len(model["vocab"]), "<tool>"))]
+    tokenizer = JsonTokenizer(json.dumps(dict(
+        version="1.0", added_tokens=added, model=model, pre_tokenizer=dict(
+            type="WhitespaceSplit"))), 1)
+    ids = tokenizer.encode("a </s> b")
+    assert [ids[0], ids[-1]] == [2, 3] and 1 not in ids
+    assert len(tokenizer.offsets("a </s> b")) == len(ids)
+    assert tokenizer.encode_special("a </s> b") == [2, 1, 3]
+    assert tokenizer.encode("a <tool>") == [2, len(model["vocab"])]
+    assert tokenizer.decode([2, 1]) == "a </s>"

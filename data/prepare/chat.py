@@ -95,7 +95,7 @@ class ChatWriter(SampleWriter):
         args.show records. Raises ValueError for an invalid record."""
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
-        whole = self.template.sequences(messages, self.tokenizer)
+        whole = self.template.sequences(messages, self.tokenizer, width)
         fitting = [part for part in (cut(*chat, width) for chat in whole) if len(part[0])]
         if self.n_shown < self.args.show:
             self.n_shown += 1

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.rows import documents_in_val, id_dtype
-from data.tokenizer_types import GPT2_PATTERN, RankTokenizer, split_long_spaces
+from data.tokenizer_types import GPT2_PATTERN, RankTokenizer, encode_within, split_long_spaces
 from train.base.errors import echo, require
 
 PIECE_BYTES = 1 << 20   # of text per task
@@ -83,11 +83,13 @@ def find_cut(f, position):
 
 class Piece(NamedTuple):
     """A document, or a part of a long one: the bytes from start to end (exclusive) of the file of
-    all documents. split: "train" or "val". closes: whether the document ends at `end`."""
+    all documents. split: "train" or "val". closes: whether the document ends at `end`. continues:
+    whether it begins before `start`."""
     split: str
     start: int
     end: int
     closes: bool  # the document is complete here
+    continues: bool
 
 
 def cut_pieces(documents, in_val, cut):
@@ -98,6 +100,7 @@ def cut_pieces(documents, in_val, cut):
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
+            first = start
             while start < end:
                 stop = end
                 if end - start > PIECE_BYTES + LOOKAHEAD_BYTES:
@@ -105,7 +108,7 @@ def cut_pieces(documents, in_val, cut):
                 if start < cut < stop:
                     stop = cut
                 split = "val" if val or start >= cut else "train"
-                yield Piece(split, start, stop, stop == end)
+                yield Piece(split, start, stop, stop == end, start > first)
                 start = stop
 
 
@@ -163,7 +166,9 @@ def encode_pieces(pieces, documents, tokenizer):
             if piece.closes and not has_end and len(documents.ends) > 1:
                 text = text.removesuffix("\n") + "\n"
             n_bytes += len(text.encode())
-            ids.append(tokenizer.encode_array(text))
+            is_rest = piece.continues and tokenizer.kind == "json"
+            ids.append(encode_within(text, tokenizer.encode_array) if is_rest
+                       else tokenizer.encode_array(text))
             if piece.closes and has_end:
                 ids.append(np.array([tokenizer.eot_token], dtype))
     return np.concatenate(ids).astype(dtype), n_bytes

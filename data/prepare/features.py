@@ -48,12 +48,13 @@ MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 def open_array(path):
     """Return the memory-mapped array (rows, dims) of the .npy file `path`; an array (rows,) becomes
     (rows, 1). Raises DataError for an array of a different shape, without elements, or of a dtype
-    other than integers and floats."""
+    other than integers and floats of up to 64 bits."""
     array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
-    if array.ndim != 2 or array.dtype.kind not in "fiu" or not array.size:
-        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected numbers of shape "
-                        "(rows, dims), one row per frame; pool or flatten other dimensions first")
+    if (array.ndim != 2 or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8
+            or not array.size):
+        raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected numbers of up to "
+                        "64 bits, (rows, dims), one row per frame; pool or flatten others first")
     return array
 
 

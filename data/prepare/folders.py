@@ -34,6 +34,11 @@ class FolderOptions:
     force: bool = key(False, "replace data of other sources in that folder")
 
 
+def absolute(sources):
+    """Return the list `sources` of names with absolute paths in place of the relative ones."""
+    return [os.path.abspath(name) if os.path.exists(name) else name for name in sources]
+
+
 def check_replaceable(out, model, sources, force):
     """Raise DataError unless the data in the folder `out` may be replaced. That is the case if
     `out` is missing or empty, `force` is True, or the data was prepared (or an interrupted
@@ -46,7 +51,7 @@ def check_replaceable(out, model, sources, force):
         meta = read_meta(out, allow_incomplete=True)
     except DataError:
         meta = Meta()
-    if (meta.model, meta.sources) != (model, sources) or "-" in sources:
+    if (meta.model, meta.sources) != (model, absolute(sources)) or "-" in sources:
         raise DataError(f"{out}: contains files that were not prepared from these sources; name "
                         "another folder with --out, or replace its data with --force")
 
@@ -85,12 +90,15 @@ def move_files(folder, out):
     """Move the files of `folder` to `out`, which is created, and remove files of an earlier
     preparation. meta.json, which must exist, is moved last. Until then, a meta.json in `out` states
     that the folder is incomplete, so that no mixture of files is ever read."""
+    meta = read_meta(folder)
+    meta.sources = absolute(meta.sources or ())  # a relative path can name different files
+    write_meta(folder, meta)
     files = sorted(set(os.listdir(folder)) - {LOCK}, key=lambda name: name == "meta.json")
     for name in files:
         with open(os.path.join(folder, name), "rb") as f:
             os.fsync(f.fileno())  # before a rename: a power failure must not lose the content
     os.makedirs(out, exist_ok=True)
-    write_meta(out, replace(read_meta(folder), incomplete=True))
+    write_meta(out, replace(meta, incomplete=True))
     for name in os.listdir(out):
         if name not in files and re.fullmatch(PREPARED, name):
             os.unlink(os.path.join(out, name))

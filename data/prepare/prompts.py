@@ -65,9 +65,9 @@ class PromptWriter(SampleWriter):
         reason in self.notes, if the prompt is too long. Raises ValueError for an invalid record.
 
         (ids, mask): arrays (n,) for split_by_prompt, which then chooses the same split as in
-        data.prepare.chat: the conversation before the first answer, and one token in place of the
-        answer, the only one with mask 1. prompt: the list of token ids to write. line: a dict, the
-        line of SPLIT_rows.jsonl.
+        data.prepare.chat: the conversation before the second answer, and one token in place of this
+        answer; the mask is 1 where the two answers begin. prompt: the list of token ids to write.
+        line: a dict, the line of SPLIT_rows.jsonl.
         """
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
@@ -75,9 +75,11 @@ class PromptWriter(SampleWriter):
         if len(ids) > max_tokens:
             self.notes[f"left out: longer than {max_tokens:,} tokens"] += 1
             return None
-        n = next((i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages))
-        start = self.template.prompt_ids(messages[:n], self.tokenizer)
-        mask = np.arange(len(start) + 1) == len(start)
+        answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+        first, second, *_ = [*(self.template.prompt_ids(messages[:n], self.tokenizer)
+                               for n in answers[:2]), ids, ids]
+        start = first + second[len(first):]
+        mask = np.isin(np.arange(len(start) + 1), [len(first), len(start)])
         line = dict(question=messages[-1][1].strip(), answer=answer, row=record)
         return [(np.array([*start, self.tokenizer.eot_token], np.uint32), mask), ids, line]
 

@@ -133,6 +133,10 @@ class SampleWriter:
         if empty := [split for split, samples in splits.items() if not samples]:
             raise DataError(f"{', '.join(args.sources)}: no {self.noun} for {' and '.join(empty)}; "
                             "give more, a larger --block_size or a different --val_fraction")
+        share = len(splits["val"]) / sum(map(len, splits.values()))
+        if not args.val_fraction / 2 <= share <= args.val_fraction * 2:
+            print(f"warning: {share:.0%} of the {self.noun}s are for validation, not "
+                  f"{args.val_fraction:.0%}: those with the same first prompt are in one split")
         return splits
 
     def pad_tokens(self, ids, width):

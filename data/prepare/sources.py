@@ -19,7 +19,6 @@ from train.base.files import FULL_DISK
 
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
-RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 MIN_BYTES = 4  # of text: two for each split
 
 
@@ -28,7 +27,7 @@ MIN_BYTES = 4  # of text: two for each split
 
 def find_files(source, skipped_folder):
     """Return the list of paths to read for a source, a name. For a folder: the files in it and in
-    folders below, in a fixed order, without hidden ones and without `skipped_folder` (an absolute
+    folders below, in a fixed order, without hidden ones and without `skipped_folder` (a real
     path). For dataset:stdlib: the .py files of Python's library. For any other source (a file,
     hf:NAME, -, a folder that the package datasets saved): [source]."""
     if source == STDLIB:
@@ -60,7 +59,7 @@ def has_records(path):
     if path == "-":
         return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
     return (os.path.isdir(path) or records.is_hub_name(path)
-            or path.lower().removesuffix(".gz").endswith(RECORD_EXTENSIONS))
+            or records.has_record_extension(path))
 
 
 def read_text(path, separator):
@@ -163,7 +162,7 @@ def read_sources(o, path):
     problems = []
     real_paths = set()
     for source in o.sources:
-        for file in find_files(source, os.path.abspath(o.out)):
+        for file in find_files(source, os.path.realpath(o.out)):
             if len(documents.ends) == o.num_samples or len(problems) >= records.MANY:
                 break
             if os.path.realpath(file) in real_paths:

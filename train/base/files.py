@@ -81,7 +81,8 @@ def describe_write_error(error, path, size=0):
     if not is_full_disk(error):
         return str(error)
     needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
-    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    path = os.path.abspath(path)  # a folder can be a mount point
+    free = shutil.disk_usage(path if os.path.isdir(path) else os.path.dirname(path)).free
     return (f"{error.strerror or error}; {needs}{free / 2**20:.1f} MiB are free; free some disk "
             "space, or raise the limit of a file's size (ulimit -f)")
 
@@ -165,6 +166,8 @@ def lock_folder(folder):
     try:
         import fcntl  # POSIX only; no lock on Windows
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink == 0:  # removed by the process that had the lock
+            raise BlockingIOError
     except BlockingIOError:
         file.seek(0)
         holder = file.read(200).strip() or "another process"
