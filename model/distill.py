@@ -47,7 +47,8 @@ class Keys:
                        free=True, path=True, reads="apart")
     distill_weight: float = key(0.5, "weight of the teacher in the loss, 0 to 1", ge=0, le=1,
                                 needs="on_policy=False")
-    distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0)
+    distill_temperature: float = key(1.0, "softmax temperature of both models in training", gt=0,
+                                     le=100)
     on_policy: bool = key(False, "learn from the teacher at each token of the student's answers")
     answer_tokens: int = key(64, "maximum number of tokens per answer", ge=1, needs="on_policy")
 

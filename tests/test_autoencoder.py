@@ -502,6 +502,12 @@ def test_ridge_is_himalayas(dims):
     assert bias == pytest.approx(other.intercept_, abs=1e-4)
 
 
+def test_ridge_of_constant_columns_predicts_the_mean(recwarn):
+    y = np.arange(20.0)[:, None]
+    weight, bias = fit_ridge(np.ones((20, 3)), y, np.arange(20))[:2]
+    assert not weight.any() and bias == 9.5 and not recwarn.list
+
+
 def test_the_error_on_runs_that_ridge_leaves_out():
     """By a fit without each run, of different lengths; a single run is divided into ten."""
     x, y = ridge_data(60, 20)
@@ -1079,7 +1085,7 @@ def test_a_picture_needs_matplotlib_and_a_target(repeats, linear, tmp_path, monk
                               str(tmp_path / "d"), 0, np.arange(40) // 5)
     pytest.importorskip("matplotlib")
     assert main([*argv, "--data_dir", str(tmp_path / "d"), "--split", "train"]) == 2
-    assert "train has no recorded target to --plot" in capsys.readouterr().err
+    assert "train has no correlation to --plot" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(argv) == 2

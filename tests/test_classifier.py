@@ -922,6 +922,19 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
         guesses = model.predict(vectorizer.transform([row["text"] for row in rows]))
         expected = f1_score([names.index(row["label"]) for row in rows], guesses, average="macro")
         assert numbers["baselines"][f"TF-IDF, {name}"]["f1_macro"] == pytest.approx(expected)
+    fit = LogisticRegression.fit
+
+    def fail(regression, x, y):
+        if fits.append(1) or len(fits) == 1:
+            raise ValueError("needs samples of at least 2 classes")
+        return fit(regression, x, y)
+    fits = []
+    with monkeypatch.context() as patch:
+        patch.setattr(LogisticRegression, "fit", fail)
+        assert evaluate_main(args) == 0
+    assert "--baseline, TF-IDF, words: not possible" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert [*numbers["baselines"]] == ["TF-IDF, characters"]
     unlabelled = write_jsonl(tmp_path / "b.jsonl", [dict(text="lo OWL go")])
     assert evaluate_main([*args[:3], unlabelled, *args[4:]]) == 2
     assert "--baseline: no row has a label" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 from conftest import REPO
@@ -21,6 +22,7 @@ from train.config import (
     FIELDS,
     TrainConfig,
     find_differences,
+    format_config,
     format_help,
     input_files,
     load_config,
@@ -318,3 +320,19 @@ def test_the_shipped_configurations_name_files_that_the_readme_makes(name, tmp_p
     """Values such as `scratch` and `exact` are no files."""
     config = load_config(REPO / "train/configs" / name, dict(out_dir=str(tmp_path / "out")))
     assert all(path.startswith("out/") for path in input_files(config).values())
+
+
+def test_the_order_of_lr_groups_is_kept_and_fixed(tmp_path):
+    """The last match wins: another order is another run."""
+    groups = {"wte": 10.0, "*.weight": 0.5}
+    config = load_config(None, dict(lr_groups=groups))
+    (tmp_path / "c.yaml").write_text(format_config(config))
+    assert list(load_config(tmp_path / "c.yaml").lr_groups.items()) == list(groups.items())
+    other = load_config(None, dict(lr_groups=dict(reversed(groups.items()))))
+    assert [name for name, *_ in find_differences(asdict(config), asdict(other))] == ["lr_groups"]
+    assert not find_differences(asdict(config), asdict(config))
+
+
+def test_no_name_is_no_folder():
+    with pytest.raises(ConfigError, match="out_dir: expected a folder, got an empty text"):
+        load_config(None, dict(out_dir=""))

@@ -101,6 +101,16 @@ def test_averages_are_not_in_the_measured_step(data_dir, monkeypatch):
     assert rest == [1000 * 2**20 - 16 * P] * 2  # weights, gradients, two moments
 
 
+def test_a_delay_of_the_first_measurement_makes_no_time_negative(data_dir, monkeypatch):
+    times = iter([0.05, 0.0001, 0.0002])  # one sample, several, the update
+    monkeypatch.setattr(dry_run, "timed", lambda work, device: [work(), next(times)][1])
+    config = TrainConfig(data_dir=str(data_dir), vocab_size=257, n_layer=1, n_head=1, n_embd=16,
+                         block_size=16, batch_size=400)
+    seconds, _ = dry_run.measure_step(config, open_data(config, Ranks()), Ranks(), torch.float32,
+                                      False, 2**28)
+    assert seconds > 0
+
+
 def test_the_mesh_of_a_sharded_run_is_printed(data_dir):
     code, text = in_ranks_of(2, "run_train.py", "--config=train/config_test.yaml", "--dry_run",
                              "--vocab_size=256", f"--data_dir={data_dir}", "--distributed=fsdp")

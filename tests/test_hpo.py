@@ -130,6 +130,9 @@ def test_narrowing_stays_inside_and_around_the_best():
     assert hpo.narrow_dimension(ints(1, 9), 5, 0.01) == ints(5, 5)
     assert hpo.narrow_dimension(ints(1, 64, log=True), 8, 0.5) == ints(3, 23, log=True)
     tried = hpo.trial_config(load_config("train/config_quick.yaml"), dict(n_layer=2))
+    short = hpo.trial_config(load_config(None, dict(max_iters=1000, warmup_epochs=0.1,
+                                                    eval_epochs=0.5)), {}, 100)
+    assert short.warmup_epochs == pytest.approx(0.01) and short.eval_epochs == pytest.approx(0.05)
     # What a file says may give way to the shape of weights.
     assert [n for n in vars(tried) if tried.is_explicit(n)] == ["n_layer"]
     assert hpo.narrow_dimension(ints(1, 8), 4, 1.0) == ints(1, 8)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
-from train.base.console import Console, compact, duration
+from train.base.console import Console, LineFile, compact, duration
 from train.base.environment import environment
 from train.logger import (
     EVALUATION_FIELDS,
@@ -259,6 +259,15 @@ def test_a_line_that_the_disk_took_half_of(tmp_path):
     assert len(lines) == 3 and not lines[1].endswith("}")
     drop_lines_from(tmp_path / "metrics.jsonl", 10)
     assert [r["iter"] for r in records(tmp_path)] == [0, 2]
+
+
+def test_a_file_that_was_deleted_is_written_again(tmp_path):
+    file = LineFile(tmp_path / "a.log")
+    file.write("one")
+    (tmp_path / "a.log").unlink()
+    file.write("two")
+    file.close()
+    assert (tmp_path / "a.log").read_text() == "two\n"
 
 
 def test_files_that_cannot_be_opened(tmp_path, capsys):

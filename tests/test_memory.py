@@ -536,6 +536,8 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
     assert baselines.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err
+    assert baselines.main(["--ckpt", str(backbone)]) == 2
+    assert "a checkpoint of --model gpt; expected one of --model memory" in capsys.readouterr().err
 
 
 def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys):

@@ -324,7 +324,7 @@ def test_what_is_shown_before_a_run_has_the_shape_of_its_weights(go, tmp_path, d
         return code, out.getvalue() + err.getvalue()
     path = tmp_path / "a/ckpt.pt"
     code, text = shown("--print_config", path)
-    assert code == 0 and f"# The shape of {path} replaces the defaults" in text, text
+    assert code == 0 and f"# The shape of {str(path)!r} replaces the defaults" in text, text
     code, text = shown("--dry_run", path)
     count = GPT(GPTConfig(**load_checkpoint(path)["model_args"])).state_dict().values()
     assert code == 0 and ", weights 0, " in text, text  # of 16 layers of 384: 144 MiB

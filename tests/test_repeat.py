@@ -209,7 +209,13 @@ def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
     for text in ("{}", "{}\n"):
         tasks.write_text(text)
         folders.add(child_runs.ChildRun("a", [f"--eval_tasks={tasks}"], "", tmp_path).folder)
-    assert len(folders) == 2
+    weights = tmp_path / "hf" / "model.safetensors"
+    weights.parent.mkdir()
+    for text in ("a", "bb"):  # in place: the state of the folder is the same
+        weights.write_text(text)
+        folders.add(child_runs.ChildRun("a", [f"--init_from={weights.parent}"], "",
+                                        tmp_path).folder)
+    assert len(folders) == 4
 
 
 def test_a_change_written_with_other_blanks_is_the_same(go):
@@ -288,6 +294,7 @@ def test_a_run_whose_folder_is_taken_while_it_starts_is_no_crash(go, capsys, mon
     (["--set", " "], "expected KEY=VALUE, got ' '"), (["--set", "base"], "KEY=VALUE, got 'base'"),
     (["--set", "data_dir='a"], "No closing quotation"),
     (["--set", "seed=7"], "seed=7: this command sets seed of each run"),
+    (["--set", "training.seed=7"], "training.seed=7: this command sets seed of each run"),
     (["--set", "out_dir=x"], "out_dir=x: this command sets out_dir of each run"),
     (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),

@@ -822,6 +822,15 @@ def test_validation_activations_have_the_channels_of_the_training_data(tmp_path,
         go(tmp_path / "data", tmp_path / "out", **SAE | dict(backbone=None))
 
 
+def test_activations_that_are_not_finite_are_named(tmp_path, activations):
+    from train.base.errors import DataError
+    rows = np.load(activations / "train_activations.npy")
+    rows[69, 3] = np.nan
+    np.save(tmp_path / "train_activations.npy", rows)
+    with pytest.raises(DataError, match="train_activations.npy has NaN or infinite values"):
+        go(tmp_path, tmp_path / "out", **SAE | dict(backbone=None, eval_interval=0))
+
+
 def test_each_of_a_few_windows_has_the_same_weight_in_the_scale(tmp_path):
     rows = np.random.default_rng(0).standard_normal((3, 50, 4)).astype(np.float32)
     rows[2] += 3

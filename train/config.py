@@ -407,6 +407,8 @@ def find_conflicts(c):
         found.append("warmup_ratio does not go with warmup_epochs; leave one out")
     if c.deterministic and c.cudnn_benchmark:
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
+    if not c.out_dir:
+        found.append("out_dir: expected a folder, got an empty text")
     if "://" in c.out_dir:
         found.append(f"out_dir: expected a folder; --mirror {c.out_dir} copies its checkpoints")
     if c.world_size and c.world_size % c.nodes:
@@ -456,7 +458,8 @@ def find_differences(old, new, known=FIELDS):
     known: {key: dataclass field}, the keys to compare."""
     # A value equals a list with only this value: some keys were not lists in earlier versions.
     names = [n for n, f in known.items() if n in old and n in new
-             and new[n] not in (old[n], [old[n]])
+             and (new[n] not in (old[n], [old[n]])  # of lr_groups, the last match wins
+                  or isinstance(new[n], dict) and list(new[n]) != list(old[n]))
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")
     if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):
@@ -497,11 +500,12 @@ def format_config(config):
     lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.replace(print_config=False)  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
-        lines.append(f"# The shape of {path} replaces the defaults of the model.")
+        lines.append(f"# The shape of {path!r} replaces the defaults of the model.")
     for group, keys in group_fields(type(config)).items():
         lines.append(f"# {group}")
         for f in keys:
-            value = yaml.safe_dump(getattr(config, f.name), default_flow_style=True, width=10**9)
+            value = yaml.safe_dump(getattr(config, f.name), default_flow_style=True, width=10**9,
+                                   sort_keys=False)
             text = f"{f.name}: {value.strip().removesuffix('...').strip()}"
             lines.append(f"{text:<44} # {config.origins.get(f.name, 'default')}")
     return "\n".join(lines)

@@ -119,17 +119,18 @@ def evaluate_checkpoint(args):
     for name, values in tables.items():
         if values is not None:
             metrics[name] = [v if v == v else None for v in values.flatten().tolist()]
-    if args.plot:
-        if metrics["correlation"] is None:
-            raise DataError(f"{folder}: {args.split} has no recorded target to --plot")
-        draw(fig, *(values.flatten().numpy() for values in tables.values()))
-        with atomic_write(args.plot) as f:
-            fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
     if args.to:
         write_text(args.to, json.dumps(metrics, indent=1))
     if args.arrays:
         with atomic_write(args.arrays) as f:
             np.savez(f, **outputs)
+    if args.plot:
+        if metrics["correlation"] is None:
+            raise DataError(f"{folder}: {args.split} has no correlation to --plot: "
+                            "targets or predictions are constant, or not recorded")
+        draw(fig, *(values.flatten().numpy() for values in tables.values()))
+        with atomic_write(args.plot) as f:
+            fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
 
 
 main = command(EvaluationOptions, evaluate_checkpoint, prog="model.autoencoder")

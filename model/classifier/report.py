@@ -180,8 +180,12 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
     for name, options in (("words", {}), ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
         started = time.perf_counter()
         vectorizer = TfidfVectorizer(**options, sublinear_tf=True)
-        features = vectorizer.fit_transform(row["text"] for row in rows)
-        regression = LogisticRegression(C=20, max_iter=1000).fit(features, arrays[2])
+        try:
+            features = vectorizer.fit_transform(row["text"] for row in rows)
+            regression = LogisticRegression(C=20, max_iter=1000).fit(features, arrays[2])
+        except ValueError as error:  # e.g. the rows have one class, or words of one letter
+            echo(f"--baseline, TF-IDF, {name}: not possible with the training rows: {error}")
+            continue
         scores = np.zeros((len(texts), n_classes))  # a class may have no training row
         scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
         seconds = time.perf_counter() - started

@@ -40,7 +40,8 @@ def fit_ridge(x, y, runs, alphas=None):
     keep = squares > RANK_LIMIT * squares[-1]
     squares = squares[keep]
     scores = scores[:, keep]
-    alphas = PENALTIES * squares.mean() if alphas is None else np.asarray(alphas)
+    size = squares.mean() if len(squares) else 1.0  # without columns that vary, 1
+    alphas = PENALTIES * size if alphas is None else np.asarray(alphas)
     products = scores.T @ (y - y_mean)  # (R, T)
     errors = np.stack([left_out_error(scores, squares + a, products, y - y_mean, runs)
                        for a in alphas])  # (alphas, T)

@@ -43,6 +43,7 @@ def print_comparison(args):
     args.ckpt and, with args.baseline, of LoRA and kNN-LM, which are trained here (LoRA in the
     folders lora_0, lora_1 of the run's out_dir). args: an EvaluationOptions. Raises CheckpointError
     if the model has no backbone, DataError without validation data."""
+    model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
     values = load_checkpoint(args.ckpt)["config"]
     if not values.get("backbone"):
         raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
@@ -55,7 +56,6 @@ def print_comparison(args):
     def add_row(name, losses, n_trained=0, seconds=0.0):
         numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
         table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
-    model, _ = load_model(args.ckpt, backbone=config.backbone)
     shape, weights = lora.load_backbone(config, data)
     backbone = freeze(weights, shape, data, lora.base_type(data))
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

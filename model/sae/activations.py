@@ -22,7 +22,7 @@ from data.rows import open_rows
 from model.core.init import stable_hash
 from model.core.weights import check_tokenizer, load_frozen
 from model.gpt import GPT, MLP
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, DataError
 from train.dataloader import Data, RowLoader, open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0, get_device
@@ -269,6 +269,9 @@ def open_activations(config, ranks):
         return loader
     train = load("train")
     some, = train.rows(np.unique(np.linspace(0, train.samples - 1, 64).astype(np.int64)))
+    if not np.isfinite(some).all():
+        raise DataError(f"{config.data_dir}: train_activations.npy has NaN or infinite values; "
+                        "remove these windows")
     _, block_size, d_in = some.shape
     mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
     spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)

@@ -183,7 +183,8 @@ def show_features(options):
     for f in value.mean(1).argsort(descending=True)[:options.features].tolist():
         lines.append(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
         for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
-            lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
+            if v > 0:  # the feature may fire at fewer tokens
+                lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
     text = "\n".join(lines)
     if options.html:
         page = PAGE.format(html.escape(f"{options.ckpt}, layer {model.keys.layer[0]}"), text)

@@ -62,6 +62,8 @@ class LineFile:
 
     def write(self, line):
         data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace") + b"\n"
+        if self.file and os.fstat(self.file.fileno()).st_nlink == 0:  # the file was deleted
+            self.close()
         try:
             self.file = self.file or open_no_follow(self.path, "ab")
             self.incomplete = self.file.write(data) < len(data)  # on a full disk

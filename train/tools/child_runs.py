@@ -46,7 +46,9 @@ class ChildRun:
             raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
                             f"{', '.join(OTHER_MODES)}")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
-        states = [os.stat(file) for file in files if os.path.exists(file)]
+        paths = [path for file in files if file
+                 for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
+        states = [path.stat() for path in paths]
         identity = to_yaml(config) + str(fingerprint) + "".join(
             f" {state.st_size} {state.st_mtime_ns}" for state in states)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]

@@ -132,7 +132,8 @@ def measure_step(config, data, ranks, dtype, compiled, available):
         return_freed_memory()  # a run has no space that smaller micro-batches left
         limits = np.array([MAX_SECONDS / 3, available])
         larger_n = min(max(2, int(min(limits / np.maximum(cost, 1e-9)))), size)
-        cost += (measure(larger_n) - cost) * (size - n) / (larger_n - n)
+        more = np.maximum(measure(larger_n) - cost, 0)  # other processes may have delayed the first
+        cost += more * (size - n) / (larger_n - n)
     seconds = config.accumulation(ranks.world_size) * cost[0] + timed(update, device)
     measured = config.replace(ema=0.0)  # without averages, which train_step updates
     return seconds, cost[1] - sum(state_memory(measured, model, 1).values())

@@ -133,6 +133,7 @@ def trial_config(config, params, max_iters=0, **changes):
     if max_iters:
         share = max_iters / config.max_iters
         values |= {k: max(1, round(values[k] * share)) for k in SCALED_LENGTHS if values[k]}
+        values |= {k: values[k] * share for k in ("warmup_epochs", "eval_epochs") if values[k]}
         values["max_iters"] = max_iters
     out = load_config(None, values)
     out.origins = config.origins | dict.fromkeys(params, "overrides")

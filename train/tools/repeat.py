@@ -140,7 +140,8 @@ def repeat(options, arguments):
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        names = {word.lstrip("-").partition("=")[0] for word in shlex.split(text)}
+        names = {word.lstrip("-").partition("=")[0].rpartition(".")[2]  # training.seed
+                 for word in shlex.split(text)}
         for name in names & {"seed", "out_dir"}:
             raise UserError(f"{text}: this command sets {name} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one

@@ -199,9 +199,10 @@ def scaling(options, arguments):
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: add --budgets, --depth")
     n, d, loss = np.array(points).T  # (P,) each
     law = fit_law(n, d, loss)
-    if min(law.alpha, law.beta) < 0.02:  # at the bound of the fit
+    exponents = law.alpha, law.beta
+    if min(exponents) < 0.02 or max(exponents) > 2.98:  # at a bound of the fit
         raise UserError("these runs determine no law: their losses hardly depend on weights or "
-                        "tokens; choose larger --budgets")
+                        "tokens, or only at the smallest; choose larger --budgets")
     errors = np.abs(loss / law.loss(n, d) - 1)
     echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
          f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
@@ -212,7 +213,7 @@ def scaling(options, arguments):
         echo(f"{budget:g} FLOPs: best with {best_n:,.0f} weights and {best_d:,.0f} tokens, "
              f"{law.loss(best_n, best_d):.4f}")
     candidates = []
-    for depth in range(2, MAX_DEPTH + 1):
+    for depth in range(1, MAX_DEPTH + 1):
         with contextlib.suppress(ConfigError):  # e.g. n_kv_head does not divide depth + 1 heads
             candidates.append(plan(larger_budget, depth))
     larger = min(candidates, key=lambda r: law.loss(r.n, r.d))
