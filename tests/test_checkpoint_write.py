@@ -397,14 +397,6 @@ def test_nan_is_not_saved(tmp_path, data_dir, monkeypatch, where):
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 5
 
 
-def test_numbered_checkpoints_are_in_order_after_the_clock_was_set_back(tmp_path):
-    for number, seconds in ((5, 300), (10, 200), (12345678, 100)):
-        path = tmp_path / f"ckpt_{number:07d}.pt"
-        path.touch()
-        os.utime(path, (seconds, seconds))
-    assert [int(path.stem[5:]) for path in numbered_checkpoints(tmp_path)] == [5, 10, 12345678]
-
-
 def test_keep_last_and_best(tmp_path, data_dir):
     """keep_last 2 -> the two newest numbered checkpoints, and none removed by a run without it"""
     go(data_dir, tmp_path, keep_last=2, max_iters=15)

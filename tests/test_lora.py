@@ -133,7 +133,7 @@ def test_the_dry_run_counts_weights_as_they_are_kept(data_dir, base, tmp_path):
     state = load_checkpoint(base)
     state["model"] = {name: t.bfloat16() for name, t in state["model"].items()}
     save_checkpoint(tmp_path / "half.pt", state)
-    config = load_config(None, settings(data_dir, tmp_path / "half.pt", "", dtype="bfloat16",
+    config = load_config(None, settings(data_dir, tmp_path / "half.pt", tmp_path, dtype="bfloat16",
                                         optimizer="muon"))
     data = open_data(config, Ranks())
     with torch.device("meta"):

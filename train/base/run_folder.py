@@ -324,11 +324,12 @@ def restarted_job(folder):
 
 
 def numbered_checkpoints(folder):
-    """Return a list of the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt in `folder`, by
-    number. This is the order of writing: --resume FILE moves later ones away."""
+    """Return a list of the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt in `folder`,
+    oldest first, by the time of writing (after --resume FILE the numbers may be in a different
+    order)."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
              if re.fullmatch("ckpt_[0-9]{7,}.pt", path.name)]
-    return sorted(paths, key=lambda path: int(path.stem.removeprefix("ckpt_")))
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
 
 
 def move_files(folder, names):
