@@ -242,7 +242,8 @@ def test_a_column_of_values_that_python_lacks_is_named(tmp_path, when, zone):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table(dict(prompt=["a"], when=pa.array([when], pa.timestamp("us", zone)))),
                    tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="a.parquet: cannot be read: Python has no such value: "):
+    no_zones = "The zoneinfo module"  # on a machine without tzdata
+    with pytest.raises(DataError, match=f"a.parquet: cannot be read: (Python has no|{no_zones})"):
         list(parse_records([str(tmp_path / "a.parquet")], dict))
 
 
