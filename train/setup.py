@@ -551,9 +551,9 @@ def validate_config(config):
 def check_item_names(model, loader):
     """Raise SetupError if the items of a torch Dataset are dicts whose names are parameters of the
     model's forward(), but in a different order: the values are passed by position."""
-    names = getattr(loader, "names", None) or []
-    parameters = list(inspect.signature(model.forward).parameters)
-    if set(names) <= set(parameters) and names != parameters[:len(names)]:
+    names = getattr(loader, "names", None)
+    parameters = list(inspect.signature(model.forward).parameters) if names else []
+    if names and set(names) <= set(parameters) and names != parameters[:len(names)]:
         raise SetupError(f"the Dataset's items have {', '.join(names)} in this order, and forward "
                          f"has {', '.join(parameters)}: values are passed by position")
 

@@ -76,8 +76,8 @@ class PromptWriter(SampleWriter):
             self.notes[f"left out: longer than {max_tokens:,} tokens"] += 1
             return None
         answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
-        first, second, *_ = [*(self.template.prompt_ids(messages[:n], self.tokenizer)
-                               for n in answers[:2]), ids, ids]
+        prompts = [self.template.prompt_ids(messages[:n], self.tokenizer) for n in answers[:2]]
+        first, second = (prompts + [ids, ids])[:2]
         start = first + second[len(first):]
         mask = np.isin(np.arange(len(start) + 1), [len(first), len(start)])
         line = dict(question=messages[-1][1].strip(), answer=answer, row=record)
