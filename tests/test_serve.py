@@ -1281,8 +1281,8 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
         "--timeout: must be at least 0.1, got 0.0"]
     assert "--max_tokens: must be at most 1000000" in error("--max_tokens=9999999")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "choose another --port" in error("--port", str(taken.getsockname()[1]))
-    assert "choose another --host" in error("--host=192.0.2.1")
+        for options in (["--port", str(taken.getsockname()[1])], ["--host=192.0.2.1"]):
+            assert "choose another --port (0: any free one) or --host" in error(*options)
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")
 
 

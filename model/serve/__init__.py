@@ -4,7 +4,6 @@ POST /v1/completions and, for chat models, /v1/chat/completions, also as a strea
 /v1/models/NAME, /health, and / for the page (serve.html).
 """
 
-import errno
 import ipaddress
 import os
 import socket
@@ -47,10 +46,8 @@ def listen(host, port):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, UnicodeError) as error:
-        other = ("--port, or 0 for any free one"
-                 if getattr(error, "errno", 0) in (errno.EADDRINUSE, errno.EACCES) else "--host")
         raise ValueError(f"--host {host} --port {port}: cannot listen: {error}; choose another "
-                         f"{other}") from None
+                         "--port (0: any free one) or --host") from None
 
 
 def choose_key(options, listening):
