@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 import torch
 import torch.distributed as dist
 
+from train import distributed
 from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
@@ -28,17 +29,7 @@ from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files,
 from train.base.sharded_file import Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, input_files
-from train.distributed import (
-    Ranks,
-    assign,
-    broadcast_from_rank0,
-    full,
-    gather_objects,
-    gather_to_rank0,
-    is_sharded,
-    local,
-    locate_shard,
-)
+from train.distributed import Ranks, broadcast_from_rank0, gather_objects, is_sharded, local
 from train.optimizer import create_state
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -374,7 +365,7 @@ def copy_to_rank0(tensor):
     """Return a copy of the tensor on the CPU on rank 0, `None` on other ranks. A DTensor is
     gathered: the copy is the whole tensor, and each rank holds it on the device for a moment. All
     ranks must call, in a process group."""
-    whole = full(tensor)
+    whole = distributed.full(tensor)
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
@@ -394,7 +385,7 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
     plain = without_values(state)
 
     def write(parts):  # on every rank, in the background or, if `last`, before save() returns
-        written = gather_to_rank0(folder.write_shards(name, ranks.rank, parts), ranks)
+        written = distributed.gather_to_rank0(folder.write_shards(name, ranks.rank, parts), ranks)
 
         def save_manifest(path):
             folder.save_manifest(path, name, plain, written, links)
@@ -412,7 +403,7 @@ def own_parts(state, ranks):
     a list of ints, one per dimension: the position of the shard in the whole tensor."""
     parts = {}
     for name, tensor in named_tensors(state):
-        row, is_first = locate_shard(tensor, ranks)
+        row, is_first = distributed.locate_shard(tensor, ranks)
         if is_first and local(tensor).numel():
             parts[name] = [[row, *[0] * tensor.dim()][:tensor.dim()], local(tensor)]
     return parts
@@ -583,7 +574,7 @@ def fill(own, state, ranks, shards=None, prefix=""):
     for name, tensor in named_tensors(state):
         if shards:
             target = local(targets[name])
-            row, _ = locate_shard(targets[name], ranks)
+            row, _ = distributed.locate_shard(targets[name], ranks)
             with torch.no_grad():
                 target.copy_(shards.read(prefix + name, row, target.shape))
             continue
@@ -592,7 +583,7 @@ def fill(own, state, ranks, shards=None, prefix=""):
                       else torch.empty_like(tensor, device="cpu"))
             # As bytes: the control group uses gloo, which does not support every dtype.
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=ranks.control)
-        assign(targets[name], tensor)
+        distributed.assign(targets[name], tensor)
 
 
 def without_values(state):

@@ -13,15 +13,9 @@ import time
 
 import torch
 
+from train.base import checkpoint_file as file_format
 from train.base import sharded_file
-from train.base.checkpoint_file import (
-    DESCRIPTION,
-    bullets,
-    open_checkpoint,
-    prev_path,
-    replace_checkpoint,
-    save_checkpoint,
-)
+from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit
 from train.base.files import describe_write_error, lock_folder, next_free_path, unlock
 from train.base.memory import memory_available, return_freed_memory
@@ -190,7 +184,7 @@ class RunFolder:
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
-        description = {k: json.dumps(state[k]) for k in DESCRIPTION if k in state}
+        description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
         write_safetensors(self.file("model.safetensors"), weights, description)
 
     def archive_later_checkpoints(self, iter_num, log):
@@ -282,7 +276,7 @@ def find_newest_checkpoint(folder, log, damaged=()):
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
-    names = [*filter(os.path.lexists, (path, prev_path(path)))]
+    names = [*filter(os.path.lexists, (path, file_format.prev_path(path)))]
     others = sorted([*map(str, numbered_checkpoints(folder)),
                      *filter(os.path.lexists, [os.path.join(folder, "ckpt_best.pt")])],
                     key=lambda path: os.lstat(path).st_mtime_ns)
@@ -306,9 +300,9 @@ def find_newest_checkpoint(folder, log, damaged=()):
         return None, None, None
     advice = f"--resume {others[-1]}, " if names and others else ""
     raise CheckpointError(
-        f"{folder}: no checkpoint can be used:\n{bullets(problems)}\nrestore one of these files, "
-        f"or start with {advice}--resume never (existing files are renamed, not deleted) or "
-        "another --out_dir")
+        f"{folder}: no checkpoint can be used:\n{file_format.bullets(problems)}\nrestore one of "
+        f"these files, or start with {advice}--resume never (existing files are renamed, not "
+        "deleted) or another --out_dir")
 
 
 def restarted_job(folder):
