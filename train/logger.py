@@ -86,7 +86,7 @@ class Logger:
         unchanged)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-            self.log_file.write(stamp + text.replace("\n", f"\n{stamp}"))
+            self.log_file.write(stamp + printable(text).replace("\n", f"\n{stamp}"))
             self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):

@@ -17,15 +17,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import (
-    ConfigError,
-    DataError,
-    SetupError,
-    Stopped,
-    UserError,
-    echo,
-    printable,
-)
+from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserError, echo
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, needing_evaluations, to_yaml
@@ -205,7 +197,7 @@ class Run:
         if log.writes_files:
             log.describe_run(to_yaml(c), asdict(c), machine)
         for text in self.notes:  # which the console has
-            log.write(printable(text))
+            log.write(text)
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
                         device.describe_device(ranks.device), precision, self.flops_per_step)
         return log
@@ -580,12 +572,10 @@ def open_data(config, ranks, data=None):
     if data is not None:
         if not isinstance(data, Data):
             raise DataError(f"data: expected train.dataloader.Data(train, val), got {type(data)}")
-        data = replace(data, **{name: as_loader(getattr(data, name), config, ranks)
+        return replace(data, **{name: as_loader(getattr(data, name), config, ranks)
                                 for name in ("train", "val", "test")})
-    elif weights := parse_mixture(config.data_dir):
+    if weights := parse_mixture(config.data_dir):
         from train.options.mixture import mix
-        data = mix({folder: model_type.open_data(config.replace(data_dir=folder), ranks)
+        return mix({folder: model_type.open_data(config.replace(data_dir=folder), ranks)
                     for folder in weights}, weights)
-    else:
-        data = model_type.open_data(config, ranks)
-    return data
+    return model_type.open_data(config, ranks)

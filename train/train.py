@@ -137,7 +137,7 @@ def train_step(run, lr=None):
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
             stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
-            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
+            if micro and distributed.max_over_ranks(stop, run.ranks):
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
@@ -199,10 +199,8 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     tensor), in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm of
     the multiplied gradients before clipping, a 0-dim tensor. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"):  # FSDP: local operations, and one collective
-        norm = norm.full_tensor()
-        grads = [g.to_local() for g in grads]
+    norm = distributed.full(torch.nn.utils.get_total_norm(grads))  # FSDP: one collective
+    grads = [distributed.local(g) for g in grads]
     norm = norm * factor  # the norm of the scaled gradients, which do not exist yet
     if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
