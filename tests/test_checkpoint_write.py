@@ -139,7 +139,7 @@ def test_without_a_checkpoint_none_is_promised(tmp_path, data_dir, capsys):
     remedy = "free some disk space, or raise the limit of a file's size (ulimit -f)"
     assert re.search(r"No space left on device; it needs 0\.\d MiB, [\d.]+ MiB are free; "
                      + re.escape(f"{remedy}; training continues\n"), capsys.readouterr().out)
-    assert str(stop.value).endswith(f"{remedy}\nStart the run again")
+    assert str(stop.value).endswith(f"{remedy}; start the run again")
 
 
 @pytest.mark.parametrize("fails_at, best", [(10, 8), (8, 12)])

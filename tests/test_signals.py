@@ -227,8 +227,6 @@ def test_the_watchdog_ends_a_step_that_never_ends(tmp_path, data_dir):
     code, text = run_program(data_dir, out, **SAVES, step_timeout=0.5,
                              env={"FAULT": "before_opt@7=sleep"})
     assert code == 1 and "step_timeout: 0.5 s are over" in text and time.monotonic() - began < 20
-    assert ("Timeout: 0.5 s per step (step_timeout), 5 s for the first two steps, evaluations and "
-            "saves\n") in text
     assert "in train_step" in text and 'faulty.py", line' in text
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 

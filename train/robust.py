@@ -149,16 +149,6 @@ class Watchdog:
 # -----------------------------------------------------------------------------
 # loss spikes and non-finite values
 
-def describe_non_finite(it, loss, norm, lr, source, path):
-    """Return the error message of a run that stops at step `it` because `loss` or the gradient norm
-    `norm` (floats) is not finite. lr: learning rate. source: text that describes the batch. path:
-    path of the last checkpoint; the file may not exist yet."""
-    path = path if os.path.exists(path) else "none yet"
-    return (f"iter {it}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; stopped "
-            f"before the update. The batch: {source}.\nLast good checkpoint: {path}. Try a lower "
-            "--learning_rate, a longer --warmup_iters, --grad_clip 1.0 or --dtype float32.")
-
-
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     """Return the action for a step whose loss is a spike, or whose loss or gradient norm is not
     finite: "update" the weights, "skip" the update, or "stop" the run. It must be called only for

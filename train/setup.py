@@ -228,13 +228,10 @@ class Run:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
             if self.model is not self.raw_model:
                 self.optimizer.register_step_pre_hook(self.require_gradients)
-        self.forward = self.model  # forward(*batch) of `model`
-        if self.compiler.enabled:
-            self.forward = functools.partial(self.compiler.call, self.model)
-        # before_step(it) of the model and its parts; after_step(it, sums) of the model, or None.
+        # forward(*batch) of `model`; before_step(it) of the model and its parts.
+        self.forward = functools.partial(self.compiler.call, self.model)
         self.before_step = [module.before_step for module in self.raw_model.modules()
                             if callable(getattr(module, "before_step", None))]
-        self.after_step = getattr(self.raw_model, "after_step", None)
 
     def open_monitors(self, stack):
         """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
@@ -250,10 +247,6 @@ class Run:
         # Ends a run that hangs.
         self.watchdog = robust.Watchdog(c.step_timeout, self.folder.path, self.ranks.rank)
         stack.callback(self.watchdog.close)
-        if c.step_timeout:
-            slow = robust.SLOW_STEP_FACTOR * c.step_timeout
-            self.log.info(f"Timeout: {c.step_timeout:g} s per step (step_timeout), {slow:g} s for "
-                          "the first two steps, evaluations and saves")
         self.clock = logger.Clock()  # time per step, without evaluations and saves
         if self.ranks.world_size > 1:
             from train.options.ranks import RankClock, log_network

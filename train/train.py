@@ -23,7 +23,7 @@ from train.config import TrainConfig
 from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
-from train.robust import decide_action, describe_non_finite
+from train.robust import decide_action
 from train.setup import open_run, validate_config
 from train.system import check_result, hook
 
@@ -175,8 +175,7 @@ def train_step(run, lr=None):
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # None: the next backward() assigns
     p.iter_num += 1  # also after a skipped update: data and schedule follow the step number
-    if run.after_step:  # a method of some models; also called if the update was skipped
-        run.after_step(it, sums)
+    hook(run.raw_model, "after_step")(it, sums)  # also called if the update was skipped
     return loss
 
 
@@ -221,8 +220,12 @@ def react_to_anomaly(run, lr, loss, norm):
     source = "; ".join(map(hook(run.data.train, "locate"), steps))
     if action == "stop":
         run.folder.wait()  # the message names the last good checkpoint
-        raise BadNumbers(describe_non_finite(p.iter_num, loss, norm, lr, source,
-                                             run.folder.file("ckpt.pt")))
+        path = run.folder.file("ckpt.pt")
+        raise BadNumbers(
+            f"iter {p.iter_num}: not finite: loss {loss}, gradient norm {norm}, lr {lr:.3g}; "
+            f"stopped before the update. The batch: {source}.\nLast good checkpoint: "
+            f"{path if os.path.exists(path) else 'none yet'}. Try a lower --learning_rate, a "
+            "longer --warmup_iters, --grad_clip 1.0 or --dtype float32.")
     if not p.overflows_in_a_row:  # some float16 steps always overflow
         run.log.warn(f"iter {p.iter_num}: loss {loss:.4f} is a spike (norm {norm:.2f}, {source}); "
                      + ("skipping this update" if action == "skip" else "continuing"))

@@ -156,12 +156,11 @@ class RunFolder:
         except Exception as error:
             sharded_file.remove_unnamed_shards(self.path, self.kept)
             exists = os.path.exists(self.file("ckpt.pt"))
-            if last:
-                resume = ": the run resumes from the one before it" if exists else ""
-                raise CollectiveExit(f"the last checkpoint could not be saved: {error}\nStart the "
-                                     f"run again{resume}") from error
-            self.failed = self.failed or self.saves_best
             previous = "the previous checkpoint is intact, " if exists else ""
+            if last:
+                raise CollectiveExit(f"the last checkpoint could not be saved: {error}; {previous}"
+                                     "start the run again") from error
+            self.failed = self.failed or self.saves_best
             return logger.warn(f"{error}; {previous}training continues")
         if self.mirror:
             self.mirror.update(logger)
