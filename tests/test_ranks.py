@@ -132,13 +132,13 @@ def test_a_slow_rank_is_named(data_dir, tmp_path, method):
 
 @pytest.mark.parametrize("interval", [10, 51, 250])
 def test_a_rank_that_becomes_slow_is_named_once_at_any_interval(monkeypatch, interval):
-    work, said = [[10.0], [10.5]], []
-    monkeypatch.setattr(comparison, "all_gather_vectors", lambda v, ranks: torch.tensor(work))
+    work, said = [10.0, 10.5], []
+    monkeypatch.setattr(comparison, "gather_objects", lambda value, ranks: work)
     layer = torch.nn.Linear(2, 2)
     clock = comparison.RankClock(layer, torch.optim.SGD(layer.parameters()), Ranks(0, 2))
     clock.start(0)
     for it in range(2000):
-        work[1] = [100.0 if it >= 500 else 10.5]
+        work[1] = 100.0 if it >= 500 else 10.5
         if it % interval == 0:
             clock.lap(it, types.SimpleNamespace(seconds=0.0), said.append)
     assert len(said) == 1 and said[0].startswith("rank 1 is slow since iter ")

@@ -198,9 +198,10 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     tensor), in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm of
     the multiplied gradients before clipping, a 0-dim tensor. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = distributed.full(torch.nn.utils.get_total_norm(grads))  # FSDP: one collective
+    norm = torch.nn.utils.get_total_norm(grads)
+    # FSDP: one collective, and local operations. The scaled gradients do not exist yet.
+    norm = distributed.full(norm) * factor
     grads = [distributed.local(g) for g in grads]
-    norm = norm * factor  # the norm of the scaled gradients, which do not exist yet
     if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))

@@ -15,7 +15,7 @@ FAULTS = [
     ("train/train.py", "get_lr(it, c) * run.plateau.scale", "get_lr(it, c)"),
     ("train/train.py", 'group["initial_lr"] * (lr / c.learning_rate)', "lr"),
     ("train/train.py", "run.optimizer.zero_grad(set_to_none=True)  # None", "pass  # None"),
-    ("train/train.py", "    run.after_step(it, sums)", "    pass"),
+    ("train/train.py", '    hook(run.raw_model, "after_step")(it, sums)', "    pass"),
     ("train/robust.py", 'return "skip" if on_spike == "skip" else', 'return'),
     ("train/train.py", "p.loss_sum += loss", "p.loss_sum = loss"),
     ("train/setup.py", "return last or (self.completes(", "return (self.completes("),
@@ -57,7 +57,7 @@ FAULTS = [
     ("train/tools/plan.py", "grad_copies = 2 if", "grad_copies = 1 if"),
     # the optimizer
     ("train/train.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
-    ("train/train.py", "norm = norm * factor", "norm = norm"),
+    ("train/train.py", "distributed.full(norm) * factor", "distributed.full(norm)"),
     ("train/optimizer.py", "if p.dim() >= 2 else 0.0", "if p.dim() >= 1 else 0.0"),
     ("train/optimizer.py", "max(1.0, p.size(0) / p.size(1)) ** 0.5", "1.0"),
     ("train/optimizer.py", "rank * part, (rank + 1) * part", "0, part"),

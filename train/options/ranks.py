@@ -16,7 +16,7 @@ import torch.distributed as dist
 from train.base.environment import environment
 from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
-from train.distributed import all_gather_vectors, gather_objects, is_sharded
+from train.distributed import gather_objects, is_sharded
 from train.logger import Clock
 from train.optimizer import batches_by_shape, gathered_numel, muon_parameters, working_dtype
 from train.system import REPOSITORY
@@ -300,8 +300,7 @@ class RankClock(Clock):
         ms = [a.elapsed_time(b) if on_gpu else 1000 * (b - a) for a, b in self.spans] or [0.0]
         self.spans = []
         # A median, since one step may include an evaluation.
-        work = torch.tensor([sorted(ms)[len(ms) // 2]], dtype=torch.float64)
-        all_work = all_gather_vectors(work, self.ranks)[:, 0].tolist()
+        all_work = gather_objects(sorted(ms)[len(ms) // 2], self.ranks)
         median = sorted(all_work)[(len(all_work) - 1) // 2]
         slowest = max(all_work)
         rank = all_work.index(slowest)
