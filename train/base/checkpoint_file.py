@@ -89,8 +89,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     {"state_dict": ...}, and a bare state dict. Raises CheckpointError if the file is missing,
     damaged or not safe to load, the format is too new, or weights or optimizer state are not
     finite."""
-    state, _ = open_checkpoint(path, values=True)
-    return state
+    return open_checkpoint(path, values=True)[0]
 
 
 def open_checkpoint(path, values=False):
@@ -107,7 +106,6 @@ def open_checkpoint(path, values=False):
     try:
         if is_sharded(path):
             shards = open_shards(path)
-            signed = True
             state = shards.state(shards.meta)
             check_content(state, shards.size, "meta")
             if values:
@@ -119,10 +117,10 @@ def open_checkpoint(path, values=False):
             # process.
             state = with_model_key(torch.load(path, map_location="cpu", weights_only=True))
             check_content(state, os.path.getsize(path))
+            if state.get("format_version") and not signed:
+                raise ValueError("damaged: the digest is missing (save a modified checkpoint with "
+                                 "train.checkpoint.save_checkpoint, not with torch.save)")
         version = state.get("format_version", 0)
-        if version and not signed:
-            raise ValueError("damaged: the digest is missing (save a modified checkpoint with "
-                             "train.checkpoint.save_checkpoint, not with torch.save)")
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ValueError(f"format {version} is newer than this program's {FORMAT_VERSION}: "
                              "update the program")

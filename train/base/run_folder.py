@@ -137,13 +137,11 @@ class RunFolder:
         missing or incomplete, or if the manifest cannot be written."""
         if errors := [result for result in written if isinstance(result, str)]:
             raise CheckpointError("; ".join(errors))
-        try:
-            text = sharded_file.make_manifest(self.path, folder, state, written)
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path} could not be written: {error} (is out_dir on a file "
-                                  "system that all ranks share?)") from error
+
+        def write(f):
+            f.write(sharded_file.make_manifest(self.path, folder, state, written))
         links = [os.path.join(self.path, folder, sharded_file.MANIFEST), *links]
-        replace_checkpoint(path, lambda f: f.write(text), links)
+        replace_checkpoint(path, write, links)
 
     def write(self, save, logger, last=False, state=None):
         """Call save(path), with the path of ckpt.pt, to write a checkpoint. Then start to copy it

@@ -175,7 +175,8 @@ class Shards:
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
-                raise ValueError(f"{path} is missing, or not a shard")
+                raise ValueError(f"{path} is missing (do all ranks share the file system?), or is "
+                                 "not a shard")
             if (size := os.path.getsize(path)) != file["size"]:
                 raise ValueError(f"{path} has {size:,} bytes, expected {file['size']:,}")
         for path in pathlib.Path(self.folder).rglob("shard-*.safetensors"):
