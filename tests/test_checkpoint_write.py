@@ -4,6 +4,7 @@ Matrix cases 1 to 18, 118 and 119 (short; the long campaigns are in test_soak.py
 test says "fault -> expected outcome", for tests/MATRIX.md.
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -209,7 +210,7 @@ def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, mon
     given, log = [], types.SimpleNamespace(info=print, warn=print)
     monkeypatch.setattr(run_folder, "return_freed_memory",
                         lambda: given.append((tmp_path / "ckpt.pt").exists()))
-    with RunFolder(str(tmp_path)) as folder:
+    with contextlib.closing(RunFolder(str(tmp_path))) as folder:
         folder.open()
         folder.save(dict(model={"w": torch.ones(3)}, optimizer={}, iter_num=1), False, False, log)
         folder.wait()
@@ -224,7 +225,7 @@ def test_a_folder_is_locked_until_the_save_has_ended(tmp_path):
     def write(state):
         time.sleep(0.2)
         seen.append(folder.lock.closed)
-    with RunFolder(str(tmp_path)) as folder:
+    with contextlib.closing(RunFolder(str(tmp_path))) as folder:
         folder.open()
         folder.start(write, {}, log)
     assert seen == [False] and folder.lock.closed
@@ -235,7 +236,7 @@ def test_a_save_in_the_background_leaves_the_cores_to_training(tmp_path):
     def nice(state=None):
         values.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     values, log = [], types.SimpleNamespace(info=print)
-    with RunFolder(str(tmp_path)) as folder:
+    with contextlib.closing(RunFolder(str(tmp_path))) as folder:
         nice()
         folder.start(nice, {}, log)
         folder.wait()

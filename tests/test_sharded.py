@@ -5,6 +5,7 @@ same to PyTorch's own storages, and kill -9 of each rank at each point of a save
 """
 
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -356,7 +357,7 @@ def campaign(root, runs, seed, count):
         kind, names = injure(chance, folder, others)
         config = load_config(None, dict(out_dir=str(out), device="cpu"))
         log = []
-        with RunFolder(str(out)) as run:
+        with contextlib.closing(RunFolder(str(out))) as run:
             start = checkpoint.find_start(run, config, Ranks(), log.append)
         text = "\n".join(log)
         case = f"injury {number} of seed {seed}: {kind}, {n} ranks: {names}\n{text}"

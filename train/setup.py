@@ -95,8 +95,8 @@ class Run:
         process has the lock."""
         c = self.config
         # out_dir, locked; saves in the background.
-        self.folder = stack.enter_context(
-            RunFolder(c.out_dir, c.keep_last, c.save_precision))
+        self.folder = RunFolder(c.out_dir, c.keep_last, c.save_precision)
+        stack.callback(self.folder.close)
         # Start: scratch, resume or init_from, with the checkpoint.
         self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
         self.config = c.replace(**self.start.shape)

@@ -28,8 +28,8 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """The folder of a run (out_dir), in which checkpoints are saved in the background. As a context
-    manager, it waits on exit for a save in progress, and then releases the lock of open().
+    """The folder of a run (out_dir), in which checkpoints are saved in the background. close()
+    waits for a save in progress, and then releases the lock of open().
 
     A checkpoint in one file: call save() on rank 0. A thread writes the file, one at a time, from a
     snapshot that training does not change. A sharded checkpoint: prepare() on rank 0; start() on
@@ -207,11 +207,9 @@ class RunFolder:
             self.thread = None
             return_freed_memory()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.wait()  # with the lock, which the save in progress needs
+    def close(self):
+        """Wait for the save in progress, which needs the lock, and release the lock."""
+        self.wait()
         if self.lock is not None:
             unlock(self.lock)
 
