@@ -55,10 +55,9 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state):
-        for f in fields(self):  # a checkpoint of an older version may lack some
-            default = getattr(Progress(), f.name)
-            value = state.get(f.name, default)  # of the right type, or restore() refuses it
-            setattr(self, f.name, value if default is None else type(default)(value))
+        for name, default in vars(Progress()).items():  # an older checkpoint may lack some
+            value = state.get(name, default)  # of the right type, or restore() refuses it
+            setattr(self, name, value if default is None else type(default)(value))
 
     def recent_loss(self):
         """Return the mean loss of the steps since the last evaluation, or if there are none

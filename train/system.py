@@ -14,6 +14,7 @@ Only `build_model` and `forward` are required.
 import functools
 import importlib
 import os
+import pkgutil
 import sys
 
 from train.base.errors import ConfigError, SetupError
@@ -200,9 +201,7 @@ def load_model_type(name):
 def model_types():
     """Return the names that `--model` accepts, sorted: the Python files and packages in model/,
     except NOT_MODEL_TYPES, which have other purposes."""
-    folder = os.path.join(REPOSITORY, "model")
-    names = {entry.removesuffix(".py") for entry in os.listdir(folder)
-             if entry.endswith(".py") or os.path.isfile(os.path.join(folder, entry, "__init__.py"))}
+    names = {module.name for module in pkgutil.iter_modules([os.path.join(REPOSITORY, "model")])}
     return sorted(name for name in names - NOT_MODEL_TYPES if name.isidentifier())
 
 
