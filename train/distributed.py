@@ -49,8 +49,7 @@ class Ranks:
 # -----------------------------------------------------------------------------
 # seeds
 
-def set_seed(seed: int, deterministic: bool = False,
-             cudnn_benchmark: bool | None = None) -> None:
+def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | None = None) -> None:
     """Seed the generators of Python, numpy and torch (CPU and all GPUs). deterministic: forbid
     algorithms with results that depend on timing
     (https://pytorch.org/docs/stable/notes/randomness.html), and TF32, which is otherwise switched

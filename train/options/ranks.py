@@ -177,8 +177,7 @@ def muon_collectives(model, config, world_size, dtype):
                                     world_size * part * dtype.itemsize))
         else:  # there and back; padded to equal numbers of matrices and of rows per rank
             size = -(-n // shard_size) * -(-rows // shard_size) * shard_size * columns
-            found.append(Collective("all_to_all", range(shard_size), 2,
-                                    2 * size * dtype.itemsize))
+            found.append(Collective("all_to_all", range(shard_size), 2, 2 * size * dtype.itemsize))
     return found
 
 
