@@ -15,11 +15,6 @@ import numpy as np
 from data.meta import MAX_ID, model_hint, prepared_model, read_meta
 from train.base.errors import DataError
 
-# Memory of this process that the maps may use. The kernel maps 64 KiB around a requested page. A
-# new map for every batch would cost more than reading.
-MAPPED_BYTES = 64 << 20
-FAULT_BYTES = 64 << 10
-MAX_MAPS = 128  # of a stream at a time: each has an open file, often limited to 1,024 (macOS: 256)
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 CHECKED_WINDOW = 1 << 12  # tokens: of a larger stream, windows are checked
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
@@ -177,9 +172,10 @@ class TokenStream:
     of it. shards: a list of Shards of the same dtype. Attributes: n_tokens, dtype, vocab_size (all
     ids must be smaller; `None`: unknown).
 
-    At most about MAPPED_BYTES (64 MiB) are in memory, so a terabyte can be read on a laptop. Before
-    each read the files are checked: DataError if one has changed since it was opened. If a file is
-    truncated during a read, or the disk fails, the process is killed by SIGBUS.
+    Each read maps the files that it needs anew, one at a time: the pages of earlier reads do not
+    remain in the memory of the process, so a terabyte can be read on a laptop. Before each read the
+    files are checked: DataError if one has changed since it was opened. If a file is truncated
+    during a read, or the disk fails, the process is killed by SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):
@@ -188,8 +184,6 @@ class TokenStream:
         self.vocab_size = vocab_size
         self.firsts = np.cumsum([0] + [s.n_tokens for s in shards])  # first token per shard, then N
         self.n_tokens = int(self.firsts[-1])
-        self.maps = {}   # shard index -> array
-        self.n_read = 0  # windows read from these maps
         if len({s.dtype for s in shards}) > 1:
             raise DataError(f"{shards[0].path} and others: token files of different types: "
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
@@ -229,21 +223,14 @@ class TokenStream:
         if a file has changed."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
-        for shard in np.unique(which).tolist():  # few maps at a time
-            array = self._map(shard)
-            for n in np.flatnonzero(which == shard):
-                row, i, at = rows[n], shard, starts[n] - self.firsts[shard]
-                piece = array[at:at + length]
-                row[:len(piece)] = piece
-                while len(piece) < len(row):  # the window extends into the next file
-                    row = row[len(piece):]
-                    i += 1
-                    piece = self._map(i)[:len(row)]
-                    row[:len(piece)] = piece
-        self.n_read += len(starts)
-        if min(self.n_tokens * self.dtype.itemsize, self.n_read * FAULT_BYTES) > MAPPED_BYTES:
-            self.maps = {}
-            self.n_read = 0
+        for i in np.unique(which).tolist():
+            tokens = self._map(i)
+            for n in np.flatnonzero(which == i):
+                piece = tokens[starts[n] - self.firsts[i]:][:length]
+                rows[n, :len(piece)] = piece
+                if len(piece) < length:  # the window extends into the next file
+                    rest = [starts[n] + len(piece)]
+                    rows[n, len(piece):] = self._copy(rest, length - len(piece))
         return rows
 
     def _map(self, i):
@@ -251,16 +238,11 @@ class TokenStream:
         DataError if the file has changed or cannot be read."""
         shard = self.shards[i]
         try:
-            now = identify(os.stat(shard.path))
-            if now == shard.identity and i not in self.maps:
-                if len(self.maps) == MAX_MAPS:
-                    self.maps = {}
-                mapped = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.n_tokens,))
-                if hasattr(mmap, "MADV_RANDOM"):  # the default reads 128 KiB or more ahead
-                    mapped._mmap.madvise(mmap.MADV_RANDOM)
-                self.maps[i] = np.asarray(mapped)
-        except (OSError, ValueError) as e:  # ValueError: truncated after os.stat
-            raise DataError(f"{shard.path}: cannot be read ({e}); put it back") from None
-        if now != shard.identity:
-            raise DataError(f"{shard.path}: changed during the run; put the old file back, resume")
-        return self.maps[i]
+            if identify(os.stat(shard.path)) != shard.identity:
+                raise ValueError("changed during the run")
+            mapped = np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.n_tokens,))
+        except (OSError, ValueError) as error:  # ValueError also: truncated after os.stat
+            raise DataError(f"{shard.path}: {error}; put the old file back, resume") from None
+        if hasattr(mmap, "MADV_RANDOM"):  # the default reads 128 KiB or more ahead
+            mapped._mmap.madvise(mmap.MADV_RANDOM)
+        return np.asarray(mapped)
