@@ -242,23 +242,18 @@ class Loader:
         fewer if the data are smaller. The last batch may have fewer samples."""
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
-    def fixed_samples(self, count, index):
-        """Return the numbers (0..val_samples-1) of the validation samples in batch `index`, if
-        `count` batches are requested: (B,) int64, ascending, with B <= val_batch_size. The batches
-        together are spread evenly over the data. IndexError if there is no batch `index`."""
+    def fixed_batch(self, index, count, device="cpu"):
+        """Return validation batch `index`, if `count` batches are requested, as a tuple of tensors
+        (B, ...) on `device`, B <= val_batch_size. The batches are always the same. The samples do
+        not overlap and are together spread evenly over the data. IndexError if there is no batch
+        `index`."""
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
         n = min(count * self.val_batch_size, self.val_samples)
         first = index * self.val_batch_size
         chosen = np.arange(first, min(first + self.val_batch_size, n), dtype=np.int64)
-        return chosen * self.val_samples // n
-
-    def fixed_batch(self, index, count, device="cpu"):
-        """Return validation batch `index`, if `count` batches are requested, as a tuple of tensors
-        (B, ...) on `device`. The batches are always the same. The samples do not overlap and are
-        together spread evenly over the data. IndexError if there is no batch `index`."""
-        positions = self.fixed_samples(count, index) * self.stride
+        positions = chosen * self.val_samples // n * self.stride
         return self.tensors(self.rows(positions), torch.device(device))
 
     @functools.cached_property
