@@ -22,8 +22,6 @@ import yaml
 from train.base.console import Console, LineFile, compact, duration
 from train.base.environment import environment
 from train.logger import (
-    EVALUATION_FIELDS,
-    STEP_FIELDS,
     Logger,
     drop_lines_from,
     format_line,
@@ -76,11 +74,11 @@ def program(out, n, shell=None, **env):
 
 
 def step_line(record):
-    return format_line(f"iter {record['iter']}", record, STEP_FIELDS)
+    return format_line(f"iter {record['iter']}", record)
 
 
 def evaluation_line(record):
-    return format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
+    return format_line(f"step {record['iter']}", record)
 
 
 def test_lines_have_the_documented_form():
@@ -91,8 +89,8 @@ def test_lines_have_the_documented_form():
     assert "lr 3.00e-07," in step_line(STEP | dict(lr=3e-7))
     assert [step_line(dict(iter=0, lr=lr)) for lr in (1e-5, 9.99e-6, 0.0)] == [
         "iter 0: lr 0.000010", "iter 0: lr 9.99e-06", "iter 0: lr 0.000000"]
-    assert step_line(dict(iter=3, tokens_per_sec=50.0, unit="row", f1=0.25, n=3, epoch=1.0)) == (
-        "iter 3: f1 0.2500, 50 row/s")
+    assert step_line(dict(iter=3, tokens_per_sec=50.0, unit="row", f1=0.25, n=3)) == (
+        "iter 3: 50 row/s, f1 0.2500")
     assert evaluation_line(EVAL) == ("step 200: train loss 3.1022, val loss 3.1954, ppl 24.42, "
                                      "bpb 1.104")
     assert evaluation_line(EVAL | dict(train_loss=None, val_bpb=None, val_accuracy=0.5)) == (

@@ -29,10 +29,6 @@ SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a l
               "larger samples")
 WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
-# Names with a fixed meaning in log lines: a model may not use one for a custom number.
-LINE_NAMES = {"iter", "tokens", "unit", "count", "loss", "lr", "grad_norm", "time_ms",
-              "tokens_per_sec", "mfu", "eta_s", "max_iters", "memory_mib", "epoch", "train_loss",
-              "work_ms", "slowest_ms", "slowest_rank"}
 RSS_SHIFT = 20 if sys.platform == "darwin" else 10  # to MiB: macOS reports bytes, Linux KiB
 NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
@@ -106,7 +102,7 @@ class Logger:
         """Log a training step. record: {name: number} with "iter", the number of the step;
         max_iters and eta_s in it are printed, but not stored in metrics.jsonl."""
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
-        line = format_line(f"iter {record['iter']}", record, STEP_FIELDS)
+        line = format_line(f"iter {record['iter']}", record)
         live = self.console.live
         self.write(line, None if live else line, progress_line(record) if live else None)
 
@@ -115,7 +111,7 @@ class Logger:
         that are complete; "tokens": tokens until then. Validation: also "train_loss" (mean of the
         steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME."""
         self.store(record)
-        line = format_line(f"step {record['iter']}", record, EVALUATION_FIELDS)
+        line = format_line(f"step {record['iter']}", record)
         self.write(line, line)
 
     def store(self, record):
@@ -230,31 +226,28 @@ def drop_lines_from(path, iter, evaluated=False):
 # -----------------------------------------------------------------------------
 # lines
 
-OWN = "own numbers"  # in a list of fields: the numbers that the model defines
-STEP_FIELDS = ("loss", "time_ms", "work_ms", "slowest_ms", "slowest_rank", "lr", "grad_norm", OWN,
-               "tokens_per_sec", "mfu", "eta_s")
-EVALUATION_FIELDS = ("epoch", "train_loss", "val_loss", "val_ppl", "val_bpb", OWN, "lr")
-PROGRESS_FIELDS = ("loss", "tokens_per_sec", "mfu", "eta_s")
 FORMATS = dict(epoch="epoch {:.3g}", loss="loss {:.4f}", train_loss="train loss {:.4f}",
-               val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}", lr="lr {}",
+               val_loss="val loss {:.4f}", val_ppl="ppl {:.2f}", val_bpb="bpb {:.3f}",
                time_ms="time {:.1f}ms", work_ms="work {:.1f}ms", slowest_ms="slowest {:.1f}ms",
-               slowest_rank="rank {:.0f}", grad_norm="norm {:.2f}", tokens_per_sec="{} {unit}/s",
-               mfu="mfu {:.1%}", eta_s="eta {}")
+               slowest_rank="rank {:.0f}", lr="lr {}", grad_norm="norm {:.2f}",
+               tokens_per_sec="{} {unit}/s", mfu="mfu {:.1%}", eta_s="eta {}")  # in this order
 CONVERSIONS = dict(lr=lambda lr: f"{lr:.6f}" if lr >= 1e-5 or lr == 0 else f"{lr:.2e}",
                    tokens_per_sec=compact, eta_s=duration)
+PROGRESS_NAMES = ("loss", "tokens_per_sec", "mfu", "eta_s", "unit")
+# Names with a fixed meaning in log lines: a model may not use one for a custom number.
+LINE_NAMES = FORMATS.keys() | {"iter", "tokens", "unit", "count", "max_iters", "memory_mib"}
 
 
-def format_line(start, record, fields):
+def format_line(start, record):
     """Return a log line, "iter 120: loss 3.2104, time 48.7ms, ..." for `start` "iter 120". record:
-    {name: number}. fields: names of the numbers to show, in this order, if `record` has them; the
-    constant OWN in it means all numbers that the model defines."""
-    own = [name for name, value in record.items()
-           if isinstance(value, float) and name not in LINE_NAMES | FORMATS.keys()]
+    {name: number}. First the numbers in FORMATS are shown, in this order, then those that the model
+    defines."""
+    own = {name: name.removeprefix("val_").replace("_", " ") + " {:.4f}"
+           for name, value in record.items() if isinstance(value, float) and name not in LINE_NAMES}
     texts = []
-    for name in [n for field in fields for n in (own if field == OWN else [field])]:
+    for name, template in (FORMATS | own).items():
         if record.get(name) is not None:
             value = CONVERSIONS.get(name, float)(record[name])
-            template = FORMATS.get(name, name.removeprefix("val_").replace("_", " ") + " {:.4f}")
             texts.append(template.format(value, unit=record.get("unit", "tok")))
     return f"{start}: {', '.join(texts)}"
 
@@ -266,7 +259,7 @@ def progress_line(record):
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
     width = shutil.get_terminal_size().columns - 1
-    return format_line(bar, record, PROGRESS_FIELDS)[:width]
+    return format_line(bar, {k: v for k, v in record.items() if k in PROGRESS_NAMES})[:width]
 
 
 # -----------------------------------------------------------------------------
@@ -317,9 +310,7 @@ class Clock:
             warn(SLOW_INPUT.format(batches.seconds / seconds))
         batches.seconds = 0.0
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
-        self.it = it + 1
-        self.started_at = time.perf_counter()
-        self.seconds_away = 0.0
+        self.start(it + 1)
         return per_step
 
 
