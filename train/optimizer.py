@@ -149,9 +149,7 @@ class Muon(AdamW):
     muon. kwargs: arguments of AdamW. The ranks share the work: all must call step()."""
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
-        super().__init__(groups, **kwargs)
-        for group in self.param_groups:
-            group.setdefault("momentum", momentum)
+        super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
 
     @torch.no_grad()
     def step(self):
@@ -168,22 +166,18 @@ class Muon(AdamW):
 
 def create_state(optimizer):
     """Create the state of `optimizer` that the first step would create, so that the values in a
-    checkpoint can be copied into it. Existing state is removed. For this it makes a step with zero
-    gradients and a learning rate of 0, and then restores gradients and rates. Parameters do not
-    change, unless the optimizer changes them even at a rate of 0."""
+    checkpoint can be copied into it. Existing state and gradients are removed. For this it makes a
+    step with zero gradients and a learning rate of 0, and then restores the rates. Parameters do
+    not change, unless the optimizer changes them even at a rate of 0."""
     optimizer.state.clear()
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
-    grads = [p.grad for p in params]
-    rates = [group["lr"] for group in groups]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    for group in groups:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
     optimizer.step()
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad
-    for group, rate in zip(groups, rates, strict=True):
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
