@@ -334,5 +334,5 @@ def test_the_order_of_lr_groups_is_kept_and_fixed(tmp_path):
 
 
 def test_no_name_is_no_folder():
-    with pytest.raises(ConfigError, match="out_dir: expected a folder, got an empty text"):
+    with pytest.raises(ConfigError, match="out_dir: expected a folder, got ''"):
         load_config(None, dict(out_dir=""))

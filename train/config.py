@@ -16,8 +16,6 @@ from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
-MAX_YAML_CHARS = 1 << 16
-MAX_HINTS = 20  # problems that get a hint; the search for a similar key is slow
 
 
 # -----------------------------------------------------------------------------
@@ -86,10 +84,7 @@ def read_yaml(path, problems, groups=()):
                 settings.append((remove_groups(group + name), raw, where))
     try:
         with open(path, encoding="utf-8") as f:
-            text = f.read(MAX_YAML_CHARS + 1)
-        if len(text) > MAX_YAML_CHARS:
-            raise yaml.YAMLError(f"more than {MAX_YAML_CHARS:,} characters")
-        loader = key_fields.PlainLoader(text)
+            loader = key_fields.PlainLoader(f.read())
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise yaml.YAMLError(f"a {root.id} at top level" if root else "the file is empty")
@@ -107,8 +102,8 @@ def read_yaml(path, problems, groups=()):
 def read_with_bases(path, problems, parents=()):
     """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"). If
     it has the key `base`, the path of another file relative to this file, the settings of that file
-    come first. In the training_args.json of a run, the settings are the entries of `arguments`
-    except START_KEYS (resume, eval_only, ...).
+    come first; the key may occur several times. In the training_args.json of a run, the settings
+    are the entries of `arguments` except START_KEYS (resume, eval_only, ...).
 
     Messages about problems are appended to the list `problems`. parents: absolute paths of the
     files that led here by `base`, to detect a circle.
@@ -122,10 +117,8 @@ def read_with_bases(path, problems, parents=()):
         if name == "arguments" and isinstance(value, dict):
             return [(k, v, where) for k, v in value.items() if k not in START_KEYS]
         if name == "base":
-            if below:
-                problems.append(f"{where}: base is set twice; keep one")
             base = os.path.join(os.path.dirname(path), os.path.expanduser(str(value)))
-            below = read_with_bases(base, problems, (*parents, os.path.abspath(path)))
+            below += read_with_bases(base, problems, (*parents, os.path.abspath(path)))
     return below + [s for s in settings if s[0] != "base"]
 
 
@@ -339,7 +332,7 @@ def load_config(path: str | os.PathLike | None = None,
     for name, (raw, where) in settings.items():
         if name not in known:
             if raw is not IGNORED:
-                problems.append(f"{where}: {describe_unknown(name, known, len(problems))}")
+                problems.append(f"{where}: {describe_unknown(name, known)}")
             continue
         try:
             values[name] = key_fields.parse_value(known[name], raw)
@@ -358,15 +351,14 @@ def load_config(path: str | os.PathLike | None = None,
     return config
 
 
-def describe_unknown(name, known, n_problems):
+def describe_unknown(name, known):
     """Return an error message about `name`, a setting that is not a key, with a suggestion. known:
-    {key: dataclass field}. n_problems: number of problems so far; from MAX_HINTS on, the slow
-    search for a similar key is left out."""
+    {key: dataclass field}."""
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
         return f"unknown key {name!r}; it is a key of --model {ALIASES.models[name]}"
-    similar = key_fields.nearest(name, [*known, *ALIASES.names]) if n_problems < MAX_HINTS else ""
+    similar = key_fields.nearest(name, [*known, *ALIASES.names])
     return f"unknown key {name!r}{similar}; `python run_train.py --help` lists the keys"
 
 
@@ -407,10 +399,9 @@ def find_conflicts(c):
         found.append("warmup_ratio does not go with warmup_epochs; leave one out")
     if c.deterministic and c.cudnn_benchmark:
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
-    if not c.out_dir:
-        found.append("out_dir: expected a folder, got an empty text")
-    if "://" in c.out_dir:
-        found.append(f"out_dir: expected a folder; --mirror {c.out_dir} copies its checkpoints")
+    if not c.out_dir or "://" in c.out_dir:
+        found.append(f"out_dir: expected a folder, got {c.out_dir!r}; to copy the checkpoints to a "
+                     "URL: --mirror URL")
     if c.world_size and c.world_size % c.nodes:
         found.append(f"world_size: {c.world_size} GPUs cannot be divided among {c.nodes} nodes")
     given = os.environ.get("WORLD_SIZE", "")
