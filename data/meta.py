@@ -139,10 +139,9 @@ def prepared_model(folder):
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     try:
-        model = read_meta(folder).model
+        return read_meta(folder).model
     except DataError:
         return None
-    return model if isinstance(model, str) else None
 
 
 def model_hint(folder):

@@ -18,18 +18,10 @@ from train.base.errors import printable
 from train.base.files import atomic_write, write_text
 from train.lr_scheduler import get_lr, milestones
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
-SLOW_INPUT = ("{:.0%} of the time is spent reading batches: move data_dir to a local disk, or use "
-              "larger samples")
 WARN_EPOCHS = 20  # more are a warning, unless the length is given in epochs
 
-RSS_SHIFT = 20 if sys.platform == "darwin" else 10  # to MiB: macOS reports bytes, Linux KiB
 NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 
@@ -268,10 +260,13 @@ def progress_line(record):
 def peak_memory(device):
     """Return the peak memory of this process in MiB, an int: memory allocated by torch on a CUDA
     `device` (a torch.device), otherwise resident memory (`None` if unknown)."""
-    if device.type != "cuda":  # Windows has no `resource`
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> RSS_SHIFT if resource else None
-    import torch
-    return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    if device.type == "cuda":
+        import torch
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    with suppress(ImportError):  # Windows
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak >> (20 if sys.platform == "darwin" else 10)  # macOS: bytes, Linux: KiB
 
 
 class Clock:
@@ -307,7 +302,8 @@ class Clock:
         than SLOW_INPUT_SHARE of this time. Sets batches.seconds to 0."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
-            warn(SLOW_INPUT.format(batches.seconds / seconds))
+            warn(f"{batches.seconds / seconds:.0%} of the time is spent reading batches: move "
+                 "data_dir to a local disk, or use larger samples")
         batches.seconds = 0.0
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
         self.start(it + 1)
