@@ -402,7 +402,7 @@ def test_what_a_key_needs_is_a_key_and_one_of_its_values():
 
 
 def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
-    given = ["--plateau_patience=5", "--muon_lr=0.1", "--optimizer=muon", "--eval_task_rows", "3"]
+    given = ["--plateau_patience=6", "--muon_lr=0.1", "--optimizer=muon", "--eval_task_rows", "3"]
     assert load_config(None, given).unused_keys() == dict(
         plateau_patience="lr_schedule=plateau", eval_task_rows="eval_tasks")
     (tmp_path / "c.yaml").write_text(to_yaml(load_config(None, ["wsd_decay=0.9"])))  # every key

@@ -267,9 +267,6 @@ class GPTKeys:
             raise ConfigError(problems)
 
 
-# {key in epochs: (the key in steps that it replaces, minimum in steps)}
-LENGTHS_IN_EPOCHS = {"max_epochs": ("max_iters", 1), "eval_epochs": ("eval_interval", 1),
-                     "warmup_epochs": ("warmup_iters", 0)}
 GROUPS = {"Run": RunKeys, "Batch": BatchKeys, "Length": LengthKeys,
           "Learning rate": LearningRateKeys, "Optimizer": OptimizerKeys, "System": SystemKeys,
           "Model": GPTKeys}
@@ -310,15 +307,12 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
     def unused_keys(self):
-        """Return {key: condition} of the keys that have no effect although the user set them, or
-        although the value is not the default. condition: a text that states when the key would have
-        an effect. "NAME": if the key NAME is set. "NAME=A|B": if NAME is A or B, or contains the
-        letter A or B."""
+        """Return {key: condition} of the keys that have no effect although the value is not the
+        default. condition: a text that states when the key would have an effect. "NAME": if the key
+        NAME is set. "NAME=A|B": if NAME is A or B, or contains the letter A or B."""
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
-                if not self.has_effect(f) and (
-                    self.is_explicit(f.name)
-                    or getattr(self, f.name) != getattr(defaults, f.name))}
+                if not self.has_effect(f) and getattr(self, f.name) != getattr(defaults, f.name)}
 
     def has_effect(self, f):
         """Return a true value if the key of the dataclass field `f` has an effect: the condition
@@ -354,11 +348,10 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         max_epochs, eval_epochs and warmup_epochs, as far as these are set; rounded up. samples:
         number of samples per epoch."""
         steps_per_epoch = samples / self.samples_per_step
-        changes = {}
-        for epochs, (steps, minimum) in LENGTHS_IN_EPOCHS.items():
-            if (value := getattr(self, epochs)) is not None:
-                changes[steps] = max(minimum, math.ceil(value * steps_per_epoch - 1e-9))
-        return self.replace(**changes)
+        lengths = dict(max_iters=self.max_epochs, eval_interval=self.eval_epochs,
+                       warmup_iters=self.warmup_epochs)
+        return self.replace(**{name: math.ceil(epochs * steps_per_epoch - 1e-9)
+                               for name, epochs in lengths.items() if epochs is not None})
 
     def replica_size(self, world_size):
         """Return the number of ranks that together hold one copy of the model: 1 for ddp, all for
@@ -371,7 +364,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def shards_model(self, world_size):
         """Return whether each rank holds only a part of the model: with fsdp or hsdp, if world_size
         > 1."""
-        return self.replica_size(world_size) > 1 and world_size > 1
+        return self.replica_size(world_size) > 1
 
     def saves_shards(self, world_size):
         """Return whether checkpoints are sharded, by the key checkpoint_format. For "auto": if the
