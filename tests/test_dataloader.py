@@ -64,7 +64,7 @@ def test_the_order_of_the_data_never_changes():
 
 @pytest.mark.parametrize("n", [*range(1, 60), 1000, 4096, 4097, 99_991])
 def test_permutation_is_a_bijection(n):
-    keys = [dataloader.hash64(n, np.array([3], np.uint64), lane) for lane in range(1, 7)]
+    keys = [dataloader.hash64(n, np.full(n, 3, np.uint64), lane) for lane in range(1, 7)]
     out = permute(np.arange(n, dtype=np.uint64), n, keys)
     assert np.array_equal(np.sort(out), np.arange(n))
     if n >= 1000:

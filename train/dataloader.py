@@ -82,8 +82,7 @@ def hash64(seed, epoch, lane):
 
 def permute(p, n, keys):
     """Map positions p to samples, by a pseudo-random bijection of 0..n-1. p: (m,) uint64 -> (m,)
-    uint64. keys: list with a uint64 array of random numbers per round, (m,), or (1,) for all
-    positions.
+    uint64. keys: list with a uint64 array of random numbers per round, (m,).
 
     A shuffled list of a billion samples would need 8 GB. A Feistel network computes any entry of
     this list directly: a position is a pair (left, right), a cell of an a x b grid, and each round
@@ -104,19 +103,15 @@ def permute(p, n, keys):
     # through the network until it is inside (cycle walking, Black & Rogaway 2002): a bijection.
     outside = np.flatnonzero(out >= n)
     if outside.size:
-        keys = [np.broadcast_to(key, p.shape)[outside] for key in keys]
-        out[outside] = permute(out[outside], n, keys)
+        out[outside] = permute(out[outside], n, [key[outside] for key in keys])
     return out
 
 
 def shuffled(g, n, seed):
     """Return (epoch, index): for each sample in g, the epoch and the index in a dataset of n
     samples, which is shuffled differently in each epoch. g: numbers of the samples, counted over
-    the whole run, (m,) int64, ascending, m > 0. epoch: (m,) uint64, or (1,) if all are equal.
-    index: (m,) uint64, in 0..n-1."""
+    the whole run, (m,) int64, ascending. epoch, index: (m,) uint64, index in 0..n-1."""
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
-    if epoch[0] == epoch[-1]:
-        epoch = epoch[:1]  # the usual case: all samples use the same keys
     return epoch, permute(position, n, [hash64(seed, epoch, i) for i in range(1, ROUNDS + 1)])
 
 
@@ -207,13 +202,11 @@ class Loader:
         return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
-        """Read the batch of `step` into self.chunk, as tensors on `device`. If `step` follows the
-        steps in the chunk, calls_per_chunk batches are read at once, since one large read is faster
-        than many small ones; otherwise one batch. DataError if step < 0."""
+        """Read calls_per_chunk batches from `step` on into self.chunk, as tensors on `device`, at
+        once, since one large read is faster than many small ones. DataError if step < 0."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
-        sequential = step in (self.step, self.chunk_steps.stop)
-        steps = range(step, step + (self.calls_per_chunk if sequential else 1))
+        steps = range(step, step + self.calls_per_chunk)
         batch = self.tensors(self.read(self.sample_numbers(steps)), torch.device(device))
         self.chunk = tuple(t.view(len(steps), self.batch_size, *t.shape[1:]) for t in batch)
         self.chunk_steps, self.chunk_device = steps, device
