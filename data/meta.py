@@ -42,9 +42,8 @@ class Meta:
     def to_dict(self):
         """Return the content of meta.json, a dict: format_version, the fields that are not `None`,
         and the keys in `extra`."""
-        common = {name: getattr(self, name) for name in COMMON_KEYS}
-        return {"format_version": 1} | {
-            name: value for name, value in common.items() if value is not None} | self.extra
+        common = {k: v for k, v in vars(self).items() if k != "extra" and v is not None}
+        return {"format_version": 1} | common | self.extra
 
 
 COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]

@@ -433,10 +433,9 @@ def divisors(n):
 def needing_evaluations(c):
     """Return a list of texts "key: value", the settings of the TrainConfig `c` that need
     evaluations; [] if none of these keys is set."""
-    return [f"{name}: {getattr(c, name)}" for name, needed in (
-        ("lr_schedule", c.lr_schedule == "plateau"), ("eval_only", c.eval_only),
-        ("early_stopping_patience", c.early_stopping_patience),
-        ("eval_tasks", c.eval_tasks)) if needed]
+    set_keys = dict(lr_schedule=c.lr_schedule == "plateau", eval_only=c.eval_only,
+                    early_stopping_patience=c.early_stopping_patience, eval_tasks=c.eval_tasks)
+    return [f"{name}: {getattr(c, name)}" for name, is_set in set_keys.items() if is_set]
 
 
 # -----------------------------------------------------------------------------

@@ -218,9 +218,8 @@ class Compiler:
     def paused(self):
         """Return a context manager that switches to eager mode on a CPU, for code that runs too
         rarely to be compiled. It has no effect on other devices."""
-        if self.enabled and self.device.type == "cpu":
-            return eager_mode()
-        return contextlib.nullcontext()
+        on_cpu = self.enabled and self.device.type == "cpu"
+        return eager_mode() if on_cpu else contextlib.nullcontext()
 
 
 def timed(f, device):

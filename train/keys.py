@@ -229,9 +229,8 @@ class GPTKeys:
     def full_context(self):
         """Context length of the weights, in tokens, for exports: the larger of block_size and
         max_positions, without the limit MAX_CONTEXT; block_size with learned positions."""
-        if self.pos == "learned":
-            return self.block_size
-        return max(self.block_size, self.max_positions or 0)
+        longest = 0 if self.pos == "learned" else self.max_positions or 0
+        return max(self.block_size, longest)
 
     @property
     def rope_factors(self):

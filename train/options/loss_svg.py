@@ -62,9 +62,7 @@ def to_number(value):
     """Return `value` as a float if it is an int or float that a chart can show; otherwise `None`:
     for NaN, texts (metrics.jsonl has "nan" and "inf" as strings), booleans, and absolute values of
     1e100 or more, as their sums could overflow."""
-    if type(value) in (int, float) and abs(value) < 1e100:
-        return float(value)
-    return None
+    return float(value) if type(value) in (int, float) and abs(value) < 1e100 else None
 
 
 def curve(records, key, x="iter"):

@@ -171,11 +171,9 @@ def source_name(folder):
 def mix(data, weights):
     """Return the Data of a mixture of several data sets. data: {folder: Data}. weights: {folder:
     positive number}. A split (train, val or test) is `None` if one of the folders does not have it.
-    Raises DataError if folders cannot be mixed: a repeated folder or name, a weight that is too
-    small, or see check_compatible()."""
+    Raises DataError if folders cannot be mixed: a repeated name, a weight that is too small, or see
+    check_compatible()."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
-    if len({*map(os.path.realpath, data)}) < len(data):
-        raise DataError(f"data_dir: {', '.join(data)}: one folder is there twice")
     if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
                         "folder, e.g. val_loss_web: expected different names")
