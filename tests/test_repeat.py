@@ -272,23 +272,6 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     assert f"{folder} is in use by pid" in capsys.readouterr().err
 
 
-def test_a_run_whose_folder_is_taken_while_it_starts_is_no_crash(go, capsys, monkeypatch):
-    """A process of a killed command may lock the folder between the check and the start."""
-    locks = []
-    start = child_runs.start_process
-
-    def start_after_another(arguments, environment, log):
-        locks.append(lock_folder(log.parent))
-        return start(arguments, environment, log)
-    monkeypatch.setattr(child_runs, "start_process", start_after_another)
-    code, found = go("--seeds", "2")
-    assert code == 2 and not found and len(go.started) == 1
-    assert "is in use by pid" in capsys.readouterr().err
-    locks.pop().close()
-    monkeypatch.setattr(child_runs, "start_process", start)
-    assert go("--seeds", "2")[1][-1]["runs"] == "2 of 2"
-
-
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", " "], "expected KEY=VALUE, got ' '"), (["--set", "base"], "KEY=VALUE, got 'base'"),

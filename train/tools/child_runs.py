@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,8 +68,7 @@ class ChildRun:
         """To be called when the process has exited, or if result.json exists: set `value`,
         `seconds` and `test` from metrics.jsonl and result.json, and print the result, followed by
         the text `note`. Unless the run has crashed, write value and seconds to result.json. metric:
-        name of the result, e.g. val_loss. Raises UserError if a process of a killed command still
-        uses the folder."""
+        name of the result, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         values = [None, *(y for _, y in curve(records, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
@@ -81,8 +79,6 @@ class ChildRun:
         self.test = {name: x for record in records for name, x in record.items()
                      if name.startswith("test_") and to_number(x) is not None}
         if not complete:
-            with suppress(FileNotFoundError):  # UserError: that of a killed command was faster
-                lock_folder(self.folder).close()
             echo(f"{self.name}: crashed, see {self.log}")
         elif self.value is None:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
