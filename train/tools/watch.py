@@ -169,9 +169,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", TYPES[self.path])
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Content-Security-Policy", CONTENT_POLICY)
-            with contextlib.suppress(OSError):  # the browser has closed the connection
-                self.end_headers()
-                self.wfile.write(body)
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *args):
         """Do nothing: requests are not logged."""
