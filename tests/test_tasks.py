@@ -303,19 +303,6 @@ def test_the_example_is_whole():
     assert max(right.values()) - min(right.values()) < 4  # no place is the likely one
 
 
-@pytest.mark.parametrize("row", [
-    dict(question="q\ud800", answer="a"), dict(question="q", answer="\udfff"),
-    dict(question="q", choices=["\ud800", "b"], answer=1),
-    dict(question="q", choices=["a", "b"], answer=1, delimiter="\udc00"),
-    dict(context="a", continuation="b\ud800")])
-def test_half_of_a_surrogate_pair_is_refused(row):
-    """It would be encoded as U+FFFD."""
-    reader = tasks.ExampleReader(load_tokenizer("byte"), None, 128)
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        reader.parse(row, 0)
-    assert reader.parse(json.loads(r'{"question": "\ud83d\ude00", "answer": "a"}'), 0)
-
-
 def test_choices_that_are_equal_as_tokens_are_refused():
     reader = tasks.ExampleReader(load_tokenizer("byte"), None, 128)
     with pytest.raises(ValueError, match="the answer, is there twice"):

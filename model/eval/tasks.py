@@ -40,7 +40,6 @@ from train.distributed import broadcast_from_rank0
 from train.evaluate import evaluate, join_numbers
 from train.logger import LINE_NAMES
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CORE_NAMES = dict(query="question", gold="answer")
 
 
@@ -102,8 +101,6 @@ class ExampleReader:
         the index of the task, which is stored in each Example. Raises DataError, which lists all
         invalid records, and for a file that is missing or has no records."""
         path = find_file(path)
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-            raise DataError(f"{path}: expected a file, got a named pipe or a device")
         examples = list(parse_records([path], lambda record: self.parse(record, task), hint=""))
         if not examples:
             raise DataError(f"{path}: no rows in it")
@@ -135,9 +132,6 @@ class ExampleReader:
             answer = 0
             default = " " if question == question.rstrip() else ""
             before, after = self.encode_answer(question, text, get_text(row, "delimiter", default))
-        if any(map(LONE_SURROGATE.search, (question, row.get("delimiter", ""), *texts))):
-            raise ValueError("a text has half of a surrogate pair (\\ud800 to \\udfff): it is "
-                             "no character")
         if not before and self.tokenizer.eot_token is not None:
             before = [self.tokenizer.eot_token]
         if not before or not all(after):
