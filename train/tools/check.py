@@ -32,13 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.convert import main as convert
+from model.core import ops
 from model.core.kv_cache import create_cache
-from model.core.ops import (
-    IGNORE,
-    LinearCrossEntropy,
-    SampledCrossEntropy,
-    whole_cross_entropy,
-)
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT
 from model.sample.compiled import compile_decoder
@@ -316,7 +311,7 @@ def check_loss(case):
 
     def of_logits(idx, targets):
         return differentiate(lambda: F.cross_entropy(
-            model(idx).flatten(0, 1), targets.flatten(), ignore_index=IGNORE))
+            model(idx).flatten(0, 1), targets.flatten(), ignore_index=ops.IGNORE))
     model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT):
         raise SetupError("not a GPT")
@@ -327,12 +322,12 @@ def check_loss(case):
     if len(batch) == 2:
         compare(differentiate(lambda: model(*batch)[0]), of_logits(*batch), LOGIT_TOLERANCE)
     idx, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    targets[0, :3] = IGNORE
-    forms = LinearCrossEntropy(), SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
+    targets[0, :3] = ops.IGNORE
+    forms = ops.LinearCrossEntropy(), ops.SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
     for mode in (False, True):
         results = [differentiate(lambda form=form: form(model.trunk(idx), head, targets, n_ids))
                    for form in (form.train(mode) for form in forms)]
-        results.append(differentiate(lambda: whole_cross_entropy(
+        results.append(differentiate(lambda: ops.whole_cross_entropy(
             model.trunk(idx).flatten(0, 1), head, targets.flatten(), n_ids)))
         expected = results[0] if mode else of_logits(idx, targets)
         compare(results, [expected] * 3, LOGIT_TOLERANCE)
