@@ -50,6 +50,10 @@ MODERNBERT = {"wte": "model.embeddings.tok_embeddings", "h.0.ln_1": "model.embed
               "h.{}.ln_2": "model.layers.{}.mlp_norm", "h.{}.attn.qkv": "model.layers.{}.attn.Wqkv",
               "h.{}.attn.o": "model.layers.{}.attn.Wo", "h.{}.mlp.glu": "model.layers.{}.mlp.Wi",
               "h.{}.mlp.down": "model.layers.{}.mlp.Wo"}
+# Buffers in old files, and the vision part of a multimodal model.
+UNUSED = re.compile(r".*\.(attn\.(masked_)?bias|inv_freq)$|"
+                    r"(model\.)?(vision_tower|multi_modal_projector)\.")
+PREFIX = re.compile(r"^((model\.)?language_model|bert|roberta)\.")
 # Encoders also have output layers, for which a classifier has others.
 ENCODER_HEADS = re.compile(r"(cls|lm_head|head|decoder|classifier|qa_outputs|(\w+\.)?pooler)\.|"
                            r".*\.position_ids$")
@@ -136,17 +140,11 @@ def read_weights(tensors, kind, path):
     out = {}
     try:
         for name, t in tensors.items():
-            if re.search(r"\.attn\.(masked_)?bias$|\.inv_freq$", name):  # buffers of old files
+            if UNUSED.match(name) or "bert" in kind and ENCODER_HEADS.match(name):
                 continue
-            if kind == "gemma3_text":  # perhaps a part of a multimodal model
-                if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name):
-                    continue
-                name = re.sub(r"^(model\.)?language_model\.", "", name)
-            if "bert" in kind:
-                if ENCODER_HEADS.match(name):
-                    continue
-                name = re.sub(r"^(bert|roberta)\.", "", name)
-                name = name.replace(".gamma", ".weight").replace(".beta", ".bias")  # of old files
+            name = PREFIX.sub("", name)
+            if "bert" in kind:  # names in old files
+                name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
             name = name if name.startswith(("lm_head.", root)) else root + name
             name = rename(name, names, known_only=False)
             if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
