@@ -168,12 +168,11 @@ def read_config(c, path):
         if "roberta" in kind:  # the first positions are not used
             c = c | dict(max_position_embeddings=c["max_position_embeddings"] - ROBERTA_POSITIONS)
         return kind, read_fields(c, FAMILIES[kind])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
     except KeyError as error:
         raise CheckpointError(f"{path}: has no {error}, which a {kind} needs") from None
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from None  # other types
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+            RecursionError) as error:  # the last ones: values of other types
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def read_fields(given, family):
@@ -332,10 +331,8 @@ def mismatches(shape, family, changes=()):
     for name in [name for name in dict.fromkeys(names) if name not in FREE]:
         ours = getattr(shape, name)
         theirs = getattr(there, name)
-        if isinstance(ours, float) and isinstance(theirs, float):
-            is_same = math.isclose(ours, theirs)
-        else:
-            is_same = ours in family.values.get(name, [theirs])
+        is_same = ours in family.values.get(name, [theirs]) or (
+            isinstance(ours, float) and isinstance(theirs, float) and math.isclose(ours, theirs))
         if not is_same and not (name == "n_hidden" and family.experts):  # without weights there
             wrong.append(f"{name}: {ours} (there: {theirs})")
     if list_layers(shape) != list_layers(there):
