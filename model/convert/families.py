@@ -58,7 +58,7 @@ HARMLESS = re.compile(
     r"output_(past|attentions|hidden_states|router_logits)|id2label|label2id|"
     r"gradient_checkpointing|max_sequence_length|type_vocab_size|problem_type|finetuning_task|"
     r"(classifier|pooler)_\w+|decoder_bias|sparse_pred\w+|directionality|num_labels|"
-    r"reference_compile|repad_logits_with_grad|deterministic_flash_attn")
+    r"reference_compile|layer_norm_eps|repad_logits_with_grad|deterministic_flash_attn")
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
@@ -77,8 +77,7 @@ class Family:
     is set when a model is read, and any of them can be exported. defaults: {key: value if the key
     is missing}. layers: the letters of read_layers() that these models may have. activations:
     {value of the key hidden_act or the like: value of the field mlp}. constants: {key: value} that
-    are always written. experts: whether it is a mixture of experts. is_encoder: whether it is a
-    backbone for classifiers, which can be read but not written.
+    are always written. experts: whether it is a mixture of experts.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -88,7 +87,6 @@ class Family:
     activations: dict = field(default_factory=lambda: {"silu": "swiglu"})
     constants: dict = field(default_factory=dict)
     experts: bool = False
-    is_encoder: bool = False
 
     @property
     def config_class(self):
@@ -102,7 +100,7 @@ WINDOWS = dict(sliding_window=4096, max_window_layers=28)
 ALL_WINDOWS = dict(sliding_window=4096, use_sliding_window=True, max_window_layers=0)
 BERT = Family("BertModel", BERT_KEYS, activations={"gelu": "gelu_exact", "gelu_new": "gelu"},
               values=dict(norm=["layer"], pos=["learned"], bias=[True], causal=[False],
-                          norm_position=["stream"], tie_weights=[True]), is_encoder=True,
+                          norm_position=["stream"], tie_weights=[True]),
               defaults=dict(hidden_act="gelu", layer_norm_eps=1e-12))
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -139,14 +137,15 @@ FAMILIES = {
     "modernbert": Family(
         "ModernBertModel", MODERNBERT_KEYS, layers="FW", activations={"gelu": "geglu_exact"},
         values=dict(norm=["layer"], causal=[False], embed_norm=[True], tie_weights=[True]),
-        is_encoder=True, defaults=dict(
+        defaults=dict(
             global_rope_theta=160_000.0, local_rope_theta=10000.0, local_attention=128,
             norm_eps=1e-5, hidden_activation="gelu", global_attn_every_n_layers=3)),
     "nanogpt": Family("nanoGPT", NANOGPT_KEYS, defaults=dict(bias=True, dropout=0.0), values=dict(
         norm=["layer"], pos=["learned"], bias=[True, False], mlp=["gelu_exact"]))}
 
 
-WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and not family.is_encoder]
+# Encoders, backbones for classifiers, are read but not written.
+WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and "causal" not in family.values]
 
 
 # -----------------------------------------------------------------------------
@@ -163,8 +162,6 @@ def read_config(c, path):
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{path}: model_type {kind!r}: expected {', '.join(FAMILIES)}")
     try:
-        if kind == "modernbert":
-            c = c | dict(layer_norm_eps=None)  # norm_eps is used
         if "roberta" in kind:  # the first positions are not used
             c = c | dict(max_position_embeddings=c["max_position_embeddings"] - ROBERTA_POSITIONS)
         return kind, read_fields(c, FAMILIES[kind])
