@@ -119,7 +119,7 @@ FAMILIES = {
                       max_position_embeddings=131_072)),
     "olmo2": Family("Olmo2ForCausalLM", defaults=dict(rms_norm_eps=1e-5), values=dict(
         qk_norm=[True], qk_norm_type=["all"], norm_position=["post"])),
-    "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw", constants=dict(pad_token_id=None),
+    "smollm3": Family("SmolLM3ForCausalLM", layers="FfWw",
                       defaults=dict(rope_theta=2e6, tie_word_embeddings=True,
                                     no_rope_layer_interval=4)),
     "mixtral": Family("MixtralForCausalLM", MIXTRAL_KEYS, dict(norm_topk_prob=[True]),
@@ -349,11 +349,8 @@ def write_config(shape, kind, dtype, end):
     weights. end: id of the tokenizer's end of text, or `None`; used for eos_token_id and
     bos_token_id if `shape` does not have these."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
-    fields = write_fields(shape, FAMILIES[kind])
-    if shape.pad_id is not None:
-        fields["pad_token_id"] = shape.pad_id
-    return fields | dict(
-        architectures=[FAMILIES[kind].architecture], model_type=kind,
+    return write_fields(shape, FAMILIES[kind]) | dict(
+        architectures=[FAMILIES[kind].architecture], model_type=kind, pad_token_id=shape.pad_id,
         bos_token_id=end if shape.bos_id is None else shape.bos_id,
         eos_token_id=eos if len(eos) > 1 else eos[0], torch_dtype=dtype, dtype=dtype)
 
