@@ -53,14 +53,13 @@ def estimate(config):
             empty_model = load_model_type(config.model).build_model(config, data)
         dtype, reason = choose_dtype(config.dtype, ranks.device)
         flops = flops_per_step(empty_model, config, data.train)
+        build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
         if config.world_size:
-            build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
             return log_table(log, config, data, empty_model, flops)
         compiled = should_compile(config, flops, ranks)
         log_plan(log, config, ranks, data, empty_model, describe_device(ranks.device),
                  f"{reason}; compile {ON_OFF[compiled]}", flops)
         log_network(config, empty_model, ranks, log)
-        build_optimizer(empty_model, config, log=lambda text: None)  # lr_groups may freeze
         memory = dict(program=program) | state_memory(config, empty_model, ranks.world_size)
         del empty_model  # with its frozen weights, of which a run has one copy
         check_memory(memory, available, ranks)
