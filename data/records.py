@@ -11,7 +11,6 @@
 Each record has a location, a text for messages, e.g. FILE:LINE.
 """
 
-import contextlib
 import csv
 import gzip
 import io
@@ -111,12 +110,12 @@ def walk(folder, skipped_folder, skipped_names):
 # formats: generators of (location, record), with a ValueError for a record that cannot be read
 
 def parse_json(content):
-    """Return the value of `content`, JSON as bytes of UTF-8. Raises ValueError if it is invalid or
-    too deeply nested."""
+    """Return the value of `content`, JSON as bytes of UTF-8; or a ValueError, not raised, if it is
+    invalid or too deeply nested."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+        return ValueError(f"not valid JSON: {error}")
 
 
 def json_lines(lines, name, columns=None):
@@ -125,10 +124,7 @@ def json_lines(lines, name, columns=None):
     for the location. columns is ignored."""
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                yield f"{name}:{number}", parse_json(line)
-            except ValueError as error:
-                yield f"{name}:{number}", error
+            yield f"{name}:{number}", parse_json(line)
 
 
 def json_values(stream, name, columns):
@@ -140,10 +136,7 @@ def json_values(stream, name, columns):
     lines = [stream.readline(MAX_JSON_BYTES)]
     while lines[-1].isspace():
         lines.append(stream.readline(MAX_JSON_BYTES))
-    is_lines = False  # one record per line, at any size
-    with contextlib.suppress(ValueError):
-        is_lines = isinstance(parse_json(lines[-1]), dict)
-    if is_lines:
+    if isinstance(parse_json(lines[-1]), dict):  # one record per line, at any size
         yield from json_lines(itertools.chain(lines, stream), name)
         return
     content = b"".join(lines)
@@ -151,6 +144,8 @@ def json_values(stream, name, columns):
     if len(content) >= MAX_JSON_BYTES:
         raise ValueError("expected less than 1 GB; make lines: `jq -c '.[]' FILE > FILE.jsonl`")
     values = parse_json(content)
+    if isinstance(values, ValueError):
+        raise values
     for i, record in enumerate(values if isinstance(values, list) else [values]):
         yield f"{name}: record {i}", record
 
