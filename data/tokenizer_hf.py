@@ -80,14 +80,19 @@ def split_at(pattern):
 # -----------------------------------------------------------------------------
 # reading
 
+def read_text(path, parse=str):
+    """Return parse(text) for the text of the UTF-8 file `path`. Raises DataError if the file is
+    missing or not UTF-8, or `parse` raises ValueError or RecursionError."""
+    try:
+        return parse(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
 def read_json(path):
     """Return the content of a JSON file, an object, as a dict. Raises DataError if the file is
     missing or invalid, or has a different type of content."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            content = json.load(f)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+    content = read_text(path, json.loads)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
@@ -145,10 +150,7 @@ def read_template_spec(folder, tokenizer):
     given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
-        try:
-            text = Path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from None
+        text = read_text(path)
     if isinstance(text, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys()
                                       for t in text):  # of earlier versions of transformers
         text = {t["name"]: t["template"] for t in text}.get("default")
