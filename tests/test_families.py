@@ -749,7 +749,7 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
 
 @pytest.mark.parametrize("text, named", [
     ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.5 s of"),
-    ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "it writes more than 1,04"),
+    ("{% for a in range(99999) %}{{ 'a'.rjust(999) }}{% endfor %}", "or 64 MiB"),
     ("{{ 'a' * 10 ** 12 }}", "or 64 MiB"), ("{{ '%999999999d' % 1 }}", "or 64 MiB"),
     ("{% if %}", "Expected an expression"),
     ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
