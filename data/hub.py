@@ -50,15 +50,10 @@ def local_folder(name, weights=True):
     For hf:OWNER/NAME, return the folder of the model in the cache of huggingface_hub; missing files
     are downloaded (weights=False: configuration and tokenizer only). For a local path, return
     `name` with ~ expanded; it may be missing, or be a file. Raises DataError for an invalid name
-    hf:..., a failed download, a model on the hub without config.json, and a local folder with named
-    pipes or devices, which would block a reader.
+    hf:..., a failed download, and a model on the hub without config.json.
     """
     if not name.startswith("hf:"):
-        folder = os.path.expanduser(name)
-        for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-            if os.path.exists(entry) and not (entry.is_file() or entry.is_dir()):
-                raise DataError(f"{entry.path}: expected a file, got a named pipe or a device")
-        return folder
+        return os.path.expanduser(name)
     if not re.fullmatch(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise DataError(f"{name}: expected hf:OWNER/NAME, as on {HUB}")
     arguments = dict(function="snapshot_download", repo_id=name[3:])

@@ -278,15 +278,6 @@ def test_a_path_is_no_name(tmp_path):
     assert local_folder("~/x") == os.path.expanduser("~/x")
 
 
-def test_a_folder_with_a_pipe_is_refused(tmp_path):
-    """A reader would wait for its other end. A link that leads nowhere is no obstacle."""
-    os.symlink(tmp_path / "gone", tmp_path / "link")
-    assert local_folder(str(tmp_path)) == str(tmp_path)
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(DataError, match="config.json: expected a file, got a named pipe"):
-        local_folder(str(tmp_path))
-
-
 def test_a_lower_limit_of_the_user_stays(hub, tmp_path):
     """The program may not raise it: the download would end with an error."""
     program = """
