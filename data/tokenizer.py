@@ -13,6 +13,7 @@ from data.tokenizer_types import (
     R50K_SHA256,
     CharTokenizer,
     Tokenizer,
+    data_errors,
     parse_ranks,
     rank_tokenizer,
     tokenizer_from_spec,
@@ -103,7 +104,8 @@ def load_dataset_tokenizer(data_dir):
     glob pattern. Raises DataError if the description is damaged."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
-    try:
+    with data_errors(f"{folder or '.'}: its meta file describes no tokenizer that can be rebuilt; "
+                     "prepare it again"):
         if itos := meta.extra.get("itos"):  # nanoGPT's characters
             chars = [itos[i] for i in range(len(itos))]
             if any(len(c) != 1 for c in chars):
@@ -118,9 +120,6 @@ def load_dataset_tokenizer(data_dir):
                 with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
                     spec[part] = f.read().decode()
         return tokenizer_from_spec(spec)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise DataError(f"{folder or '.'}: its meta file describes no tokenizer that can be "
-                        f"rebuilt: {error}; prepare it again") from None
 
 
 def write_tokenizer(folder, tokenizer):

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_table
+from data.tokenizer_types import GPT2_PATTERN, MAX_VOCAB, JsonTokenizer, byte_table, data_errors
 from train.base.errors import DataError
 
 ANY_CHARACTER = r"[\s\S]"
@@ -82,11 +82,9 @@ def split_at(pattern):
 
 def read_text(path, parse=str):
     """Return parse(text) for the text of the UTF-8 file `path`. Raises DataError if the file is
-    missing or not UTF-8, or `parse` raises ValueError or RecursionError."""
-    try:
+    missing or not UTF-8, or `parse` raises an exception."""
+    with data_errors(f"{path}: cannot be read"):
         return parse(Path(path).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def read_json(path):
@@ -111,12 +109,10 @@ def read_hf_tokenizer(folder):
     files."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
-    try:
+    with data_errors(path):
         config = read_optional_json(folder, "config.json")
         rows = config.get("vocab_size") or (0 if config else MAX_VOCAB)
         return JsonTokenizer(json.dumps(content), end_of_text(folder, content), rows)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def end_of_text(folder, content):

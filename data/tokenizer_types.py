@@ -57,10 +57,11 @@ def encode_within(text, encode):
 
 
 @contextlib.contextmanager
-def library_errors(message):
+def data_errors(message):
     """Context manager that converts every exception in the block to a DataError with the text
-    `message`, a colon and the exception. For calls of Rust libraries, whose panics are not
-    subclasses of Exception. KeyboardInterrupt and SystemExit are not converted."""
+    `message`, a colon and the exception. For files and descriptions that may have any content, and
+    for calls of Rust libraries, whose panics are not subclasses of Exception. KeyboardInterrupt and
+    SystemExit are not converted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -175,7 +176,7 @@ class RankTokenizer(Tokenizer):
         if self.kind == "byte" and allowed is None:
             # Equal to tiktoken's result, without a loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        with library_errors(f"the pattern {self.pattern!r:.80} cannot split text"):
+        with data_errors(f"the pattern {self.pattern!r:.80} cannot split text"):
             return np.concatenate([self.enc.encode_to_numpy(
                 part, allowed_special=allowed or self.not_special, disallowed_special=())
                 for part in split_long_spaces(text)])
@@ -239,7 +240,7 @@ class JsonTokenizer(Tokenizer):
         more, except eot_token, does not count for the size of the vocabulary. Raises DataError for
         an invalid text or eot_token."""
         tokenizers = require("tokenizers", "this tokenizer.json")
-        with library_errors("tokenizer.json: not one that tokenizers reads"):
+        with data_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
             content = json.loads(text)
             plain = hide_special(content)
@@ -279,7 +280,7 @@ class JsonTokenizer(Tokenizer):
         """Return the ids (n,) uint32 of `text`. enc: the tokenizers.Tokenizer to use; default:
         `plain_enc`, which encodes the texts of special tokens as ordinary text. Raises DataError
         for text that the vocabulary cannot represent."""
-        with library_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
+        with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encoding, = (enc or self.plain_enc).encode_batch_fast(
                 [clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
@@ -404,7 +405,7 @@ def tokenizer_from_spec(spec):
     (byte, char, gpt2, ranks or json) and further keys of this kind. Raises DataError for an invalid
     dict."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
-    try:
+    with data_errors(f"tokenizer of kind {kind!r}: broken description"):
         if kind == "byte":
             return RankTokenizer("byte", {bytes([i]): i for i in range(256)}, r"[\s\S]", 256)
         if kind == "char":
@@ -415,6 +416,4 @@ def tokenizer_from_spec(spec):
                                  spec.get("added"), bool(spec.get("nfc")))
         if kind == "json":
             return JsonTokenizer(spec["json"], spec["eot_token"], spec.get("n_vocab", 0))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"tokenizer of kind {kind!r}: broken description: {error}") from None
     raise DataError(f"tokenizer kind {kind!r} is unknown; expected byte, char, gpt2, ranks or json")
