@@ -1,5 +1,4 @@
-"""Open a tokenizer by name, or from a file, a folder, a checkpoint or a spec (see Tokenizer.spec).
-"""
+"""Open a tokenizer by name, or from a file, a folder or a checkpoint."""
 
 import os
 
@@ -29,12 +28,10 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 
 
 def open_tokenizer(source) -> Tokenizer:
-    """Return the tokenizer that `source` names: byte, gpt2, a rank file in tiktoken's format, a
-    folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, a checkpoint (.pt), or the dict
-    of `Tokenizer.spec`. Raises DataError if there is none or it cannot be read, CheckpointError for
-    a checkpoint that cannot be read."""
-    if isinstance(source, dict):
-        return tokenizer_from_spec(source)
+    """Return the tokenizer that `source`, a text, names: byte, gpt2, a rank file in tiktoken's
+    format, a folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, or a checkpoint (.pt).
+    Raises DataError if there is none or it cannot be read, CheckpointError for a checkpoint that
+    cannot be read."""
     if source == "byte":
         return tokenizer_from_spec({"kind": "byte"})
     if source == "gpt2":

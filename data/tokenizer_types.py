@@ -253,7 +253,6 @@ class JsonTokenizer(Tokenizer):
         self.text = text
         self.eot_token = eot_token
         check_growth(content)
-        self.nfc = content.get("normalizer") == {"type": "NFC"}
         # Otherwise the texts of tokens are characters, as SentencePiece's.
         self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
