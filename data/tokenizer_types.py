@@ -94,7 +94,7 @@ class Tokenizer:
     def encode_special(self, text: str) -> list[int]:
         """Return the list of token ids of `text`; the texts of special tokens in it, e.g.
         <|endoftext|>, become the ids of these tokens."""
-        return self.encode(text)
+        return self.encode_array(text, special=True).tolist()
 
     def begin(self, ids):
         """Return the list of ids of a prompt: `ids`, a list, preceded by the attribute `start`,
@@ -110,10 +110,11 @@ class Tokenizer:
                             f"tokenizer, 0..{self.n_vocab - 1}")
         return self.decode_known(ids)
 
-    def encode_array(self, text):
-        """Return the token ids of `text` as an array (n,) of integers; the texts of special tokens
-        in it are encoded as ordinary text. Implemented by subclasses. Raises DataError for text
-        that the vocabulary cannot represent."""
+    def encode_array(self, text, special=False):
+        """Return the token ids of `text` as an array (n,) of integers. special: whether the texts
+        of special tokens in it become the ids of these tokens, and are not encoded as ordinary
+        text. Implemented by subclasses. Raises DataError for text that the vocabulary cannot
+        represent."""
 
     def decode_known(self, ids):
         """Return the text of `ids`, a list of ids in the vocabulary, which are not checked. For
@@ -165,20 +166,15 @@ class RankTokenizer(Tokenizer):
         self.n_vocab = self.enc.n_vocab
         self.encode_array("")  # raises for a pattern that the library does not support
 
-    def encode_special(self, text):
-        return self.encode_array(text, "all").tolist()
-
-    def encode_array(self, text, allowed=None):
-        """Return the ids (n,) of `text`, uint32 (uint8 if kind is "byte" and allowed is `None`).
-        allowed: the added tokens whose texts become single ids, a nonempty set of texts or "all";
-        default: only the added tokens that are not special."""
+    def encode_array(self, text, special=False):
         text = self.normalize(text)
-        if self.kind == "byte" and allowed is None:
+        if self.kind == "byte" and not special:
             # Equal to tiktoken's result, without a loop over a million matches.
             return np.frombuffer(text.encode("utf-8"), np.uint8)
+        allowed = "all" if special else self.not_special
         with data_errors(f"the pattern {self.pattern!r:.80} cannot split text"):
-            return np.concatenate([self.enc.encode_to_numpy(
-                part, allowed_special=allowed or self.not_special, disallowed_special=())
+            return np.concatenate([
+                self.enc.encode_to_numpy(part, allowed_special=allowed, disallowed_special=())
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
@@ -214,7 +210,7 @@ class CharTokenizer(Tokenizer):
         self.ids = np.full(sys.maxunicode + 1, -1, np.int32)  # of all code points; -1: none
         self.ids[[ord(c) for c in chars]] = range(self.n_vocab)
 
-    def encode_array(self, text):
+    def encode_array(self, text, special=False):
         ids = self.ids[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")]
         if ids.min(initial=0) < 0:
             unknown = "".join(sorted(set(text) - set(self.chars)))
@@ -272,16 +268,10 @@ class JsonTokenizer(Tokenizer):
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
                             f"its ids, up to {MAX_VOCAB:,}")
 
-    def encode_special(self, text):
-        return self.encode_array(text, self.enc).tolist()
-
-    def encode_array(self, text, enc=None):
-        """Return the ids (n,) uint32 of `text`. enc: the tokenizers.Tokenizer to use; default:
-        `plain_enc`, which encodes the texts of special tokens as ordinary text. Raises DataError
-        for text that the vocabulary cannot represent."""
+    def encode_array(self, text, special=False):
+        enc = self.enc if special else self.plain_enc
         with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            encoding, = (enc or self.plain_enc).encode_batch_fast(
-                [clean(text)], add_special_tokens=False)
+            encoding, = enc.encode_batch_fast([clean(text)], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def offsets(self, text):
