@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from array import array
+from itertools import groupby
 from pathlib import Path
 
 from data import records
@@ -65,26 +66,22 @@ def has_records(path):
 def read_text(path, separator):
     """Yield (text, whether a document ends here) of a text file. separator: the line between two
     documents, "" for blank lines: each document is yielded as a whole. `None`: the file is one
-    document, which is yielded in several blocks; only the last has True. Raises ValueError if the
-    file is binary or not UTF-8."""
+    document, which is yielded in several blocks with False. The last item is an empty text with
+    True. Raises ValueError if the file is binary or not UTF-8."""
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        lines = []
         try:
             while separator is None and (block := text.read(READ_BYTES)):
                 yield block, False
-            for line in text:
-                if line.strip() != separator.strip():
-                    lines.append(line)
-                else:
+            for is_text, lines in groupby(text, lambda line: line.strip() != separator.strip()):
+                if is_text:
                     yield "".join(lines).strip("\r\n"), True
-                    lines = []
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
                              ) from None
-        yield "".join(lines).strip("\r\n"), True
+        yield "", True
 
 
 def record_text(record, fields):
