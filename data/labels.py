@@ -14,7 +14,7 @@ import numpy as np
 
 from data.meta import read_meta_for
 from data.records import check_columns, parse_records
-from data.rows import GROUPS, id_dtype, open_rows, pad_rows
+from data.rows import GROUPS, hash_group, id_dtype, open_rows, pad_rows
 from data.tokenizer_types import clean
 from train.base.errors import DataError, echo
 from train.base.fields import key
@@ -108,15 +108,12 @@ def locate_evidence(text, record, fields):
     try:
         numbers = [(float(a), float(b)) for a, b in zip(starts, ends, strict=True)]  # also "4.0"
         spans = [(int(start), int(end)) for start, end in numbers]
-        if spans != numbers:
+        if spans != numbers or not all(0 <= a < b <= len(text) for a, b in spans):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"start {starts} and end {ends}: expected integers, as many starts as "
-                         "ends") from None
-    for start, end in spans:
-        if not 0 <= start < end <= len(text):
-            raise ValueError(f"evidence {start} to {end} is not inside the text of {len(text)} "
-                             "characters; end is one past the last")
+        raise ValueError(f"start {starts} and end {ends}: expected integers inside the text of "
+                         f"{len(text)} characters, as many starts as ends; end is one past the "
+                         "last") from None
     return spans
 
 
@@ -170,6 +167,7 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
         lengths (N,)      number of tokens of each text
         labels (N,)       index of the label in the list `classes`; 0 for a label that is not in it
         spans (N, 2S)     first, last, first, last, ...: tokens of the evidence, padded with -1
+        groups (N,)       hash of the group, from which folds are made
 
     Texts are cut to max_tokens tokens. framed: add the tokens that the tokenizer puts before and
     after a text, e.g. BERT's [CLS] and [SEP]; they count for lengths, spans and max_tokens. Spans
@@ -200,7 +198,8 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
     return dict(tokens=pad_rows(tokens, lengths.max(initial=0), 0, id_dtype(tokenizer.n_vocab)),
                 lengths=lengths,
                 spans=pad_rows(spans, max(2, *map(len, spans), 0), -1, np.int64),
-                labels=np.array([index.get(row.label, 0) for row in rows], np.int64))
+                labels=np.array([index.get(row.label, 0) for row in rows], np.int64),
+                groups=np.array([hash_group(row.group) for row in rows], np.int64))
 
 
 def merge_spans(spans):
@@ -252,10 +251,9 @@ def open_split(folder, split, spec, **more):
     a row, low, limit) of further arrays, which are opened by open_rows and follow the others."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
-    n_spans = open_rows(folder, split, spans=((None,), -1, width))[0].shape[1] // 2
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),
-                     labels=((), 0, max(1, len(spec["classes"]))),
-                     spans=((max(1, n_spans) * 2,), -1, width), **more)
+                     labels=((), 0, max(1, len(spec["classes"]))), spans=((None,), -1, width),
+                     **more)
 
 
 def open_fold(folder, split, spec):

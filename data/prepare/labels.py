@@ -22,14 +22,12 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from data.labels import SPLITS, Fields, read_labelled_texts, to_arrays, warn_if_few
 from data.meta import Meta, write_meta
 from data.prepare.folders import FolderOptions, new_folder, report, start_option
 from data.prepare.sources import source_name
 from data.records import SOURCES, STDLIB_SKIP, walk
-from data.rows import hash_group, save_arrays, split_by_group
+from data.rows import save_arrays, split_by_group
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.cli import command
 from train.base.errors import DataError, UserError, echo
@@ -80,9 +78,8 @@ def prepare_labels(args):
         splits = split_rows(rows, args.val_fraction)
         arrays = {split: to_arrays(part, tokenizer, classes, args.max_tokens)
                   for split, part in splits.items()}
-        for split in splits:
-            groups = np.array([hash_group(row.group) for row in splits[split]])
-            save_arrays(folder, split, **arrays[split], groups=groups)
+        for split, part in arrays.items():
+            save_arrays(folder, split, **part)
         width = max(part["tokens"].shape[1] for part in arrays.values())
         n_with_spans = sum((part["spans"][:, 0] >= 0).sum() for part in arrays.values())
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
