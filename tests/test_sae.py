@@ -311,7 +311,6 @@ def test_top_contexts(trained, data_dir):
     (dict(backbone="nowhere.pt"), "backbone: nowhere.pt: no such file"),
     (dict(layer=2), "expected a GPT with more than 2 blocks"),
     (dict(layer=[0, 2]), "expected a GPT with more than 2 blocks"),
-    (dict(auxk=49), "auxk: 49 exceeds d_sae"),
     (dict(sae="jump"), "must be one of topk, batchtopk, jumprelu, relu")], ids=str)
 def test_bad_input(tmp_path, data_dir, backbone, changes, words):
     options = SAE | dict(backbone=str(backbone)) | changes
@@ -730,10 +729,18 @@ def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, bac
     assert len(mean) == 32 and len(scale) == 2
 
 
-def test_experts_have_no_transcoder_of_the_mlp(tmp_path, data_dir):
-    go(data_dir, tmp_path, model="moe", mlp="swiglu", max_iters=0)
-    with pytest.raises(ValueError, match="target: mlp: the blocks of .* have experts"):
-        Backbone(str(tmp_path / "ckpt.pt"), (0,), torch.device("cpu"), "float32", "mlp")
+def test_a_transcoder_of_experts_reads_and_replaces_their_mixture(tmp_path, data_dir):
+    go(data_dir, tmp_path / "moe", model="moe", mlp="swiglu", max_iters=0)
+    path = str(tmp_path / "moe/ckpt.pt")
+    b = Backbone(path, (0,), torch.device("cpu"), "float32", "mlp")
+    idx, targets = opened(data_dir, path).tokens.get_batch("cpu", 0)
+    with torch.no_grad():
+        source, out = b.activations(idx).split(16, dim=-1)
+        torch.testing.assert_close(out, b.gpt.h[0].mlp(source, []))
+        plain = float(b.loss(idx, targets, lambda v: v))
+        assert float(b.loss(idx, targets, lambda v: out)) == pytest.approx(plain)
+        assert float(b.loss(idx, targets, lambda v: 9 - out)) != pytest.approx(plain, abs=1e-3)
+    assert go(data_dir, tmp_path / "sae", **SAE | dict(backbone=path, target="mlp"))["history"]
 
 
 def test_batchtopk_uses_no_operation_that_raises_on_a_gpu_with_deterministic(monkeypatch):
@@ -1016,10 +1023,10 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     (dict(layer=[0, 0]), "layer: [0, 0]: expected one or several blocks, ascending"),
     (dict(layer=[1, 0]), "layer: [1, 0]: expected one or several blocks, ascending"),
     (dict(layer=[]), "layer: []: expected one or several blocks, ascending"),
-    (dict(layer=[0, 1], backbone=None), "layer: [0, 1]: several need a backbone"),
+    (dict(layer=[0, 1], backbone=None), "backbone: null: several layers"),
     (dict(target="2"), "expected a GPT with more than 2 blocks"),
     (dict(sae="batchtopk", k=49), "k: 49 exceeds d_sae"),
-    (dict(backbone=None, target="mlp"), "target: mlp: it needs a backbone"),
+    (dict(backbone=None, target="mlp"), "a target other than input need one"),
     (dict(backbone=None), "train_activations.npy")], ids=str)
 def test_bad_input_of_new_keys(tmp_path, data_dir, backbone, changes, words):
     from train.base.errors import UserError

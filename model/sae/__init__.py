@@ -76,21 +76,19 @@ class Keys:
     buffer_size: int = key(65536, "activations in all ring buffers", ge=1, needs="backbone")
 
     def problems(self):
-        used = ("k", "auxk") if "topk" in self.sae else ("auxk",)
-        found = [f"{name}: {getattr(self, name)} exceeds d_sae, the number of features "
-                 f"({self.d_sae})" for name in used if getattr(self, name) > self.d_sae]
+        found = []
+        if "topk" in self.sae and self.k > self.d_sae:
+            found.append(f"k: {self.k} exceeds d_sae, the number of features ({self.d_sae})")
         ends = [*self.prefixes, self.d_sae]
         if ends != sorted(set(ends)):
             found.append(f"prefixes: {self.prefixes}: expected ascending numbers below d_sae")
         if not self.layer or self.layer != sorted(set(self.layer)):
             found.append(f"layer: {self.layer}: expected one or several blocks, ascending")
-        if self.backbone is None and len(self.layer) > 1:
-            found.append(f"layer: {self.layer}: several need a backbone; expected one without it")
+        if self.backbone is None and (len(self.layer) > 1 or self.target != "input"):
+            found.append("backbone: null: several layers and a target other than input need one")
         is_block = self.target.isdecimal() and int(self.target) >= max(self.layer, default=0)
         if self.target not in ("input", "mlp") and not is_block:
             found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
-        if self.backbone is None and self.target != "input":
-            found.append(f"target: {self.target}: it needs a backbone; expected input without one")
         return found
 
 

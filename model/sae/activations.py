@@ -21,7 +21,7 @@ import torch.nn as nn
 from data.rows import open_rows
 from model.core.init import stable_hash
 from model.core.weights import check_tokenizer, load_frozen
-from model.gpt import GPT, MLP
+from model.gpt import GPT
 from train.base.errors import CheckpointError, DataError
 from train.dataloader import Data, RowLoader, open_token_data
 from train.device import choose_dtype
@@ -45,8 +45,8 @@ class Backbone:
     path: the checkpoint; layers: a tuple of block indices; device: of the GPT; dtype: the
     configuration key. target: "input": the residual stream after each block in `layers` is read,
     and replaced after one of them. Otherwise for a transcoder, which reads an input and a target:
-    "mlp", the input and output of the block's MLP; a number N as text, the output of the block and
-    the output of block N. The target is replaced.
+    "mlp", the input and output of the block's MLP or experts; a number N as text, the output of the
+    block and the output of block N. The target is replaced.
 
     It is not an nn.Module: it is in no checkpoint, and not sharded. Raises CheckpointError if the
     checkpoint is missing or not a GPT with such blocks.
@@ -66,9 +66,6 @@ class Backbone:
         self.edited = [self.gpt.h[last if target.isdecimal() else n] for n in layers]
         if target == "mlp":
             self.edited = [block.mlp for block in self.edited]
-            if not all(isinstance(module, MLP) for module in self.edited):
-                raise CheckpointError(f"target: mlp: the blocks of {path} have experts instead of "
-                                      "an MLP; expected input or the number of a block")
         # In the order of activations(): what is read, a module and 0, the input, or 1, the output.
         self.reads = []
         for n, module in zip(layers, self.edited):
