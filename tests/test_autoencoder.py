@@ -31,24 +31,22 @@ from runs import (
 from data.meta import read_meta
 from data.prepare import features
 from data.rows import runs_in_val
-from model.autoencoder import (
-    MultimodalAutoencoder,
+from model.autoencoder import MultimodalAutoencoder, main, open_data, report
+from model.autoencoder.data import (
     add_delays,
+    fit_linear_path,
+    open_features,
+    read_features_meta,
+)
+from model.autoencoder.losses import (
     combined_loss,
     correlation_sums,
     correlations,
-    evaluate_rows,
-    fit_linear_path,
-    main,
     matching_loss,
-    open_data,
-    open_features,
-    read_features_meta,
     reconstruction_losses,
-    report,
     row_correlation,
 )
-from model.autoencoder.report import draw
+from model.autoencoder.report import draw, evaluate_rows
 from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.config import load_argv, load_config
@@ -1102,7 +1100,7 @@ def test_repeats_of_other_shapes(tmp_path, repeats):
 
 
 @pytest.mark.parametrize("case, words", [
-    ("old", "no train_runs.npy"), ("no rows", "0 training rows have all targets")])
+    ("old", "train_runs.npy: no such file"), ("no rows", "0 training rows have all targets")])
 def test_what_a_linear_path_needs(tmp_path, case, words):
     y = np.full((40, 2), np.nan if case == "no rows" else 1)
     folder = tmp_path / "data"

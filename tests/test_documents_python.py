@@ -15,7 +15,7 @@ from processes import in_ranks_of, python
 from runs import assert_same, tensors
 
 from model import memory
-from model.autoencoder import combined_loss, matching_loss, reconstruction_losses
+from model.autoencoder.losses import combined_loss, matching_loss, reconstruction_losses
 from model.gpt import GPT, GPTConfig
 from model.moe import compute_router_auxiliary_loss
 from model.sae import ActivationBuffer
@@ -336,9 +336,9 @@ ABSENT = [  # (document, name, the call to use instead)
     (4, "model.autoencoder.create_autoencoder", "model.autoencoder.build_model"),
     (4, "model.autoencoder.SherlockDataset", "data.prepare.features.main"),
     (4, "train.config.TrainingConfig", "train.config.load_config"),
-    (4, "model.autoencoder.ReconstructionLoss", "model.autoencoder.reconstruction_losses"),
-    (4, "model.autoencoder.FMRIMatchingLoss", "model.autoencoder.matching_loss"),
-    (4, "model.autoencoder.CombinedAutoEncoderLoss", "model.autoencoder.combined_loss"),
+    (4, "model.autoencoder.ReconstructionLoss", "model.autoencoder.losses.reconstruction_losses"),
+    (4, "model.autoencoder.FMRIMatchingLoss", "model.autoencoder.losses.matching_loss"),
+    (4, "model.autoencoder.CombinedAutoEncoderLoss", "model.autoencoder.losses.combined_loss"),
     (4, "train.distributed.setup_distributed", "train.distributed.process_group"),
     (4, "train.distributed.cleanup_distributed", "train.distributed.process_group")]
 

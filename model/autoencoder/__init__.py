@@ -17,7 +17,7 @@ counts as predicted exactly.
     python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # metrics on held-out rows
     python -m model.autoencoder --data_dir FOLDER --arrays out.npz    # predictions for other rows
 
-This file has the model, data.py the arrays, losses.py the losses and correlations, report.py the
+This file has the model, data.py the data, losses.py the losses and correlations, report.py the
 command that evaluates a checkpoint.
 
 Shapes: N rows, K rows of a window (delays + 1; without delays this dimension is absent), D columns
@@ -32,30 +32,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model.autoencoder.data import (
-    add_delays,  # noqa: F401
-    array_dims,
-    fit_linear_path,
-    of_subject,
-    open_features,
-    read_features_meta,
-    scale_of,
-)
-from model.autoencoder.losses import (
-    combined_loss,
-    correlation_sums,
-    correlations,
-    matching_loss,
-    mean_correlation,
-    reconstruction_losses,
-    row_correlation,  # noqa: F401
-)
-from model.autoencoder.report import evaluate_rows, main  # noqa: F401
+from model.autoencoder import losses
+from model.autoencoder.data import array_dims, of_subject, open_data, scale_of  # noqa: F401
+from model.autoencoder.report import main  # noqa: F401
 from model.core.init import fill, normal
-from train.base.errors import ConfigError, DataError
 from train.base.fields import key
-from train.dataloader import Data, RowLoader
-from train.distributed import broadcast_from_rank0
 from train.system import ModelHooks
 
 MUST_MATCH_TO_INIT = ("subjects",)  # the heads identify subjects by index
@@ -208,16 +189,17 @@ class MultimodalAutoencoder(nn.Module):
         outs = {name: self.decoder[name](F.gelu(self.expand[name](z))).float()
                 for name in self.spec["modalities"]}
         present = {name: x[name][:, 0] if c.delays else x[name] for name in outs}
-        errors = reconstruction_losses(outs, present)
+        errors = losses.reconstruction_losses(outs, present)
         sums = {f"recon_{name}": error.sum() for name, error in errors.items()}
         if self.head is not None:
             out = self.predict(x, z)  # (N, T)
-            match = matching_loss(out, x["target"], c.matching)
+            match = losses.matching_loss(out, x["target"], c.matching)
             to = x["target"], x.get("subjects")
-            sums |= dict(match=match.sum(), **correlation_sums(out.detach(), *to))
+            sums |= dict(match=match.sum(), **losses.correlation_sums(out.detach(), *to))
             if self.linear is not None and not self.training:  # the baseline beside the model
-                sums |= correlation_sums(self.predict_linear(x), *to, "ridge_")
-        loss = combined_loss(errors, match, c.recon_weight, c.match_weight, c.modality_weights)
+                sums |= losses.correlation_sums(self.predict_linear(x), *to, "ridge_")
+        loss = losses.combined_loss(errors, match, c.recon_weight, c.match_weight,
+                                    c.modality_weights)
         return loss.mean(), sums
 
     def numbers(self, sums):
@@ -232,39 +214,10 @@ class MultimodalAutoencoder(nn.Module):
         """
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:
-            out["correlation"] = mean_correlation(correlations(sums))
+            out["correlation"] = losses.mean_correlation(losses.correlations(sums))
         if "ridge_n" in sums:
-            out["ridge"] = mean_correlation(correlations(sums, "ridge_"))
+            out["ridge"] = losses.mean_correlation(losses.correlations(sums, "ridge_"))
         return out
-
-
-def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
-    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and
-    a target, the ridge regression is fitted here on rank 0, and the attribute linear_path of the
-    Data is the (weight, bias) of fit_linear_path(). Raises DataError for data that cannot be used,
-    and ConfigError for keys that do not suit the data."""
-    meta = read_features_meta(config.data_dir)
-    weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
-    if unknown := weighted - meta["modalities"].keys():
-        raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
-                           f"{config.data_dir} are {', '.join(meta['modalities'])}"])
-    if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
-        raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
-                           "1; expected mse"])
-    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
-        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
-                        "PyTorch modules; rename the files and prepare them again")
-    names = ("modalities", "target", "mean", "std", "shift", "subjects")
-    spec = {k: meta[k] for k in names if k in meta}
-
-    def load(split):
-        return RowLoader(open_features(config.data_dir, split, delays=config.delays), config, ranks)
-    data = Data(load("train"), load("val") if config.eval_interval else None, spec)
-    if config.linear_path and meta["target"]:
-        data.linear_path = broadcast_from_rank0(
-            lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
-    return data
 
 
 def build_model(config, data):

@@ -1,4 +1,4 @@
-"""Data of --model autoencoder: arrays of rows, windows of rows, and ridge regression on them.
+"""Data of --model autoencoder: arrays and windows of rows, their loaders, and ridge regression.
 
 The letters of shapes are explained in model/autoencoder/__init__.py.
 """
@@ -7,11 +7,14 @@ import os
 
 import numpy as np
 import torch
+import torch.nn as nn
 
 from data.meta import has_type, read_meta_for
 from data.rows import open_rows
 from model.core.ridge import fit_ridge
-from train.base.errors import DataError
+from train.base.errors import ConfigError, DataError
+from train.dataloader import Data, RowLoader
+from train.distributed import broadcast_from_rank0
 
 HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
@@ -59,8 +62,6 @@ def open_runs(folder, split):
     """Return an array (N,) with the number of the run (recording session) of each row, ascending,
     read from folder/SPLIT_runs.npy. split: "train" or "val". Raises DataError if the file is
     missing or invalid."""
-    if not os.path.exists(os.path.join(folder, f"{split}_runs.npy")):
-        raise DataError(f"{folder}: no {split}_runs.npy (for delays, ridge); {HOW_TO_PREPARE}")
     return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
 
 
@@ -192,3 +193,32 @@ def fit_with_delays(x, y, runs):
     weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
     best = np.argmin(errors, axis=0)  # (T,)
     return [np.choose(best, parts).T for parts in (weights, biases)]
+
+
+def open_data(config, ranks):
+    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
+    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and
+    a target, the ridge regression is fitted here on rank 0, and the attribute linear_path of the
+    Data is the (weight, bias) of fit_linear_path(). Raises DataError for data that cannot be used,
+    and ConfigError for keys that do not suit the data."""
+    meta = read_features_meta(config.data_dir)
+    weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
+    if unknown := weighted - meta["modalities"].keys():
+        raise ConfigError([f"modality_weights: {', '.join(sorted(unknown))}: the modalities of "
+                           f"{config.data_dir} are {', '.join(meta['modalities'])}"])
+    if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
+        raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
+                           "1; expected mse"])
+    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
+        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
+                        "PyTorch modules; rename the files and prepare them again")
+    names = ("modalities", "target", "mean", "std", "shift", "subjects")
+    spec = {k: meta[k] for k in names if k in meta}
+
+    def load(split):
+        return RowLoader(open_features(config.data_dir, split, delays=config.delays), config, ranks)
+    data = Data(load("train"), load("val") if config.eval_interval else None, spec)
+    if config.linear_path and meta["target"]:
+        data.linear_path = broadcast_from_rank0(
+            lambda: fit_linear_path(config.data_dir, spec, config.delays), ranks)
+    return data
