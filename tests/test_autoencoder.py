@@ -444,7 +444,7 @@ def test_the_numbers_of_a_checkpoint(tmp_path, trained, folder, capsys):
     model, _ = load_model(trained[0] / "ckpt.pt")
     arrays = open_features(folder, "val")
     with torch.no_grad():
-        z = model.encode(model.standardise(map(torch.tensor, map(np.array, arrays))))
+        z = model.encode(model.standardise([torch.tensor(np.array(a)) for a in arrays]))
         out = model.head(z)
     mean, std = (np.array(model.spec[k]["target"]) for k in ("mean", "std"))
     with np.load(npz) as made:

@@ -135,7 +135,6 @@ class MultimodalAutoencoder(nn.Module):
         standardised with the mean and standard deviation of each column over the training rows.
         Missing values are NaN. "subjects" (N, S), if present, is not changed. arrays: the tensors,
         in the order of forward()."""
-        arrays = list(arrays)
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
         return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})

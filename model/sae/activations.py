@@ -54,7 +54,6 @@ class Backbone:
 
     def __init__(self, path, layers, device, dtype, target="input"):
         self.path = path
-        self.target = target
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
