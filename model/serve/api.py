@@ -211,13 +211,12 @@ class Answer:
     def complete(self, events):
         """Return the whole response, a dict. events: an iterable of all events (index of the job,
         text, finish_reason)."""
-        texts = [[] for _ in self.jobs]
+        texts = [""] * len(self.jobs)
         reasons = {}  # the last one of each job counts
         for i, text, finish_reason in events:
-            texts[i].append(text)
+            texts[i] += text
             reasons[i] = finish_reason
-        choices = [self.choice("message", i, "".join(parts), reasons[i])
-                   for i, parts in enumerate(texts)]
+        choices = [self.choice("message", i, text, reasons[i]) for i, text in enumerate(texts)]
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):

@@ -177,10 +177,8 @@ class Engine:
         and sample the first token of each text. Stop after PREFILL_TOKENS or more tokens, or when
         no row is free or no prompt is waiting."""
         n_tokens = 0
-        while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots:
+        while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots and self.waiting:
             with self.changed:
-                if not self.waiting:
-                    break
                 job = self.waiting.popleft()
             row = self.cache[len(self.rows):len(self.rows) + 1]
             row.clear()

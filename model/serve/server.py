@@ -252,11 +252,10 @@ async def write_stream(answer, first, events, include_usage):
         yield send(answer.chunk(first))
         async for event in events:
             yield send(answer.chunk(event))
+        if include_usage:
+            yield send(answer.chunk(usage=answer.usage()))
+        yield "data: [DONE]\n\n"
     except APIError as error:
         yield send(error.body())
-        return
     except ClientDisconnect:  # noticed just before the response began
-        return
-    if include_usage:
-        yield send(answer.chunk(usage=answer.usage()))
-    yield "data: [DONE]\n\n"
+        pass
