@@ -231,8 +231,7 @@ def sample(model, data, config):
             idx = torch.tensor([encode_prompt(tokenizer, prompt)], device=device)
             out = generate(model, idx, config.sample_tokens, temperature=0.8, top_k=200,
                            seed=config.seed % 2**63, n_vocab=tokenizer.n_vocab)
+            texts.append(prompt + tokenizer.decode(out[0, idx.size(1):].tolist()))
         except ValueError as error:  # unknown characters or NaN logits must not end the run
             texts.append(f"{prompt} [no sample: {error}]")
-            continue
-        texts.append(prompt + tokenizer.decode(out[0, idx.size(1):].tolist()))
     return texts
