@@ -205,7 +205,7 @@ def test_a_store_that_hangs_costs_the_wait_at_the_end_only(data_dir, tmp_path, m
 
 
 def test_what_cannot_be_used_is_refused(data_dir, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="out_dir: expected a folder; --mirror s3://a/b copies"):
+    with pytest.raises(ConfigError, match="expected a folder, got 's3://a/b'.*: --mirror URL"):
         load_config(None, dict(out_dir="s3://a/b"))
     with pytest.raises(CheckpointError, match="mirror: http://127.0.0.1:1/a cannot be used"):
         go(data_dir, tmp_path / "out", mirror="http://127.0.0.1:1/a")
