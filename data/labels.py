@@ -129,12 +129,12 @@ def find_words(text, part):
     return match.span()
 
 
-def read_labelled_texts(sources, fields=Fields, skip_bad=False):
+def read_labelled_texts(sources, fields=Fields, skip_bad=None):
     """Read all records and return a list of LabelledTexts. sources: a list of names of files or
     data sets, or of iterables of (location, record). fields: a Fields, the names of the record's
-    fields. skip_bad: leave out invalid records and print a line about them; if False, raise a
-    DataError that lists them. Also raises DataError for a source that cannot be read, if there are
-    no rows, and if no record has a field whose name is not the default."""
+    fields. skip_bad: see parse_records(). Raises DataError for bad records, for a source that
+    cannot be read, if there are no rows, and if no record has a field whose name is not the
+    default."""
     seen = set()
 
     def parse(record):

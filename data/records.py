@@ -293,15 +293,15 @@ def parse_each(stream, parse, problems, max_problems=MANY):
             yield result
 
 
-def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
-                  hint="\n--skip_bad leaves such records out"):
+def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
     """Yield parse(record) for the records of all sources, at most `limit` results (`None`: all).
 
     sources: an iterable of names (see records) or of iterables of (location, record). parse: a
     function that raises ValueError for a bad record. Bad records are reported after the last
-    result. skip_bad False: raise a DataError that lists them and ends with `hint`; reading stops
-    after MANY (1000) bad records. skip_bad True: call log(text), with the number of bad records and
-    the first one. Raises DataError for a source that cannot be read.
+    result. skip_bad True: call log(text), with the number of bad records and the first one. False:
+    raise a DataError that lists them and names the option --skip_bad; reading stops after MANY
+    (1000) bad records. `None`: as False, for a command without this option. Raises DataError for a
+    source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)
@@ -311,4 +311,4 @@ def parse_records(sources, parse, limit=None, skip_bad=False, log=echo,
     if bad and skip_bad:
         log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
     elif bad:
-        raise_problems(bad, hint)
+        raise_problems(bad, "" if skip_bad is None else "\n--skip_bad leaves such records out")

@@ -938,6 +938,10 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
     unlabelled = write_jsonl(tmp_path / "b.jsonl", [dict(text="lo OWL go")])
     assert evaluate_main([*args[:3], unlabelled, *args[4:]]) == 2
     assert "--baseline: no row has a label" in capsys.readouterr().err
+    bad = write_jsonl(tmp_path / "bad.jsonl", [dict(label="owl")])
+    assert evaluate_main([*args[:3], bad, *args[4:]]) == 2
+    message = capsys.readouterr().err
+    assert "bad.jsonl:1: " in message and "--skip_bad" not in message  # it has no such option
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delattr("model.classifier.report.predict")  # before the work
     assert evaluate_main(args) == 2

@@ -101,7 +101,7 @@ class ExampleReader:
         the index of the task, which is stored in each Example. Raises DataError, which lists all
         invalid records, and for a file that is missing or has no records."""
         path = find_file(path)
-        examples = list(parse_records([path], lambda record: self.parse(record, task), hint=""))
+        examples = list(parse_records([path], lambda record: self.parse(record, task)))
         if not examples:
             raise DataError(f"{path}: no rows in it")
         return examples
