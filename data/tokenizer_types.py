@@ -258,12 +258,11 @@ class JsonTokenizer(Tokenizer):
         special = {i for i in self.special.values() if i != eot_token}
         self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
-        if self.special:  # a text, encoded with the tokens before and after every text
+        if self.special:  # one token, encoded with the tokens before and after every text
             framed = self.enc.encode(next(iter(self.special)))
-            mask = framed.special_tokens_mask  # 0 for the text, also if it is a special token
-            n = mask.index(0)
-            self.start, self.end = ([i for i in part if i < self.n_vocab] for part in
-                                    (framed.ids[:n], framed.ids[n + mask.count(0):]))
+            n = framed.special_tokens_mask.index(0)
+            self.start, self.end = ([i for i in part if i < self.n_vocab]
+                                    for part in (framed.ids[:n], framed.ids[n + 1:]))
         is_id = type(eot_token) is int and eot_token in ids
         if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
