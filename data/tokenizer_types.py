@@ -258,11 +258,7 @@ class JsonTokenizer(Tokenizer):
         special = {i for i in self.special.values() if i != eot_token}
         self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
-        if self.special:  # one token, encoded with the tokens before and after every text
-            framed = self.enc.encode(next(iter(self.special)))
-            n = framed.special_tokens_mask.index(0)
-            self.start, self.end = ([i for i in part if i < self.n_vocab]
-                                    for part in (framed.ids[:n], framed.ids[n + 1:]))
+        self.start, self.end = ([i for i in ids if i < self.n_vocab] for ids in find_frame(content))
         is_id = type(eot_token) is int and eot_token in ids
         if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
@@ -324,6 +320,24 @@ def hide_special(content):
             pair.split(" ") if isinstance(pair, str) else pair) not in hidden]
     return content | {"model": model, "added_tokens": [
         token | {"content": hidden.get(token["content"], token["content"])} for token in tokens]}
+
+
+def find_frame(content):
+    """Return (list of ids before, list of ids after) every text, as a tokenizer's post-processor
+    adds them. content: the dict of a tokenizer.json."""
+    before, after = [], []
+    processor = content.get("post_processor") or {}
+    for part in processor.get("processors", [processor]):
+        if "cls" in part:  # BertProcessing, RobertaProcessing
+            before.append(part["cls"][1])
+            after.append(part["sep"][1])
+        ids = before
+        for piece in part.get("single", []):
+            if "SpecialToken" in piece:
+                ids += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+            else:
+                ids = after
+    return before, after
 
 
 def check_growth(content):
