@@ -308,22 +308,31 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     assert "study.db: file is not a database; move it away" in capsys.readouterr().err
 
 
-def test_a_study_of_another_version_of_optuna_is_named(search, tmp_path, capsys):
-    assert search(SPACE, trials(1))[0] == 0
-    with contextlib.closing(sqlite3.connect(tmp_path / "hpo/study.db")) as connection:
-        connection.execute("update alembic_version set version_num='?'")
-        connection.commit()
-    assert search(SPACE, trials(1))[0] == 2
-    assert re.search("study.db: .* no longer compatible .*; move it away to begin",
-                     capsys.readouterr().err)
-
-
-def test_trials_with_the_same_number_do_not_end_a_search(search, tmp_path):
-    assert search(SPACE, trials(2))[0] == 0
-    with contextlib.closing(sqlite3.connect(tmp_path / "hpo/study.db")) as connection:
+def test_damaged_rows_of_a_study_are_named(search, tmp_path, capsys):
+    stages = "stages: [{trials: 2}, {trials: 1}]"
+    assert search(SPACE + stages)[0] == 0
+    path = tmp_path / "hpo/study.db"
+    intact = path.read_bytes()
+    for damage in ("update study_user_attributes set value_json='{' where key='asked'",
+                   "update study_user_attributes set value_json='5' where key='asked'",
+                   "delete from study_user_attributes where key='start'",
+                   "update study_user_attributes set value_json='5' where key='start'",
+                   "update trial_params set distribution_json='{'",
+                   "delete from trial_values", "update trial_values set value='abc'",
+                   "update trials set datetime_complete=null",
+                   "update alembic_version set version_num='?'",
+                   "update trials set state='FOO'"):
+        path.write_bytes(intact)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(damage)
+            connection.commit()
+        assert search(SPACE + stages)[0] == 2
+        assert re.search("study.db: .*; move it away to begin", capsys.readouterr().err), damage
+    path.write_bytes(intact)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("update trials set number=0")
         connection.commit()
-    assert search(SPACE, trials(3))[0] == 0
+    assert search(SPACE + stages.replace("2", "3"))[0] == 0
 
 
 def test_the_best_configuration_of_a_search_that_was_killed_after_its_last_trial(
