@@ -916,21 +916,8 @@ def test_every_subject_is_in_both_splits(tmp_path):
         assert len(np.unique(pairs, axis=1)[0]) == len(np.unique(pairs[0]))
 
 
-def test_runs_are_those_of_each_subject(tmp_path):
-    """Numbers that each subject uses again are those of other runs."""
-    subjects, x = np.repeat([0, 1], 60), np.eye(120)
-    for name, runs in dict(again=np.arange(120) % 60 // 10, own=np.arange(120) // 10).items():
-        features.prepare_features(dict(a=x), None, str(tmp_path / name), 0.2, runs,
-                                  subjects=subjects)
-    for split in ("train", "val"):
-        for name in ("a", "subjects", "runs"):
-            again, own = (np.load(tmp_path / n / f"{split}_{name}.npy") for n in ("again", "own"))
-            np.testing.assert_array_equal(again, own)
-    assert len(np.unique(np.load(tmp_path / "again/val_runs.npy"))) == 2
-
-
 @pytest.mark.parametrize("case, words", [
-    ("length", "'subjects': 39"),
+    ("length", "'subjects': 39"), ("shared", "run 3 has rows of several subjects; give --runs"),
     ("float", "subjects: float64 from 0.5 to 0.5; expected integers"),
     ("negative", "subjects: int64 from -1 to 1; expected integers"),
     ("one run", "all rows of subject 1 are one run: nothing can be held out"),
@@ -938,7 +925,7 @@ def test_runs_are_those_of_each_subject(tmp_path):
 def test_bad_subjects(tmp_path, case, words):
     runs = np.arange(40) // 5
     subjects = (runs > 3).astype(int)
-    subjects = dict(length=subjects[1:], float=np.full(40, 0.5),
+    subjects = dict(length=subjects[1:], shared=np.arange(40) // 18, float=np.full(40, 0.5),
                     negative=subjects * 2 - 1).get(case, (runs > 6).astype(int))
     for name, array in dict(a=np.eye(40), runs=runs, s=subjects).items():
         np.save(tmp_path / f"{name}.npy", array)

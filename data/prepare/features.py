@@ -110,8 +110,8 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
     val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,) the number
     of each row's run. force: replace features of other sources in `out`. sources: names of the
     files, for meta.json. subjects: (rows,) the subject of each row, integers from 0 (default: there
-    is one subject), which may use the same numbers of runs. Raises DataError for different numbers
-    of rows, infinite values, and the errors of rows_in_val and new_folder.
+    is one subject). Every run must be of one subject. Raises DataError for different numbers of
+    rows, infinite values, and the errors of rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
@@ -135,8 +135,7 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
                 meta.setdefault("shift", {})[name] = shift.tolist()
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
-        # The number of each row's run, ascending: one subject's runs are not those of another.
-        number = np.cumsum(np.append(0, (np.diff(runs) != 0) | (np.diff(whose) != 0)))
+        number = np.cumsum(np.append(0, np.diff(runs) != 0))  # of each row's run, ascending
         for split, chosen in rows.items():
             save_arrays(folder, split, **{name: array[chosen].astype(np.uint32)
                                           for name, array in (numbers | dict(runs=number)).items()})
@@ -153,12 +152,16 @@ def rows_in_val(runs, subjects, fraction):
     """Return bool (rows,), True for the rows of the validation split: whole runs, about `fraction`
     of the runs of each subject and at least one, but not all, chosen without randomness by
     runs_in_val(); no rows if `fraction` is 0. runs, subjects: arrays (rows,) of numbers, the run
-    and the subject of each row. Rows of different subjects are of different runs, also if these
-    have the same number. Raises DataError for subjects other than integers from 0 to 2**31 - 1 and,
-    unless `fraction` is 0, a subject with only one run."""
+    and the subject of each row. Raises DataError for subjects other than integers from 0 to
+    2**31 - 1, a run of several subjects and, unless `fraction` is 0, a subject with only one run.
+    """
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
+    labels = np.unique(np.stack([runs, subjects]), axis=1)[0]  # of each run and subject of it
+    if len(shared := labels[1:][np.diff(labels) == 0]):
+        raise DataError(f"run {shared[0]} has rows of several subjects; give --runs with a "
+                        "different number for each run of each subject")
     in_val = np.zeros(len(runs), bool)
     for subject in np.unique(subjects) if fraction else ():
         own = subjects == subject
@@ -262,7 +265,7 @@ class FeatureOptions(FolderOptions):
 def open_arrays(args):
     """Open the files that `args`, a FeatureOptions, names. Return ({name of a modality: array
     (rows, dims)}, target, runs (rows,), subjects); target is an array, a Mean or `None`, subjects
-    (rows,) or `None`. Default of args.runs: about 20 equal runs.
+    (rows,) or `None`. Default of args.runs: about 20 equal runs, divided where the subject changes.
 
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
     names of modalities that are equal, reserved, or contain other characters than letters, digits
@@ -279,7 +282,11 @@ def open_arrays(args):
     target = Mean(repeats) if len(repeats) > 1 else repeats[0] if repeats else None
     subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
-    runs = open_array(args.runs).ravel() if args.runs else np.arange(n) // max(1, n // 20)
+    runs = np.arange(n) // max(1, n // 20)
+    if args.runs:
+        runs = open_array(args.runs).ravel()
+    elif subjects is not None and len(subjects) == n:
+        runs = np.cumsum(np.append(0, (np.diff(runs) != 0) | (np.diff(subjects) != 0)))
     return arrays, target, runs, subjects
 
 
