@@ -27,7 +27,7 @@ from data.meta import read_meta
 from data.render import render
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
-from data.tokenizer_types import encode_within
+from data.tokenizer_types import MAX_VOCAB, encode_within
 from train.base.errors import DataError
 
 # The assistant's text is followed by the end-of-text token.
@@ -96,14 +96,15 @@ class ChatTemplate:
 
     def __init__(self, spec=DEFAULT_SPEC):
         self.spec = spec
-        try:
-            self.ends = [int(i) for i in spec.get("ends", [])]
-            self.jinja = spec["jinja"] if self.ends else builtin_jinja(spec)
-            self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
-            self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise DataError(f"its template is {spec!r:.80}: expected a Jinja text and ids of the "
-                            f"end, or {', '.join(DEFAULT_SPEC)}: texts around {{}}") from None
+        ends = spec.get("ends", []) if isinstance(spec, dict) else None
+        if not (isinstance(ends, list) and all(type(i) is int and 0 <= i < MAX_VOCAB for i in ends)
+                and all(isinstance(text, str) for name, text in spec.items() if name != "ends")
+                and bool(ends) == ("jinja" in spec)):
+            raise DataError(f"its template is {spec!r:.80}: expected texts, and ids of the end")
+        self.ends = ends
+        self.jinja = spec["jinja"] if ends else builtin_jinja(spec)
+        self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
+        self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
         """Return the text of messages, [(role, text), ...], in this template.
@@ -219,9 +220,11 @@ class ChatTemplate:
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
         refused = "its chat template cannot be learned: "
-        if not whole.startswith(prompt) or answer not in squeeze(whole[len(prompt):]):
-            raise DataError(f"{refused}the text of a chat is not the prompt before its last answer "
-                            f"and then this answer as it is ({answer[:40]!r})")
+        if not whole.startswith(prompt):
+            raise DataError(refused + "the text of a chat does not begin with that of the prompt "
+                            "before its last answer")
+        if answer not in squeeze(whole[len(prompt):]):  # changed or left out
+            raise DataError(refused + f"it does not write an answer as it is ({answer[:40]!r})")
         answer_ids = ids[len(prompt_ids):]
         if ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
             answer_ids = encode_marked(whole[len(prompt):], tokenizer)
@@ -262,7 +265,10 @@ def builtin_jinja(spec):
     "user", "assistant": text with one {} in place of the message}. An answer is followed by the end
     of text, the only special token in the template. Message texts are stripped. A line in a message
     that looks like the header of a message is escaped with a backslash, so that a message cannot
-    imitate a different role. Raises ValueError, KeyError or AttributeError for an invalid spec."""
+    imitate a different role. Raises DataError for an invalid spec."""
+    if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
+        raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
+                        f"{', '.join(DEFAULT_SPEC)}")
     around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
     quote = functools.partial(json.dumps, ensure_ascii=False)
     headers = [prefix.strip("\n") for prefix, _ in around.values()]

@@ -428,7 +428,7 @@ def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp
             assert chat_template.encode_marked(text, ours) == found["input_ids"]
         assert template.prompt_ids(turns[:-1], ours) == found["input_ids"]
         if name == "mistral" and turns[0][0] == "system":  # it is said before the last turn alone
-            with pytest.raises(DataError, match="cannot be learned: the text of a chat is not"):
+            with pytest.raises(DataError, match="cannot be learned: the text of a chat does not"):
                 template.sequences(turns, ours)
             continue
         pieces = template.with_end_ids(ours).sequences(turns, ours)
@@ -583,8 +583,8 @@ def special_ids(tokenizer, ids):
 
 
 @pytest.mark.parametrize("written, named", [
-    ("{{ m.content | upper }}<|im_end|>", "this answer as it is ('<think>no</think>"),
-    ("{{ m.content.split('</think>')[-1] }}<|im_end|>", "this answer as it is"),
+    ("{{ m.content | upper }}<|im_end|>", "does not write an answer as it is ('<think>no</think>"),
+    ("{{ m.content.split('</think>')[-1] }}<|im_end|>", "does not write an answer as it is"),
     ("{{ m.content }}", "no end token follows an answer; expected one of ["),
     ("<|im_end|>{{ m.content }}<|im_start|>", "no end token follows an answer; expected one of ["),
     ("<b>{{ m.content }}<|im_end|>", None)])
