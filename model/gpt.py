@@ -192,6 +192,8 @@ class Attention(nn.Module):
         q = q * c.score_scale if c.score_scale != 1 else q
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or G, T, D)
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
+            if mask is not None:
+                raise ValueError("a mask and a cache: expected one; the cache has a mask itself")
             k, v, mask = cache.update(self.layer, k, v)
         if self.window:
             k, v, mask = ops.limit_to_window(self.window, k, v, mask, q.size(2), c.causal)

@@ -130,6 +130,13 @@ FAULTS = {
     "a window that decoding does not have": (
         "model/gpt.py", "if self.window:", "if self.window and cache is None:", "decoding",
         ("--layer_types", "FW", "--window", "8")),
+    "a softcap of attention scores that one token and bfloat16 do not have": (
+        "model/core/ops.py", "return F.scaled_dot_product_attention(q, k, v, mask, dropout",
+        "return F.scaled_dot_product_attention(q / (1 + q.square()).sqrt(), k, v, mask, dropout",
+        "decoding", ()),
+    "other attention scores in bfloat16": (
+        "model/core/ops.py", "(q * D ** -0.5, k, v))", "(q * D ** -0.25, k, v))",
+        "decoding", ()),
     "single tokens that are stored elsewhere with --compile": (
         "model/sample/compiled.py", "slots[:, None] == self.slot", "slots[:, None] > self.slot",
         "decoding", ()),

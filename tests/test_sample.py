@@ -313,6 +313,14 @@ def test_packed_products_are_the_plain_ones(shape, dtype):
         assert torch.equal(*out)
 
 
+def test_a_mask_of_an_edited_trunk_is_not_dropped_in_decoding():
+    model = small(pos="learned")
+    x, mask = torch.randn(1, 4, 32), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="a mask and a cache: expected one"):
+        model.h[0].attn(x, (), create_cache(model, 1), mask)
+
+
+
 # --- compiled
 
 @pytest.mark.parametrize("shape", [

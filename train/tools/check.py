@@ -66,7 +66,9 @@ NOT_COMPARED = {"time_ms", "tokens_per_sec", "mfu", "memory_mib", "val_ppl", "gr
                 "slowest_ms", "slowest_rank"}
 TOLERANCE = 1e-4         # relative: sums in a different order
 LOGIT_TOLERANCE = 1e-3
+BFLOAT16_TOLERANCE = 0.1
 LARGE_LOGIT = 100.0
+SCORE_FACTOR = 30.0  # attention scores as large as those of a trained model
 GRADIENT_TOLERANCE = 0.05
 MIN_LOSS_CHANGE = 3e-5   # relative: smaller changes are rounding in float32
 FLOPS_TOLERANCE = 0.15   # norms and softmax do not count as FLOPs
@@ -344,9 +346,12 @@ def check_decoding(case):
         cache = create_cache(model, len(idx))
         parts = idx.split([T // 2] + [1] * (T - T // 2), dim=1)
         return torch.cat([model(part, cache=cache, last_only=False) for part in parts], dim=1)
-    model = case.run.raw_model.eval()
+    model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT):
         raise SetupError("not a GPT")
+    for name, p in model.named_parameters():
+        if name.endswith("attn.q.weight"):  # with small scores, an edit of them changes little
+            p.data.mul_(SCORE_FACTOR)
     idx = case.tokens(rows=2)
     T = idx.size(1)
     with torch.no_grad():
@@ -365,6 +370,13 @@ def check_decoding(case):
             if decoder:
                 logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
+    # The forms of attention scores in ops.py: of all queries, of one, and of bfloat16 on a CPU.
+    q, k, v = 2 * torch.randn(3, 1, 1, T, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = ops.attend(q.float(), k.float(), v.float())
+    one = [ops.attend(q[:, :, i:i + 1].float(), k[:, :, :i + 1].float(), v[:, :, :i + 1].float())
+           for i in range(T)]
+    compare(torch.cat(one, dim=2), expected, LOGIT_TOLERANCE)
+    compare(ops.attend(q, k, v), expected, BFLOAT16_TOLERANCE)
     return f"equal logits: {'; '.join(logits)}"
 
 
