@@ -224,11 +224,14 @@ class TokenStream:
         for i in np.unique(which).tolist():
             tokens = self._map(i)
             for n in np.flatnonzero(which == i):
+                row, shard = rows[n], i
                 piece = tokens[starts[n] - self.firsts[i]:][:length]
-                rows[n, :len(piece)] = piece
-                if len(piece) < length:  # the window extends into the next file
-                    rest = [starts[n] + len(piece)]
-                    rows[n, len(piece):] = self._copy(rest, length - len(piece))
+                row[:len(piece)] = piece
+                while len(piece) < len(row):  # the window extends into the next file
+                    row = row[len(piece):]
+                    shard += 1
+                    piece = self._map(shard)[:len(row)]
+                    row[:len(piece)] = piece
         return rows
 
     def _map(self, i):

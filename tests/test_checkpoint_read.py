@@ -558,6 +558,10 @@ def test_without_ckpt_pt_the_newest_of_the_others_is_used(tmp_path, data_dir):
         (tmp_path / name).unlink()
     state, path, _ = find_newest_checkpoint(str(tmp_path), print)
     assert state["iter_num"] == 10 and path.endswith("ckpt_0000010.pt")
+    folder = tmp_path.rename(tmp_path.with_name("a folder"))
+    (folder / "ckpt.pt").write_bytes(b"damaged")  # then it is advice, to be pasted into a shell
+    with pytest.raises(CheckpointError, match=f"--resume '{folder}/ckpt_0000010.pt' or --resume"):
+        find_newest_checkpoint(str(folder), print)
 
 
 def test_nothing_is_initialised_of_what_is_frozen_now(tmp_path, data_dir, capsys):

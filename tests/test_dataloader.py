@@ -256,6 +256,11 @@ def test_windows_over_many_shards(tmp_path):
         write(tmp_path / f"train_{i:02}.bin", tokens[i * 100:i * 100 + 100])
     data, starts = open_stream(tmp_path, "train"), np.random.default_rng(0).integers(0, 1650, 99)
     assert np.array_equal(data.read(starts, 350), tokens[starts[:, None] + np.arange(350)])
+    folder = tmp_path / "short"  # more files in a window than Python's limit of recursion
+    folder.mkdir()
+    for i in range(1100):
+        write(folder / f"train_{i:04}.bin", tokens[i:i + 1])
+    assert np.array_equal(open_stream(folder, "train").read([20], 1050)[0], tokens[20:1070])
 
 
 def test_the_dtype_in_meta_json_is_not_doubted(tmp_path):

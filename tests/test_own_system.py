@@ -283,7 +283,7 @@ def test_nothing_to_evaluate_on_is_said(rows, tmp_path, monkeypatch, toy):
 
 def test_a_name_that_log_lines_have_already_is_refused(rows, tmp_path, monkeypatch, toy):
     monkeypatch.setattr(toy.Toy, "numbers", lambda model, sums: {"lr": 1.0})
-    with pytest.raises(ValueError, match="Toy.numbers: lr: these names are reserved"):
+    with pytest.raises(SetupError, match="Toy.numbers: lr: these names are reserved"):
         go(rows, tmp_path)
 
 

@@ -45,11 +45,11 @@ def unpack(vector, sums):
 def to_numbers(model, sums):
     """Return {name: number, list or `None`} for a log line: "loss", the mean per item (`None` if
     sums["count"] is 0), and the result of the model's method numbers(sums), with tensors converted
-    to numbers or lists. sums: {name: tensor}, added over all batches. ValueError if the model uses
+    to numbers or lists. sums: {name: tensor}, added over all batches. SetupError if the model uses
     a reserved name (LINE_NAMES)."""
     numbers = {name: to_plain(value) for name, value in hook(model, "numbers")(sums).items()}
     if reserved := LINE_NAMES & set(numbers):
-        raise ValueError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
+        raise SetupError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")
     return {"loss": float(sums["loss"] / sums["count"]) if sums["count"] else None, **numbers}
 

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -293,7 +294,7 @@ def find_newest_checkpoint(folder, log, damaged=()):
         return state, candidate, shards
     if not problems:
         return None, None, None
-    advice = f"--resume {others[-1]}, " if names and others else ""
+    advice = f"--resume {shlex.quote(others[-1])} or " if names and others else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n{file_format.bullets(problems)}\nrestore one of "
         f"these files, or start with {advice}--resume never (existing files are renamed, not "
