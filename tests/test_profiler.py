@@ -31,5 +31,6 @@ def test_a_table_and_a_trace_and_the_run_as_it_was(tmp_path, data_dir, ranks):
     assert names.count("Optimizer.step#AdamW.step") == 3
     assert names.count("batches") == (3 if ranks else 6)  # of 2 micro-batches, on one rank or two
     assert "(3 steps)" in text and text.count("A step takes") == 1
-    for operation in ("aten::mm", "Optimizer.step#AdamW.step", "batches"):
+    # The table has the 20 longest operations; with two ranks, waiting can displace the batches.
+    for operation in ("aten::mm", "Optimizer.step#AdamW.step", "batches")[:2 if ranks else 3]:
         assert operation in text
