@@ -221,13 +221,16 @@ def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     scores, spans = model(idx, torch.tensor([9, 9, 2]))
     assert_close(scores[:2], model.head(states.mean(1))[:2])
     # No evidence in [CLS] and [SEP], wherever the scores are highest; a text may have no others.
-    for p in [*model.end.parameters(), *model.start.parameters()]:
-        torch.nn.init.normal_(p)
     lengths = torch.tensor([9] * 63 + [2])
     idx = ids(rows=64, T=9) % 290
-    spans = model(idx, lengths)[1]
+    found = []
+    for _ in range(20):
+        for p in [*model.end.parameters(), *model.start.parameters()]:
+            torch.nn.init.normal_(p)
+        spans = model(idx, lengths)[1]
+        found.append(spans[:63])
     assert model.spec["frame"] == [1, 1]
-    assert spans[:63].min() == 1 and spans[:63].max() == 7
+    assert torch.cat(found).min() == 1 and torch.cat(found).max() == 7
     assert model(idx, lengths, lengths * 0, spans.index_fill(0, torch.tensor(63), -1))[0].isfinite()
 
 
