@@ -5,6 +5,7 @@ import builtins
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 from runs import assert_same, go, run_program, temporary_files
@@ -22,14 +23,15 @@ CASES = {
 def die_at_an_operation():
     """Kill this process before file operation number DIE_AT; each one is a line of the file
     OPERATIONS."""
-    real_open, done = builtins.open, []
+    real_open, done, lock = builtins.open, [], threading.Lock()
 
     def before(name, path):
-        done.append(name)
-        with real_open(os.environ["OPERATIONS"], "a") as f:
-            f.write(f"{name} {path}\n")
-        if len(done) > int(os.environ["DIE_AT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
+        with lock:  # two threads work with files
+            done.append(name)
+            with real_open(os.environ["OPERATIONS"], "a") as f:
+                f.write(f"{name} {path}\n")
+            if len(done) > int(os.environ["DIE_AT"]):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(name, real):
         def call(path, *args, **kwargs):
