@@ -27,7 +27,7 @@ from model.core.generate import sample  # noqa: F401  a hook of the model interf
 from model.core.init import fill, normal
 from model.core.weights import as_gpt, inherit_shape  # noqa: F401  hooks of the model interface
 from train.base.errors import SetupError
-from train.keys import GPTKeys
+from train.base.keys import GPTKeys
 from train.system import ModelHooks
 
 USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a run
@@ -36,9 +36,9 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a r
 @dataclass
 class GPTConfig(GPTKeys):
     """The architecture of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
-    train/keys.py defines the fields, with defaults. Fields n_kv_head, n_hidden and head_dim that
-    are `None` are replaced by their defaults. Raises ValueError if vocab_size is missing or if
-    fields contradict each other."""
+    train/base/keys.py defines the fields, with defaults. Fields n_kv_head, n_hidden and head_dim
+    that are `None` are replaced by their defaults. Raises ValueError if vocab_size is missing or
+    if fields contradict each other."""
 
     def __post_init__(self):
         if self.vocab_size is None:

@@ -148,8 +148,8 @@ FAULTS = {
         "model/gpt.py", "if isinstance(m, nn.Embedding)}", "if m is None}", "flops",
         ("--prev_embedding", "true")),
     "a key without effect": (
-        "train/keys.py", "    qk_norm: bool", "    unused: int = key(2, '')\n    qk_norm: bool",
-        "keys", ()),
+        "train/base/keys.py", "    qk_norm: bool",
+        "    unused: int = key(2, '')\n    qk_norm: bool", "keys", ()),
     "a gradient that is wrong": (
         "model/core/ops.py", "torch.addcmul(g, n, along, value=-1)", "(g + 0)", "gradients", ()),
     "a cap that the loss does not have": (

@@ -51,8 +51,8 @@ from model.serve.api import parse_prompt, parse_request
 from model.serve.engine import Engine
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, DataError, UserError
+from train.base.keys import TrainConfig
 from train.config import load_config
-from train.keys import TrainConfig
 from train.train import train
 
 load_file, save_file = (pytest.importorskip("safetensors.torch").__dict__[name]

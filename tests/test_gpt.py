@@ -32,8 +32,8 @@ from model.core.ops import (
     token_logprobs,
 )
 from model.gpt import GPT, GPTConfig, Norm, build_model, sample
+from train.base.keys import GPTKeys
 from train.device import compile_model
-from train.keys import GPTKeys
 
 GPT2 = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm="layer",
             pos="learned", mlp="gelu", bias=True, tie_weights=True)

@@ -22,8 +22,8 @@ optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
 from train.base.errors import Stopped  # noqa: E402
+from train.base.keys import FIELDS  # noqa: E402
 from train.config import load_config  # noqa: E402
-from train.keys import FIELDS  # noqa: E402
 from train.tools import hpo  # noqa: E402
 
 SPACE = "learning_rate: {low: 1e-4, high: 1e-1, log: true}\nn_layer: [1, 2]\n"

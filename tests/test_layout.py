@@ -5,6 +5,7 @@ Files are sorted into layers by their folder, so that a new file needs no entry 
 
 import ast
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ FILES = {".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix("._
          for path in sorted(REPO.glob(pattern))}
 
 # A file imports from its own layer and from earlier ones.
-LAYERS = [("base", r"train\.base\..*"), ("data", r"data(\.(?!prepare)\w+)?"),
+LAYERS = [("base", r"train|model|train\.base\..*"), ("data", r"data(\.(?!prepare)\w+)?"),
           ("train", r"train\.(options\.)?\w+"), ("model core", r"model\.core\..*"),
           ("model types", r"model\.(?!(core|sample|serve|convert|eval)\b).*"),
           ("commands", r"train\.tools\..*|model\..*|data\.prepare.*"), ("entry", "run_train")]
@@ -278,6 +279,18 @@ assert len(ours) > 15 and all(f.startswith({copy!r}) for f in ours if f), ours
 def python_in(copy, code):
     return processes.python("-c", code + OURS_ONLY.format(copy=str(copy)), cwd=copy,
                             env={"PYTHONPATH": ""})
+
+
+@pytest.mark.parametrize("command", [
+    ["run_train.py", "--print_config"], ["-m", "model.sample", "--help"],
+    ["-m", "data.prepare", "--help"], ["-m", "train.tools.plot", "--help"]])
+def test_modules_of_the_same_name_elsewhere_are_not_imported(command, tmp_path):
+    """As of a checkout of nanoGPT, whose train.py is a script, on PYTHONPATH."""
+    for name in ("train", "model", "data"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    done = subprocess.run([sys.executable, *command], cwd=REPO, text=True, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_there_are_optional_parts():

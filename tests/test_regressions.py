@@ -29,11 +29,11 @@ from train import checkpoint, distributed, logger, setup
 from train import device as devices
 from train import train as train_module
 from train.base.errors import CheckpointError, ConfigError
+from train.base.keys import GPTKeys
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import DataLoader, open_token_data, send
 from train.distributed import Ranks
-from train.keys import GPTKeys
 from train.lr_scheduler import get_lr
 from train.train import train
 

@@ -12,6 +12,7 @@ from conftest import REPO
 from model.gpt import GPT, GPTConfig
 from train.base.errors import ConfigError
 from train.base.fields import base_type, fields_by_name, parse_value
+from train.base.keys import FIELDS
 from train.config import (
     ALIASES,
     TrainConfig,
@@ -24,7 +25,6 @@ from train.config import (
     resolve,
     to_yaml,
 )
-from train.keys import FIELDS
 from train.lr_scheduler import ReduceOnPlateau, get_lr
 
 

@@ -1,4 +1,4 @@
-"""Load, check and print the configuration of a run. The keys are declared in train/keys.py."""
+"""Load, check and print the configuration of a run. The keys are declared in train/base/keys.py."""
 
 import argparse
 import functools
@@ -12,7 +12,7 @@ import yaml
 
 from train.base import fields as key_fields
 from train.base.errors import ConfigError
-from train.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
+from train.base.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")

@@ -6,7 +6,7 @@ import collections
 import math
 from dataclasses import dataclass, fields
 
-from train.keys import LearningRateKeys, TrainConfig
+from train.base.keys import LearningRateKeys, TrainConfig
 
 OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 

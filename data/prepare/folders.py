@@ -15,7 +15,7 @@ from data.meta import Meta, read_meta, write_meta
 from train.base.errors import DataError, echo
 from train.base.fields import PlainLoader, key
 from train.base.files import lock_folder, reporting_full_disk, sync_folder
-from train.keys import TrainConfig
+from train.base.keys import TrainConfig
 from train.logger import WARN_EPOCHS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from model.convert.tensors import ROBERTA_POSITIONS
 from model.core.shape import check_value
 from train.base.errors import CheckpointError
 from train.base.fields import fields_by_name
-from train.keys import MAX_CONTEXT, GPTKeys
+from train.base.keys import MAX_CONTEXT, GPTKeys
 from train.system import load_model_type
 
 # -----------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
 from train.base.errors import CheckpointError
 from train.base.fields import fields_by_name
+from train.base.keys import GPTKeys
 from train.config import find_conflicts
 from train.distributed import broadcast_from_rank0, convert_ddp_state
-from train.keys import GPTKeys
 from train.system import hook, load_model_type
 
 # -----------------------------------------------------------------------------

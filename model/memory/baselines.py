@@ -20,9 +20,9 @@ from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import CheckpointError, echo
 from train.base.fields import fields_by_name, key
+from train.base.keys import TrainConfig
 from train.distributed import Ranks
 from train.evaluate import evaluate
-from train.keys import TrainConfig
 from train.setup import open_data
 from train.train import train
 

@@ -1,7 +1,7 @@
 """Typed values: dataclass fields with a description and limits, and parsing of their text.
 
-The configuration keys of a run (train/keys.py) and the options of commands (train/base/cli.py) are
-fields of dataclasses, declared with `key`:
+The configuration keys of a run (keys.py) and the options of commands (cli.py) are fields of
+dataclasses, declared with `key`:
 
     @dataclass
     class SamplingOptions:

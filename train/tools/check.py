@@ -41,11 +41,11 @@ from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.cli import command
 from train.base.errors import ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import base_type, key
+from train.base.keys import GPTKeys
 from train.base.tensors import named_tensors
 from train.config import load_config, to_yaml
 from train.distributed import process_group
 from train.evaluate import evaluate
-from train.keys import GPTKeys
 from train.robust import run_reporting_errors
 from train.setup import open_data, open_run
 from train.system import REPOSITORY, hook, load_model_type
