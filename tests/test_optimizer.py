@@ -5,11 +5,22 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from conftest import TINY
 
 from model.gpt import GPT, GPTConfig
+from train.base.checkpoint_file import load_checkpoint
 from train.checkpoint import check_state, optimizer_state, restore_optimizer
+from train.config import load_config
 from train.distributed import Ranks
-from train.optimizer import AdamW, Muon, configure_optimizers, create_state, orthogonalize
+from train.optimizer import (
+    AdamW,
+    Muon,
+    configure_optimizers,
+    create_state,
+    group_parameters,
+    orthogonalize,
+)
+from train.train import train
 
 MUON = dict(lr=0.02, momentum=0.9, weight_decay=0.1)
 
@@ -87,6 +98,27 @@ def test_lr_groups_scale_set_and_freeze():
 def test_a_wrong_lr_group_is_refused_by_name(lr_groups):
     with pytest.raises(ValueError, match=f"lr_groups.*{next(iter(lr_groups))}"):
         configure(gpt(), lr_groups=lr_groups)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("SGD", dict(momentum=0.9, nesterov=True)), ("RMSprop", dict(eps=1e-3, alpha=0.5)),
+    ("NAdam", dict(betas=[0.5, 0.6], eps=1e-3, decoupled_weight_decay=False))])
+def test_an_optimizer_of_torch_has_the_options_of_its_constructor(
+        name, options, data_dir, tmp_path, monkeypatch):
+    """The groups have decay and rates only: no betas, eps and fused of AdamW."""
+    def build(model, c, log):
+        groups = group_parameters(model, c.weight_decay, c.learning_rate, None, {"wte": 2.0}, log)
+        return getattr(torch.optim, name)(groups, c.learning_rate, **options)
+    monkeypatch.setattr("train.setup.build_optimizer", build)
+    train(load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(tmp_path),
+                                        max_iters=2, eval_interval=0, weight_decay=0.2)))
+    groups = load_checkpoint(str(tmp_path / "ckpt.pt"))["optimizer"]["param_groups"]
+    assert {(g["initial_lr"], g["weight_decay"]) for g in groups} == {
+        (0.01, 0.2), (0.01, 0.0), (0.02, 0.2)}
+    default = getattr(torch.optim, name)([nn.Parameter(torch.zeros(1))]).param_groups[0] | options
+    del default["params"], default["lr"], default["weight_decay"]
+    for group in groups:
+        assert {key: group[key] for key in default} == default
 
 
 # --- Muon

@@ -30,11 +30,21 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
     """Return one optimizer over the trainable parameters of `model`: AdamW or, if `muon` is given,
-    Muon.
+    Muon. betas, eps: of AdamW. Other arguments and errors as for group_parameters()."""
+    groups = group_parameters(model, weight_decay, learning_rate, muon, lr_groups, log)
+    # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
+    options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
+        p.device.type in ("cpu", "cuda", "mps", "xpu") for g in groups for p in g["params"]))
+    return Muon(groups, muon["momentum"], **options) if muon else AdamW(groups, **options)
 
-    weight_decay: for tensors with two or more dimensions; other tensors have none. learning_rate,
-    betas, eps: of AdamW. learning_rate is the peak rate: each parameter group has the peak as
-    `initial_lr`, and the schedule scales it.
+
+def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=None, log=print):
+    """Return the parameter groups of an optimizer over the trainable parameters of `model`: a list
+    of dicts with params, names, lr, initial_lr, weight_decay and muon (whether Muon updates them).
+    Other options, e.g. betas, have the values that the constructor of the optimizer is given.
+
+    weight_decay: for tensors with two or more dimensions; other tensors have none. learning_rate:
+    the peak rate: each parameter group has the peak as `initial_lr`, and the schedule scales it.
     muon: dict(lr, momentum, weight_decay) for the matrices of linear layers, which Muon updates.
     lr_groups: {pattern: value} for parameters whose names match (see matches); the last matching
     pattern is used. value: a factor of the learning rate, or dict(learning_rate, lr_mult,
@@ -58,20 +68,15 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
         options["weight_decay"] = own.get("weight_decay", options["weight_decay"])
         p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
         if options["lr"] > 0:
-            group = groups.setdefault(tuple(options.items()), dict(options, params=[], names=[]))
+            # initial_lr: the peak, scaled by the schedule in every step.
+            group = groups.setdefault(tuple(options.items()), dict(
+                options, initial_lr=options["lr"], params=[], names=[]))
             group["params"].append(p)
             group["names"].append(name)
     if not groups:
         raise ConfigError(["lr_groups: all parameters are frozen; at least one must be trainable"])
-    for group in groups.values():  # the peak, scaled by the schedule in every step
-        group["initial_lr"] = group["lr"]
     log_groups(model, groups.values(), muon, log)
-    # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
-    options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
-        p.device.type in ("cpu", "cuda", "mps", "xpu") for p in named.values()))
-    if muon:
-        return Muon(list(groups.values()), momentum=muon["momentum"], **options)
-    return AdamW(list(groups.values()), **options)
+    return list(groups.values())
 
 
 def muon_parameters(model):
