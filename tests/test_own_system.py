@@ -143,6 +143,9 @@ def with_a_spare_layer(settings):
             self.spare = torch.nn.Linear(2, 2)
             self.calls = 0
 
+        def before_step(self, it):  # after DDP has numbered the parameters
+            self.still.requires_grad_()
+
         def forward(self, *batch):
             loss, sums = super().forward(*batch)
             self.calls += settings["gradient_accumulation_steps"] > 1

@@ -224,6 +224,8 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.ranks.device.type,
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
+            # DDP names parameters by number. These remain, also if before_step() freezes some.
+            self.ddp_names = [n for n, p in self.raw_model.named_parameters() if p.requires_grad]
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
             if self.model is not self.raw_model:
                 self.optimizer.register_step_pre_hook(self.require_gradients)
@@ -350,9 +352,8 @@ class Run:
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
-            trained = [name for name, p in self.raw_model.named_parameters() if p.requires_grad]
             found = re.search(r"not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [trained[int(i)] for i in found[1].split()] if found else trained
+            names = [self.ddp_names[int(i)] for i in found[1].split()] if found else self.ddp_names
             raise SetupError(
                 f"no gradient for {', '.join(names[:4])}: with several ranks (DDP) the loss of the "
                 "last micro-batch must depend on each trained parameter. Use it in forward (the "
