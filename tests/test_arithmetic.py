@@ -240,6 +240,10 @@ def test_what_freezes_everything_or_nothing_is_refused():
                   {"wide": float("nan")}, {"wide": {"weight_decay": None}}):
         with pytest.raises(ValueError, match="lr_groups: wide: expected"):
             groups_of(Small(), lr_groups=wrong)
+    with pytest.raises(ValueError, match="no trained parameter matches 'fixed'; .*frozen: fixed$"):
+        groups_of(Small(), lr_groups={"fixed": 2.0})
+    with pytest.raises(ValueError, match="no trained parameter matches 'wte'; names.*narrow.weight$"):
+        groups_of(Small(), lr_groups={"wte": 2.0})
     model = Small()
     _, groups = groups_of(model, lr_groups={"wide": {"lr_mult": 0}, "bare": {}})
     assert not model.wide.weight.requires_grad and "wide.bias" not in groups

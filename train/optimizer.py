@@ -56,7 +56,7 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
     matrices = muon_parameters(model) if muon else set()
     groups = {}
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    own_options = match_lr_groups(lr_groups or {}, named)
+    own_options = match_lr_groups(lr_groups or {}, model)
     for name, p in named.items():
         # Matrices and embeddings decay; gains of norms and biases have no reason to be small.
         decay = weight_decay if p.dim() >= 2 else 0.0
@@ -98,19 +98,22 @@ def matches(name, pattern):
                for i in range(len(parts) - len(wanted) + 1))
 
 
-def match_lr_groups(lr_groups, names):
-    """Return {parameter name: options} for the parameters in `names` that match a pattern; if
-    several match, the options of the last one. lr_groups: {pattern: options, or a number, which
-    means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult, weight_decay.
-    ConfigError for a pattern that matches no name, or for an invalid value."""
+def match_lr_groups(lr_groups, model):
+    """Return {parameter name: options} for the trainable parameters of `model` that match a
+    pattern; if several match, the options of the last one. lr_groups: {pattern: options, or a
+    number, which means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult,
+    weight_decay. ConfigError for a pattern that matches no such name, or for an invalid value."""
     allowed = ("learning_rate", "lr_mult", "weight_decay")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     own_options = {}
     for pattern, value in lr_groups.items():
-        matching = [n for n in names if matches(n, pattern)]
+        matching = [n for n in trained if matches(n, pattern)]
         if not matching:
             hint = "; adapters exist if lora_rank is set" if pattern.startswith("lora_") else ""
-            raise ConfigError([f"lr_groups: no parameter matches {pattern!r}; names look like "
-                               f"{', '.join(list(names)[:4])}{hint}"])
+            if frozen := [n for n, _ in model.named_parameters() if matches(n, pattern)]:
+                hint = f"; frozen: {', '.join(frozen[:4])}"
+            raise ConfigError([f"lr_groups: no trained parameter matches {pattern!r}; names look "
+                               f"like {', '.join(trained[:4])}{hint}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
         if options.keys() - allowed or not all(
                 isinstance(x, (int, float)) and x >= 0 for x in options.values()):

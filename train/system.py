@@ -210,8 +210,8 @@ def flops_per_step(model, config, loader):
     Parameters that lr_groups will freeze count as frozen. loader: of the training data. ConfigError
     for invalid lr_groups."""
     from train.optimizer import match_lr_groups, scale_rate  # here, because it imports torch
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    frozen = [trained[name] for name, own in match_lr_groups(config.lr_groups, trained).items()
+    frozen = [model.get_parameter(name)
+              for name, own in match_lr_groups(config.lr_groups, model).items()
               if not scale_rate(config.learning_rate, own)]
     for p in frozen:
         p.requires_grad_(False)
