@@ -200,6 +200,10 @@ FAULTS = {
     "random numbers in the forward pass": (
         "model/gpt.py", "        x = self.wte(idx)  #",
         "        x = self.wte(idx + (torch.rand(idx.shape) < 0.2).long())  #", "ddp", ()),
+    "blocks that each rank skips at random": (
+        "model/gpt.py", "            x = block(x, ropes, cache, mask)\n",
+        "            if torch.rand(()) > 0.4:\n                x = block(x, ropes, cache, mask)\n",
+        "fsdp", ()),
     "masked targets without a count": (
         "model/gpt.py", "sums = dict(count=counted.sum())", "sums = {}",
         "split", ()),
@@ -210,6 +214,8 @@ FAULTS = {
         "resume", ())}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
+    "blocks that each rank skips at random": [(
+        "train/tools/check.py", "dist_timeout=60)", "dist_timeout=2)")],
     "an optimizer with other weights for evaluation": [(
         "train/setup.py", "            self.raw_model.train()\n            if",
         "            self.raw_model.train()\n            for p in self.raw_model.parameters():\n"

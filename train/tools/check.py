@@ -51,14 +51,15 @@ from train.setup import open_data, open_run
 from train.system import REPOSITORY, hook, load_model_type
 from train.train import seed_step, train
 
-# Small and quick; without dropout: the random numbers differ between ranks.
+# Small and quick; without dropout: the random numbers differ between ranks. dist_timeout: a run
+# whose ranks wait for different tensors ends soon, e.g. under FSDP with blocks skipped at random.
 SETTINGS = dict(
     batch_size=4, gradient_accumulation_steps=2, max_iters=12, lr_decay_iters=12, warmup_iters=2,
     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
     warmup_ratio=None, eval_interval=6, eval_iters=2, eval_tasks=[], save_interval=5, mirror=None,
     log_interval=1, early_stopping_patience=0, early_stopping_metric="val_loss",
     early_stopping_mode="min", sample_tokens=0, tracker=[], dropout=0.0,
-    device="cpu", dtype="float32", compile="false", num_threads=1)
+    device="cpu", dtype="float32", compile="false", num_threads=1, dist_timeout=60)
 KILLED_AT = 6
 MAX_REASON_CHARS = 300
 # Measurements, the perplexity, which is a function of the loss, and norms, which amplify rounding.
