@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import REPO
 from processes import python
 
@@ -105,6 +106,18 @@ def test_without_evaluations_nothing_is_killed_and_nothing_is_said_of_resume():
     case = SimpleNamespace(run=SimpleNamespace(data=Data(None)))
     with pytest.raises(SetupError, match="no validation data"):
         check_resume(case)
+
+
+def test_a_shared_tensor_has_the_initial_values_of_its_last_name():
+    from train.tools.check import check_initial
+    model = torch.nn.Module()
+    model.a = model.b = torch.nn.Parameter(torch.ones(2))
+    model.initial = lambda name, shape, seed: torch.full(shape, dict(a=0.0, b=1.0)[name])
+    case = SimpleNamespace(build=lambda: (None, model), config=SimpleNamespace(seed=1))
+    assert check_initial(case) == "1 tensors by initial()"
+    model.a.data.zero_()
+    with pytest.raises(AssertionError, match="not equal"):
+        check_initial(case)
 
 
 @pytest.mark.parametrize("model", MODELS)

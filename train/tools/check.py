@@ -387,13 +387,14 @@ def check_initial(case):
     text for the report. Raises AssertionError if the check fails; SetupError if the model has no
     initial()."""
     model = case.build()[1]
-    state = model.state_dict()
+    # Of the names of a shared tensor the last one counts, as in fill() and under FSDP.
+    names = {t: name for name, t in model.state_dict(keep_vars=True).items()}
     initial = hook(model, "initial")
-    values = {name: value for name, t in state.items()
+    values = {name: value for t, name in names.items()
               if (value := initial(name, t.shape, case.config.seed)) is not None}
     if not values:
         raise SetupError("no initial()")
-    compare(values, {name: state[name] for name in values})
+    compare(values, {name: t.detach() for t, name in names.items() if name in values})
     return f"{len(values)} tensors by initial()"
 
 
