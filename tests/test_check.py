@@ -1,6 +1,7 @@
 """python -m train.tools.check: the unedited repository passes for every model type, and each of the
 silent faults that forks had made is found by the check that is for it."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, TINY
 from processes import python
 
+from model import gpt
 from train.base.errors import SetupError
+from train.config import load_config
 from train.dataloader import Data
 
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--n_hidden", "64", "--block_size",
@@ -118,6 +121,34 @@ def test_a_shared_tensor_has_the_initial_values_of_its_last_name():
     model.a.data.zero_()
     with pytest.raises(AssertionError, match="not equal"):
         check_initial(case)
+
+
+class Clock(torch.nn.Module):
+    """A submodule whose before_step() sets what the forward pass needs."""
+    it = None
+
+    def before_step(self, it):
+        self.it = it
+
+
+class Annealed(gpt.GPT):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.clock = Clock()
+
+    def trunk(self, *args, **kwargs):
+        return super().trunk(*args, **kwargs) * (1 + 0.1 * self.clock.it)
+
+
+def test_before_step_is_called_as_in_a_run(data_dir, monkeypatch, capfd):
+    from train.tools.check import SETTINGS, Settings
+    from train.tools.check import check as run_checks
+    monkeypatch.setattr(gpt, "build_model", functools.partial(gpt.build_model, kind=Annealed))
+    config = load_config(None, TINY | SETTINGS | dict(
+        data_dir=str(data_dir), eval_on_start=False, early_stopping_metric="val_loss"))
+    names = ["decoding", "weights", "gradients", "loss", "evaluation", "flops"]
+    failed = run_checks(Settings(only=names), config)
+    assert not failed and capfd.readouterr().out.count("ok  ") == len(names)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -25,7 +25,7 @@ from train.dataloader import Data, Prefetcher, as_loader
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import Muon, build_optimizer
-from train.system import flops_per_step, hook, load_model_type
+from train.system import bind_before_step, flops_per_step, hook, load_model_type
 
 MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
@@ -229,10 +229,9 @@ class Run:
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
             if self.model is not self.raw_model:
                 self.optimizer.register_step_pre_hook(self.require_gradients)
-        # forward(*batch) of `model`; before_step(it) of the model and its parts.
+        # forward(*batch) of `model`; before_step(it) calls that of the model and its submodules.
         self.forward = functools.partial(self.compiler.call, self.model)
-        self.before_step = [module.before_step for module in self.raw_model.modules()
-                            if callable(getattr(module, "before_step", None))]
+        self.before_step = bind_before_step(self.raw_model)
 
     def open_monitors(self, stack):
         """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
@@ -333,8 +332,7 @@ class Run:
         called after a resume. DDP orders its buckets by the first backward pass, and sums over more
         than two ranks depend on the order: otherwise the first step would differ in the last bit
         from an uninterrupted run."""
-        for prepare in self.before_step:
-            prepare(it)
+        self.before_step(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
         batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
         with self.autocast():

@@ -162,6 +162,13 @@ def hook(owner, name):
     return functools.partial(default, owner) if callable(default) else default
 
 
+def bind_before_step(model):
+    """Return a function of the step number `it` that calls before_step(it) of `model` and of all
+    its submodules that have this method."""
+    methods = [m.before_step for m in model.modules() if callable(getattr(m, "before_step", None))]
+    return lambda it: [method(it) for method in methods]
+
+
 def check_result(result, previous=None):
     """Return `result`, what a model's forward(*batch) returned. SetupError unless it is (loss,
     sums), with sums of the same names as `previous`, the sums of an earlier batch (`None`: the

@@ -119,8 +119,7 @@ def train_step(run, lr=None):
     # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
-    for prepare in run.before_step:  # methods of some models
-        prepare(it)
+    run.before_step(it)  # a method of some models
 
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
     # not masked) in this rank's n micro-batches and those of all other ranks:

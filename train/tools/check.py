@@ -48,7 +48,7 @@ from train.distributed import process_group
 from train.evaluate import evaluate
 from train.robust import run_reporting_errors
 from train.setup import open_data, open_run
-from train.system import REPOSITORY, hook, load_model_type
+from train.system import REPOSITORY, bind_before_step, hook, load_model_type
 from train.train import seed_step, train
 
 # Small and quick; without dropout: the random numbers differ between ranks. dist_timeout: a run
@@ -96,9 +96,10 @@ class Case:
         data = open_data(config, self.run.ranks)
         return data, load_model_type(config.model).build_model(config, data)
 
-    def loss(self, model, batch, seed=1):
-        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. The random
-        number generators are first seeded with `seed`."""
+    def loss(self, model, batch, seed=1, it=0):
+        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. First the
+        methods before_step(it) are called, and the random number generators seeded with `seed`."""
+        bind_before_step(model)(it)
         seed_step(seed, 0, self.run.ranks)
         return model(*batch)
 
@@ -207,9 +208,10 @@ def check_weights(case):
     if data.val is None:
         raise SetupError("no validation data")
     model.load_state_dict(load_checkpoint(case.folder / "first" / "ckpt.pt")["model"])
+    step = case.config.max_iters
+    bind_before_step(model)(step - 1)
     numbers = evaluate(model.eval(), model, data.val, case.config.eval_iters, case.run.ranks,
                        contextlib.nullcontext)
-    step = case.config.max_iters
     compare(numbers["val_loss"], read_log(case, "first")[f"val_loss of step {step}"], TOLERANCE)
     return "ckpt.pt has the logged validation loss"
 
@@ -337,8 +339,7 @@ def check_evaluation(case):
     data, model = case.build(dropout=0.5)
     batch = data.train.get_batch("cpu", 0)
     with torch.no_grad():
-        losses = [case.loss(model.eval(), batch, seed)[0] for seed in (1, 2)]
-    compare(*losses)
+        compare(*(case.loss(model.eval(), batch, seed)[0] for seed in (1, 2)))
     return "no random numbers"
 
 
@@ -463,8 +464,7 @@ def fingerprint(case, changes):
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
         for it in (0, 7):  # later batches depend on buffers
             batch = data.train.get_batch("cpu", it)
-            hook(model, "before_step")(it)
-            loss, sums = case.loss(model.train(), batch)
+            loss, sums = case.loss(model.train(), batch, it=it)
             loss.backward()
             results += [loss.item(), *(t.tolist() for t in (*batch, *sums.values()))]
             for p in (p for p in model.parameters() if p.grad is not None):
@@ -488,12 +488,11 @@ def check_keys(case):
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
     shared = fields(GPTKeys) if isinstance(case.run.raw_model, GPT) else ()
-    changes = {f.name: [{f.name: v} for v in candidates(f, getattr(c, f.name))]
-               for f in (*own, *([] if inherits else shared))
+    changes = {f.name: values for f in (*own, *([] if inherits else shared))
                if hasattr(c, f.name) and c.replace(**OPTIONS).has_effect(f)
-               and f.name not in NO_EFFECT_ON_LOSS}
-    pending = {name for name in changes if changes[name]}
-    n_keys = len(pending)
+               and f.name not in NO_EFFECT_ON_LOSS
+               and (values := [{f.name: v} for v in candidates(f, getattr(c, f.name))])}
+    pending = set(changes)
     for other in [{}, OPTIONS, *(change for f in own for change in changes.get(f.name, ()))]:
         base = fingerprint(case, other) if pending else None
         if base is not None:
@@ -501,7 +500,7 @@ def check_keys(case):
                 fingerprint(case, other | change) == base for change in changes[name])}
     if pending:
         raise AssertionError(f"without effect: {', '.join(sorted(pending))}")
-    return f"each of {n_keys} changes something or is refused"
+    return f"each of {len(changes)} changes something or is refused"
 
 
 # -----------------------------------------------------------------------------
@@ -557,6 +556,7 @@ def check(settings, config):
         case.config = load_config(case.folder / "first" / "config.yaml")
         with (contextlib.redirect_stdout(io.StringIO()), process_group(config) as ranks,
               open_run(case.config, ranks) as case.run):
+            case.run.before_step(0)
             change_weights(case.run.raw_model)
             passed = [print_result(case, name) for name in settings.only or CHECKS]
         return 0 if all(passed) else 1
