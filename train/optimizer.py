@@ -55,15 +55,13 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
     # One group per combination of options: fused kernels work group by group.
     matrices = muon_parameters(model) if muon else set()
     groups = {}
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    own_options = match_lr_groups(lr_groups or {}, model)
-    for name, p in named.items():
+    for name, own in match_lr_groups(lr_groups or {}, model).items():
+        p = model.get_parameter(name)
         # Matrices and embeddings decay; gains of norms and biases have no reason to be small.
         decay = weight_decay if p.dim() >= 2 else 0.0
         options = dict(lr=learning_rate, weight_decay=decay, muon=False)
         if name in matrices:
             options = dict(lr=muon["lr"], weight_decay=muon["weight_decay"], muon=True)
-        own = own_options.get(name, {})
         options["lr"] = scale_rate(options["lr"], own)
         options["weight_decay"] = own.get("weight_decay", options["weight_decay"])
         p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
@@ -99,21 +97,20 @@ def matches(name, pattern):
 
 
 def match_lr_groups(lr_groups, model):
-    """Return {parameter name: options} for the trainable parameters of `model` that match a
-    pattern; if several match, the options of the last one. lr_groups: {pattern: options, or a
-    number, which means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult,
+    """Return {parameter name: options} for all trainable parameters of `model`: the options of the
+    last pattern that matches the name, {} if none does. lr_groups: {pattern: options, or a number,
+    which means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult,
     weight_decay. ConfigError for a pattern that matches no such name, or for an invalid value."""
     allowed = ("learning_rate", "lr_mult", "weight_decay")
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    own_options = {}
+    own_options = {name: {} for name, p in model.named_parameters() if p.requires_grad}
     for pattern, value in lr_groups.items():
-        matching = [n for n in trained if matches(n, pattern)]
+        matching = [n for n in own_options if matches(n, pattern)]
         if not matching:
             hint = "; adapters exist if lora_rank is set" if pattern.startswith("lora_") else ""
             if frozen := [n for n, _ in model.named_parameters() if matches(n, pattern)]:
                 hint = f"; frozen: {', '.join(frozen[:4])}"
             raise ConfigError([f"lr_groups: no trained parameter matches {pattern!r}; names look "
-                               f"like {', '.join(trained[:4])}{hint}"])
+                               f"like {', '.join(list(own_options)[:4])}{hint}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
         if options.keys() - allowed or not all(
                 isinstance(x, (int, float)) and x >= 0 for x in options.values()):
