@@ -278,24 +278,48 @@ def test_every_scalar_sum_of_a_subclass_is_logged(data_dir, tmp_path, monkeypatc
     assert any("val_second_loss" in line for line in lines)
 
 
-def fsdp_with_a_table(options):
-    class TableBlock(gpt.Block):
-        def __init__(self, config, layer):
-            super().__init__(config, layer)
-            self.register_buffer("table", torch.ones(4), persistent=False)
-    config = load_config(None, options)
-    gpt.GPT.block_class = TableBlock
+def share_mlp(model):
+    model.h[1].mlp = model.h[0].mlp
+
+
+def share_embedding(model):
+    model.h[0].attn.q.weight = model.wte_prev.weight
+
+
+def repeat_block(model):
+    model.h[1] = model.h[0]
+
+
+def add_tables(model):
+    for block in model.h:
+        block.register_buffer("table", torch.ones(4), persistent=False)
+
+
+def refusals_of_fsdp(options):
+    """The message for each edit of a model, "opened" if FSDP shards it."""
+    config, build, texts = load_config(None, options), gpt.build_model, []
     with distributed.process_group(config) as ranks:
-        try:
-            with open_run(config, ranks):
-                return "opened"
-        except SetupError as error:
-            return str(error)
+        for edit in (add_tables, share_mlp, share_embedding, repeat_block):
+            def build_model(*args, edit=edit):
+                model = build(*args)
+                edit(model)
+                return model
+            gpt.build_model = build_model
+            try:
+                with open_run(config, ranks):
+                    texts.append("opened")
+            except SetupError as error:
+                texts.append(str(error))
+    return texts
 
 
-def test_fsdp_refuses_a_table_without_values(data_dir, tmp_path):
-    for text in in_ranks(2, fsdp_with_a_table, options(data_dir, tmp_path, distributed="fsdp")):
-        assert "h.0.table, h.1.table have no values" in text and "--distributed ddp" in text
+def test_fsdp_refuses_a_table_without_values_and_parameters_of_two_blocks(data_dir, tmp_path):
+    for table, mlp, wte, block in in_ranks(2, refusals_of_fsdp, options(
+            data_dir, tmp_path, distributed="fsdp", prev_embedding=True)):
+        assert "h.0.table, h.1.table have no values" in table and "--distributed ddp" in table
+        assert "other parts of the model: h.0.mlp.gate.weight and h.1.mlp.gate.weight; " in mlp
+        assert "model: wte_prev.weight and h.0.attn.q.weight; use --distributed ddp" in wte
+        assert block == "opened"
 
 
 # -----------------------------------------------------------------------------

@@ -308,8 +308,8 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     Each block is gathered just before it computes, all other parameters (embedding, head) together:
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Each tensor without values is
     set to initial(name, shape, seed), one at a time, so that no rank holds the entire model.
-    SetupError if initial() returns `None`, for 0-dim parameters, and for non-persistent buffers on
-    the meta device.
+    SetupError if initial() returns `None`, for 0-dim parameters, for parameters that are shared
+    between blocks, and for non-persistent buffers on the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     tensors = model.state_dict()
@@ -319,6 +319,16 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
                          'with device="cpu", or use --distributed ddp')
+    # Possible: a tied head, since neither it nor the embedding is in a block, and repeated blocks.
+    units = {f"{name}.": m for name, m in model.named_modules(remove_duplicate=False)
+             if getattr(m, "is_block", False)}
+    names = {}  # of each parameter, by the block
+    for name, p in model.named_parameters(remove_duplicate=False):
+        unit = next((m for prefix, m in units.items() if name.startswith(prefix)), model)
+        names.setdefault(p, {}).setdefault(unit, name)
+    if shared := [" and ".join(by_unit.values()) for by_unit in names.values() if len(by_unit) > 1]:
+        raise SetupError("FSDP cannot shard parameters that a block shares with other parts of the "
+                         f"model: {'; '.join(shared[:4])}; use --distributed ddp")
     mesh = build_mesh(ranks, replica_size or ranks.world_size)
     param_dtype = dtype if dtype == torch.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
@@ -331,8 +341,7 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     tensors = model.state_dict()
     unknown = set()
     for name in empty:
-        value = initial(name, tensors[name].shape, seed)
-        if value is not None:
+        if (value := initial(name, tensors[name].shape, seed)) is not None:
             assign(tensors[name], value)
             continue
         usual = ("normal(name, shape, 0.02, seed)" if tensors[name].dim() > 1 else
