@@ -123,6 +123,17 @@ def test_a_shared_tensor_has_the_initial_values_of_its_last_name():
         check_initial(case)
 
 
+def test_tokens_have_ends_of_text(tmp_path):
+    from train.tools.check import Case
+    case = Case(None, tmp_path)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=256, block_size=128))
+    case.run = SimpleNamespace(raw_model=model, data=Data(None, None, dict(eot_token=255)))
+    for rows in (1, 2):
+        ends = (case.tokens(rows) == 255).sum(1)
+        assert (ends >= 1).all() and (ends <= 6).all()
+    assert torch.equal(case.tokens(2), case.tokens(2))
+
+
 class Clock(torch.nn.Module):
     """A submodule whose before_step() sets what the forward pass needs."""
     it = None

@@ -105,10 +105,11 @@ class Case:
 
     def tokens(self, rows):
         """Return random token ids, int64 (rows, T), T = min(24, block_size), the same at each call.
-        """
+        About every eighth one is the end of a text (0 if the data has no such id)."""
         c = self.run.raw_model.config
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
+        tokens = torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
+        return tokens.masked_fill(tokens % 8 == 0, self.run.data.spec.get("eot_token") or 0)
 
 
 def compare(actual, expected, tolerance=0.0):
@@ -420,12 +421,11 @@ def check_flops(case):
 
 
 def check_export(case):
-    export = str(case.folder / "export")
-    checkpoint = case.folder / "changed.pt"
+    export, checkpoint = (str(case.folder / name) for name in ("export", "changed.pt"))
     save_checkpoint(checkpoint, load_checkpoint(case.folder / "first" / "ckpt.pt")
                     | dict(model=case.run.raw_model.state_dict()))
     with contextlib.redirect_stderr(io.StringIO()) as message:
-        if convert(["--ckpt", str(checkpoint), "--to", export]):
+        if convert(["--ckpt", checkpoint, "--to", export]):
             return f"refused: {message.getvalue()}"
     transformers = require("transformers", "this check")
     idx = case.tokens(rows=1)
