@@ -162,6 +162,19 @@ def test_before_step_is_called_as_in_a_run(data_dir, monkeypatch, capfd):
     assert not failed and capfd.readouterr().out.count("ok  ") == len(names)
 
 
+def test_choices_are_repeated_in_the_dimension_in_which_they_were_made():
+    from train.tools.check import FixedChoices
+    x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    with FixedChoices() as fixed:
+        for y in (x, -x):  # whose own choices are others
+            fixed.n_used = 0
+            chosen = (torch.topk(y, 2, 1), y.topk(2, dim=0, largest=False),
+                      torch.topk(input=y, k=2), y.topk(2, -2, sorted=False))
+    for dim, (values, index) in zip((1, 0, 2, 1), chosen):
+        assert torch.equal(values, (-x).gather(dim, index))
+    assert torch.equal(chosen[0].indices, x.topk(2, dim=1).indices)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_unedited_repository_passes(model, folder):
     """All checks of a GPT, and the quick ones of the other model types (all with -m slow)."""

@@ -243,7 +243,7 @@ class FixedChoices(TorchFunctionMode):
     """Context manager that repeats the choices of torch.topk and Tensor.topk, because different
     choices would make the loss jump. The n-th call in each pass of a model returns the current
     values at the indices that the n-th call in the first pass chose. Attribute n_used: number of
-    calls in this pass; set it to 0 before each pass. Only for the last dimension."""
+    calls in this pass; set it to 0 before each pass."""
 
     def __init__(self):
         super().__init__()
@@ -251,12 +251,14 @@ class FixedChoices(TorchFunctionMode):
         self.n_used = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        def repeat(input, k, dim=-1, *_, **__):  # the signature of torch.topk
+            return torch.return_types.topk((input.gather(dim, index), index))
         out = func(*args, **kwargs or {})
         if func not in (torch.topk, torch.Tensor.topk):
             return out
         self.n_used += 1
         index = self.choices.setdefault(self.n_used, out.indices)
-        return torch.return_types.topk((args[0].gather(-1, index), index))
+        return repeat(*args, **kwargs or {})
 
 
 def check_gradients(case):
@@ -366,11 +368,8 @@ def check_decoding(case):
         packed = replace_linear_layers(copy.deepcopy(model))
         logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed, idx)}
         with torch.compiler.set_stance("force_eager"):  # the code of --compile, not compiled
-            try:
+            with contextlib.suppress(ValueError):  # refused
                 decoder = compile_decoder(packed)
-            except ValueError:  # not of every model
-                decoder = None
-            if decoder:
                 logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
     # The forms of attention scores in ops.py: of all queries, of one, and of bfloat16 on a CPU.
