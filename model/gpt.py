@@ -381,7 +381,7 @@ class GPT(nn.Module):
                      self.ropes[:, :, positions]).to(x).unbind()
         for block in self.h:
             x = block(x, ropes, cache, mask)
-        if cache is not None and not cache.is_used:  # each token would be the first of a text
+        if cache is not None and not cache.used:  # each token would be the first of a text
             raise ValueError("no block uses the key-value cache: the model cannot generate text")
         return self.ln_f(x)
 

@@ -257,6 +257,42 @@ def test_a_block_that_ignores_the_cache_generates_nothing(monkeypatch):
                 model(torch.zeros(1, 1, dtype=torch.int64), cache=rows)
 
 
+class Shared(gpt.GPT):
+    """A GPT whose blocks each run twice, as in ALBERT."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        blocks = list(self.h)
+        self.h.__class__ = type("Twice", (torch.nn.ModuleList,), dict(
+            __iter__=lambda self: iter([*blocks, *blocks])))
+
+
+@pytest.mark.parametrize("key_offset", [False, True])
+@torch.no_grad()
+def test_a_block_that_runs_twice_needs_two_places_of_the_cache(key_offset):
+    """The keys of the second run would replace those of the first."""
+    model = Shared(gpt.GPTConfig(**SHAPE, key_offset=key_offset)).eval()
+    idx, _ = masked_batch()
+    cache = create_cache(model, 2)
+    for rows in (cache, cache[:1]):
+        with pytest.raises(ValueError, match="block 0 runs twice in a pass"):
+            model(idx[:len(rows.lengths), :3], cache=rows)
+    with pytest.raises(ValueError, match="block 0 runs twice in a pass"):
+        compile_decoder(model)
+
+    # as the message says
+    model.config.n_layer = 4
+    n_runs = iter(range(1000))
+    for block in list(model.h)[:2]:
+        block.attn.register_forward_pre_hook(
+            lambda attn, _: setattr(attn, "layer", next(n_runs) % 4))
+    cache = create_cache(model, 2)
+    logits = [model(part, cache=cache) for part in idx[:2].split([3] + [1] * 5 + [8], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(idx[:2]), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="--compile: expected a plain GPT"):
+        compile_decoder(model)
+
+
 def test_only_blocks_with_attention_are_compiled_for_decoding():
     class Recurrence(gpt.Block):
         def __init__(self, config, layer):

@@ -87,7 +87,7 @@ class KVCache:
         self.n_visible = longest + T
         if self.n_visible > size:
             raise ValueError(f"{self.n_visible} tokens exceed the context of this model, {size}")
-        self.is_used = False
+        self.used = set()  # layers that have stored the keys of this pass
         self.mask = None
         first = self.device_lengths[:, None]  # (B, 1)
         if self.same_length:
@@ -126,8 +126,13 @@ class KVCache:
         layer with index `layer`. G: heads of keys and values, D: head size. Return (k, v, mask):
         all keys and values (B, G, S, D) of the layer in the order of the text, where S is the
         length of the longest row; mask (B, 1, 1, S) bool, true for the keys that exist in the row,
-        or `None` if all rows have the same length."""
-        self.is_used = True
+        or `None` if all rows have the same length. Raises ValueError for a second call in a
+        forward pass with the same layer, whose keys would replace those of the first."""
+        if layer in self.used:
+            raise ValueError(f"block {layer} runs twice in a pass, but the key-value cache has one "
+                             "place for it; for shared blocks, count every run in n_layer and set "
+                             "block.attn.layer to the number of the run")
+        self.used.add(layer)
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:
                 cached[:, :, self.slots] = new

@@ -24,13 +24,16 @@ def compile_decoder(model):
     device = model.wte.weight.device
     is_plain = all(getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
                    and not block.attn.window for block in model.h)
+    is_plain = is_plain and len(model.h) == model.config.n_layer  # each block runs once
     # One graph computes all layers.
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
                          "positions in every layer; remove the option")
-    decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with torch.no_grad():
-        decoder(torch.zeros(1, 1, dtype=torch.int64, device=device), create_cache(model, 1))
+        model(idx, cache=create_cache(model, 1))  # for errors of the cache, which a graph hides
+        decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))
+        decoder(idx, create_cache(model, 1))
     return decoder
 
 
@@ -96,7 +99,7 @@ class SingleTokenCache:
     token before), the tensor is (2, 1, G, 2, D): it also has the unchanged key of the token, for
     the slot behind the token.
     """
-    is_used = True  # by blocks that compile_decoder() accepts
+    used = True  # by blocks that compile_decoder() accepts
 
     def __init__(self, kv, slot, mask, start=None):
         self.kv = kv
