@@ -1,6 +1,7 @@
 """Edits that a fork makes: each is made in one place, and everything else follows or is refused."""
 
 import ast
+import copy
 import functools
 import math
 import shutil
@@ -20,6 +21,8 @@ from model.core import formulas, ops
 from model.core.init import fill, normal
 from model.core.kv_cache import create_cache
 from model.core.load import load_model
+from model.core.ops import fused_linear
+from model.core.packed import replace_linear_layers
 from model.memory import MemoryConfig, MemoryGPT
 from model.sample.compiled import compile_decoder
 from train import distributed
@@ -291,6 +294,38 @@ def test_a_block_that_runs_twice_needs_two_places_of_the_cache(key_offset):
     torch.testing.assert_close(torch.cat(logits, dim=1), model(idx[:2]), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="--compile: expected a plain GPT"):
         compile_decoder(model)
+
+
+PROJECTIONS = {  # edits of the projections in Attention.forward
+    "another input of v": lambda x, q, k, v: torch.cat((q(x), k(x), v(x.roll(1, -1))), -1),
+    "q and k together": lambda x, q, k, v: torch.cat((fused_linear(x, q, k), v(-x)), -1),
+    "another order": lambda x, q, k, v: fused_linear(x, k, q, v),
+    "another size": lambda x, q, k, v: torch.cat((q(x), k(x), v(x[..., :8])), -1),
+    "another bias": fused_linear}
+
+
+@pytest.mark.parametrize("edit", PROJECTIONS)
+@torch.no_grad()
+def test_projections_with_different_inputs_are_decoded(edit, monkeypatch):
+    """For decoding they are one layer."""
+    model = gpt.GPT(gpt.GPTConfig(**SHAPE)).eval()
+    for attn in [block.attn for block in model.h]:
+        if edit == "another size":
+            attn.v = torch.nn.Linear(8, 32, bias=False)
+        if edit == "another bias":
+            attn.v.bias = torch.nn.Parameter(torch.randn(32))
+    monkeypatch.setattr(ops, "fused_linear", PROJECTIONS[edit])
+    idx, _ = masked_batch()
+    expected = model(idx)
+    torch.testing.assert_close(torch.cat([model(row) for row in idx.split(1)]), expected)
+    packed = replace_linear_layers(copy.deepcopy(model))
+    torch.testing.assert_close(packed(idx), expected)
+    with torch.compiler.set_stance("force_eager"):
+        decoder = compile_decoder(model)
+        cache = create_cache(decoder, 1)
+        logits = [decoder(part, cache=cache, last_only=False)
+                  for part in idx[:1].split([3] + [1] * 13, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected[:1], atol=1e-5, rtol=1e-4)
 
 
 def test_only_blocks_with_attention_are_compiled_for_decoding():

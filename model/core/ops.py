@@ -235,11 +235,14 @@ def apply_dropout(x, p, training=True):
 def fused_linear(x, *layers):
     """Apply several linear layers to the same input x (..., C). Return the outputs, concatenated
     along the last dimension. layers: nn.Linear modules; for many tokens they are computed by one
-    matrix product. In a model for decoding, layers[0] is a ConcatLinear (model/core/packed.py) that
-    computes all outputs alone, and the others are ignored."""
-    if hasattr(layers[0], "sizes"):
-        return layers[0](x)
-    is_plain = all(type(layer).forward is nn.Linear.forward for layer in layers)
+    matrix product. In a model for decoding, all parts of a ConcatLinear (model/core/packed.py) are
+    computed by it."""
+    whole = getattr(layers[0], "whole", None)
+    if whole and len(layers) == len(whole.parts) and all(
+            layer is part for layer, part in zip(layers, whole.parts)):
+        return whole(x)
+    is_plain = all(type(layer).forward is nn.Linear.forward
+                   and (layer.bias is None) == (layers[0].bias is None) for layer in layers)
     if not is_plain or x.numel() <= 64 * x.size(-1):
         return torch.cat([layer(x) for layer in layers], dim=-1)
     kind = "cpu" if x.is_meta else x.device.type

@@ -15,7 +15,8 @@ class ConcatLinear(nn.Module):
     """Base class of layers for decoding that compute several linear layers with the same input as
     one: x (..., K) -> (..., N), the concatenated outputs. layers: nn.Linear, LoRALinear, or
     nn.Embedding as a tied output layer; either all or none have a bias. Attributes: sizes, a list
-    of the number of outputs of each layer (N in total); bias (N,) or `None`. The constructor calls
+    of the number of outputs of each layer (N in total); bias (N,) or `None`; parts, the
+    PartOfLinear of each layer, in a list that replace_linear_layers() sets. The constructor calls
     store(weight) with the concatenated weight (N, K). A subclass must define store() and
     forward(x)."""
 
@@ -26,6 +27,20 @@ class ConcatLinear(nn.Module):
         biases = [getattr(layer, "bias", None) for layer in layers]
         self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         self.store(torch.cat(weights))
+
+
+class PartOfLinear(nn.Module):
+    """The layer with index `index` of `whole`, a ConcatLinear. forward(x) computes all layers and
+    returns the outputs of this one. If all have the same input, fused_linear() of model/core/ops.py
+    calls `whole` once instead."""
+
+    def __init__(self, whole, index):
+        super().__init__()
+        self.whole = whole
+        self.index = index
+
+    def forward(self, x):
+        return self.whole(x).split(self.whole.sizes, dim=-1)[self.index]
 
 
 class PackedLinear(ConcatLinear):
@@ -56,17 +71,18 @@ class PackedLinear(ConcatLinear):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Convert `model`, a GPT, for decoding, in place: replace every linear layer by
-    linear_class(layer), and the layers q, k, v of each attention by one layer linear_class(q, k,
-    v), which is then named q (k and v are `None`). If the embedding is tied, a converted copy of it
+    linear_class(layer), and the layers q, k, v of each attention, if their shapes permit it, by
+    the parts of one layer linear_class(q, k, v). If the embedding is tied, a converted copy of it
     becomes lm_head. linear_class: a subclass of ConcatLinear. Return the model, which can no longer
     be trained. The experts of a mixture are not nn.Linear, and are not changed."""
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:
         layers = [getattr(module, name, None) for name in "qkv"]
-        if all(map(is_linear, layers)):  # computed by model.core.ops.fused_linear
-            module.q = linear_class(*layers)
-            module.k = module.v = None
+        if (all(map(is_linear, layers))
+                and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1):
+            whole = linear_class(*layers)
+            whole.parts = module.q, module.k, module.v = [PartOfLinear(whole, i) for i in range(3)]
         for name, child in module.named_children():
             if is_linear(child):
                 setattr(module, name, linear_class(child))
