@@ -193,6 +193,12 @@ def test_the_unedited_repository_passes_all_checks(model, folder):
     assert code == 0 and len(statuses) == 14, output
 
 
+BIAS = "model/core/ops.py", "    if T == 1 and not dropout:\n"
+COLUMNS = "    i, j = torch.arange(S - T, S)[:, None], torch.arange(S)\n"
+SCORES = ("    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))\n"
+          "    mask = (i >= j) if mask is None else mask\n"
+          "    scores = (q @ k.mT * q.size(-1) ** -0.5 + bias).masked_fill(~mask, -math.inf)\n"
+          "    return scores.softmax(-1).to(v.dtype) @ v\n" + BIAS[1])
 # name: (file, text, edited text, check that differs, arguments)
 FAULTS = {
     "a window that decoding does not have": (
@@ -205,6 +211,11 @@ FAULTS = {
     "other attention scores in bfloat16": (
         "model/core/ops.py", "(q * D ** -0.5, k, v))", "(q * D ** -0.25, k, v))",
         "decoding", ()),
+    "a bias by columns, of which each text has others in a row (ALiBi)": (
+        *BIAS, COLUMNS + "    bias = 0.5 * (j - i)\n" + SCORES, "decoding", ()),
+    "a bias by columns that counts from the longest row (T5)": (
+        *BIAS, COLUMNS + "    bias = -(i - j).clamp(min=0).log1p()\n" + SCORES, "decoding",
+        ("--layer_types", "W", "--window", "64")),  # without --compile, which would find it
     "single tokens that are stored elsewhere with --compile": (
         "model/sample/compiled.py", "slots[:, None] == self.slot", "slots[:, None] > self.slot",
         "decoding", ()),
@@ -280,6 +291,9 @@ FAULTS = {
     "an optimizer that is not resumed": (
         "train/checkpoint.py", '\n    fill(own, state, ranks, shards, "optimizer.state.")', "",
         "resume", ())}
+FORMS = {  # whose logits differ
+    "a bias by columns, of which each text has others in a row (ALiBi)": "rows of GRPO",
+    "a bias by columns that counts from the longest row (T5)": "ragged rows"}
 # Edits that are needed besides, for the fault to have an effect.
 BESIDES = {
     "blocks that each rank skips at random": [(
@@ -332,6 +346,7 @@ def test_a_silent_fault_of_a_fork_is_found(fault, folder, repository):
             file.write_text(file.read_text().replace(old, new))
         code, statuses, output = check(folder, "gpt", "--only", name, *args, cwd=repository)
         assert code == 1 and statuses == {name: "differs"}, output
+        assert FORMS.get(fault, "") in output
         if fault == "random numbers in the forward pass":
             assert "random numbers in the training loss?" in output
         if fault == "a parameter that is not used":  # a refusal is shown from its beginning

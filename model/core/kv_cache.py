@@ -96,8 +96,7 @@ class KVCache:
         else:
             self.row_numbers = torch.arange(len(lengths), device=first.device)
             self.slots = self.device_lengths.clone()
-            visible = torch.arange(self.n_visible, device=first.device) <= first  # (B, S)
-            self.mask = visible[:, None, None]
+            self.mask = (torch.arange(self.n_visible, device=first.device) <= first)[:, None, None]
         positions = first + torch.arange(T, device=first.device)
         self.lengths += T
         self.device_lengths += T
@@ -129,9 +128,8 @@ class KVCache:
         or `None` if all rows have the same length. Raises ValueError for a second call in a
         forward pass with the same layer, whose keys would replace those of the first."""
         if layer in self.used:
-            raise ValueError(f"block {layer} runs twice in a pass, but the key-value cache has one "
-                             "place for it; for shared blocks, count every run in n_layer and set "
-                             "block.attn.layer to the number of the run")
+            raise ValueError(f"block {layer} runs twice in a pass, and the cache has one place for "
+                             "it; count each run in n_layer and set block.attn.layer to its number")
         self.used.add(layer)
         for cached, new in zip(self.kv[layer], (k, v)):
             if self.same_length:

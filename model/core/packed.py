@@ -36,8 +36,7 @@ class PartOfLinear(nn.Module):
 
     def __init__(self, whole, index):
         super().__init__()
-        self.whole = whole
-        self.index = index
+        self.whole, self.index = whole, index
 
     def forward(self, x):
         return self.whole(x).split(self.whole.sizes, dim=-1)[self.index]
@@ -78,10 +77,9 @@ def replace_linear_layers(model, linear_class=PackedLinear):
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:
-        layers = [getattr(module, name, None) for name in "qkv"]
-        if (all(map(is_linear, layers))
-                and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1):
-            whole = linear_class(*layers)
+        qkv = [getattr(module, name, None) for name in "qkv"]
+        if all(map(is_linear, qkv)) and len({(m.in_features, m.bias is None) for m in qkv}) == 1:
+            whole = linear_class(*qkv)
             whole.parts = module.q, module.k, module.v = [PartOfLinear(whole, i) for i in range(3)]
         for name, child in module.named_children():
             if is_linear(child):

@@ -21,15 +21,14 @@ def compile_decoder(model):
     ten seconds. The linear layers and blocks of `model` are replaced in place; it can no longer be
     trained. Raises ValueError for a model that is not a plain GPT with full attention, and the
     exceptions of torch.compile."""
-    device = model.wte.weight.device
-    is_plain = all(getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
-                   and not block.attn.window for block in model.h)
-    is_plain = is_plain and len(model.h) == model.config.n_layer  # each block runs once
-    # One graph computes all layers.
+    # One graph computes all layers, each block once.
+    is_plain = len(model.h) == model.config.n_layer and all(
+        getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
+        and not block.attn.window for block in model.h)
     if not is_plain or len({block.attn.rope_index for block in model.h}) > 1:
         raise ValueError("--compile: expected a plain GPT with full attention and the same "
                          "positions in every layer; remove the option")
-    idx = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=model.wte.weight.device)
     with torch.no_grad():
         model(idx, cache=create_cache(model, 1))  # for errors of the cache, which a graph hides
         decoder = CompiledDecoder(replace_linear_layers(model, ReductionLinear))

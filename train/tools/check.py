@@ -192,10 +192,9 @@ def check_resume(case):
         raise SetupError("no validation data: the run is killed at an evaluation")
     train_in_process(case, "resumed", killed_at=KILLED_AT)
     train_in_process(case, "resumed", resume="must")
-    first, resumed = (load_checkpoint(case.folder / name / "ckpt.pt")
-                      for name in ("first", "resumed"))
+    states = [load_checkpoint(case.folder / name / "ckpt.pt") for name in ("resumed", "first")]
     for part in ("model", "optimizer"):  # a difference: state outside the state_dict?
-        compare(dict(named_tensors(resumed[part])), dict(named_tensors(first[part])))
+        compare(*(dict(named_tensors(state[part])) for state in states))
     compare(read_log(case, "resumed"), read_log(case, "first"))
     return f"killed at step {KILLED_AT}; weights, optimizer and log equal to the bit"
 
@@ -347,38 +346,53 @@ def check_evaluation(case):
 
 
 def check_decoding(case):
-    def decode(model, idx):  # a prompt, then single tokens
-        cache = create_cache(model, len(idx))
-        parts = idx.split([T // 2] + [1] * (T - T // 2), dim=1)
-        return torch.cat([model(part, cache=cache, last_only=False) for part in parts], dim=1)
+    """Compare the logits of a forward pass with those of every form of decoding: with a cache, in
+    rows of equal and of different lengths, with packed layers, compiled, and those of two answers
+    that are packed into one row, as in GRPO, where a token is not at the column of its position.
+    Return a text for the report. Raises AssertionError if the check fails; SetupError if the model
+    is not a GPT, or if it refuses a cache."""
+    def decode(model, *lengths):  # a prompt of this length for each row, then single tokens
+        cache, logits = create_cache(model, len(lengths)), full.clone()
+        for i, n in enumerate(lengths):
+            logits[i:i + 1, :n] = model(idx[i:i + 1, :n], cache=cache[i:i + 1], last_only=False)
+        for columns in torch.tensor(lengths) + torch.arange(T - max(lengths))[:, None]:
+            place = torch.arange(len(lengths)), columns
+            logits[place] = model(idx[place][:, None], cache=cache, last_only=False)[:, 0]
+        return logits
     model = copy.deepcopy(case.run.raw_model).eval()
     if not isinstance(model, GPT):
         raise SetupError("not a GPT")
-    for name, p in model.named_parameters():
-        if name.endswith("attn.q.weight"):  # with small scores, an edit of them changes little
-            p.data.mul_(SCORE_FACTOR)
+    # With small scores, an edit of them changes little.
+    for p in (p for name, p in model.named_parameters() if name.endswith("attn.q.weight")):
+        p.data.mul_(SCORE_FACTOR)
     idx = case.tokens(rows=2)
     T = idx.size(1)
+    # Windows count places in a row.
+    n = min(T, *(block.attn.window or T for block in model.h))
+    part = (torch.arange(n)[None] // max(1, n // 3)).clamp(max=2)  # (1, n): a prompt, two answers
+    idx[1, :n // 3] = idx[0, :n // 3]
     with torch.no_grad():
         full = model(idx)
         try:
-            cached = decode(model, idx)
+            logits = {"cached": decode(model, T // 2, T // 2)}
         except ValueError as error:
             raise SetupError(f"refused: {error}") from None
+        with contextlib.suppress(ValueError):  # an edit may refuse these
+            logits["ragged rows"] = decode(model, T // 2, T // 4)
+        with contextlib.suppress(ValueError):
+            place = part // 2, torch.arange(n) - n // 3 * (part == 2)  # rows and columns of idx
+            mask = ((part.mT == part) | (part == 0)).tril()[None, None]
+            x = model.trunk(idx[place], None, mask, place[1], ops.histories(idx)[place])
+            logits["rows of GRPO"] = full.index_put(place, model.logits(x))
         packed = replace_linear_layers(copy.deepcopy(model))
-        logits = {"cached": cached, "packed": packed(idx), "packed, cached": decode(packed, idx)}
-        with torch.compiler.set_stance("force_eager"):  # the code of --compile, not compiled
-            with contextlib.suppress(ValueError):  # refused
-                decoder = compile_decoder(packed)
-                logits["compiled"] = torch.cat([decode(decoder, row) for row in idx.split(1)])
+        logits |= {"packed": packed(idx), "packed, cached": decode(packed, T // 2)}
+        # The code of --compile, not compiled; some models are refused.
+        with torch.compiler.set_stance("force_eager"), contextlib.suppress(ValueError):
+            logits["compiled"] = decode(compile_decoder(packed), T // 2)
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
-    # The forms of attention scores in ops.py: of all queries, of one, and of bfloat16 on a CPU.
-    q, k, v = 2 * torch.randn(3, 1, 1, T, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = ops.attend(q.float(), k.float(), v.float())
-    one = [ops.attend(q[:, :, i:i + 1].float(), k[:, :, :i + 1].float(), v[:, :, :i + 1].float())
-           for i in range(T)]
-    compare(torch.cat(one, dim=2), expected, LOGIT_TOLERANCE)
-    compare(ops.attend(q, k, v), expected, BFLOAT16_TOLERANCE)
+    # One more form of attention scores in ops.py: that of bfloat16 on a CPU.
+    qkv = 2 * torch.randn(3, 1, 1, T, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    compare(ops.attend(*qkv), ops.attend(*qkv.float()), BFLOAT16_TOLERANCE)
     return f"equal logits: {'; '.join(logits)}"
 
 
@@ -443,10 +457,8 @@ def candidates(field, value):
     the opposite of a bool, or larger and smaller numbers; [] for other types. field: the dataclass
     field of the key, with limits that may refuse some of the values."""
     kind = base_type(field.type)
-    values = field.metadata.get("choices", ())
-    if kind is bool:
-        values = (not value,)
-    elif kind is int:
+    values = field.metadata.get("choices", (False, True) if kind is bool else ())
+    if kind is int:
         values = ((value or 2) * 2, (value or 2) // 2, 1, 4)
     elif kind is float:
         values = ((value or 0.25) * 2, (value or 0.5) / 2)
@@ -486,11 +498,11 @@ def check_keys(case):
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
-    shared = fields(GPTKeys) if isinstance(case.run.raw_model, GPT) else ()
-    changes = {f.name: values for f in (*own, *([] if inherits else shared))
+    shared = fields(GPTKeys) if isinstance(case.run.raw_model, GPT) and not inherits else ()
+    changes = {f.name: [{f.name: v} for v in values] for f in (*own, *shared)
                if hasattr(c, f.name) and c.replace(**OPTIONS).has_effect(f)
                and f.name not in NO_EFFECT_ON_LOSS
-               and (values := [{f.name: v} for v in candidates(f, getattr(c, f.name))])}
+               and (values := candidates(f, getattr(c, f.name)))}
     pending = set(changes)
     for other in [{}, OPTIONS, *(change for f in own for change in changes.get(f.name, ()))]:
         base = fingerprint(case, other) if pending else None
@@ -530,10 +542,9 @@ def print_result(case, name):
     except (ConfigError, DataError, SetupError) as reason:  # or a refused run
         status, text = "not applicable", reason
     except Exception as error:
-        status = "differs"
-        text = f"{type(error).__name__}: {error}".removeprefix("AssertionError: ")
+        status, text = "differs", f"{type(error).__name__}: {error}"
     # Not sys.stdout, which is redirected.
-    reason = " ".join(str(text).split())[:MAX_REASON_CHARS]
+    reason = " ".join(str(text).removeprefix("AssertionError: ").split())[:MAX_REASON_CHARS]
     print(f"{status:14}  {name}: {reason}", file=sys.__stdout__, flush=True)
     return status != "differs"
 
