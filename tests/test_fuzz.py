@@ -66,8 +66,8 @@ READ = {  # kind: (files of it that are mutated, commands that read them; {} is 
                [run_of("classifier")]),
     "features": (["meta.json", "train_a.npy", "val_target.npy"], [run_of("autoencoder")]),
     "records": (["a.jsonl", "a.json", "a.csv"], [
-        [f"data.{name}", "{}/FILE", "--out", "{}/out", "--force"]
-        for name in ("prepare", "chat", "labels")]),
+        [f"data.prepare{name}", "{}/FILE", "--out", "{}/out", "--force"]
+        for name in ("", ".chat", ".labels")]),
     "array": (["a.npy"], [["data.prepare.features", "{}/a.npy", "--out", "{}/out"]]),
     "ranks": (["tokenizer.tiktoken"], [["data.prepare", "{}/a.txt", "--out", "{}/out",
                                         "--tokenizer", "{}/tokenizer.tiktoken"]]),
