@@ -28,7 +28,7 @@ from model.gpt import GPT, GPTConfig
 from train import checkpoint, distributed, logger, setup
 from train import device as devices
 from train import train as train_module
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import CheckpointError, ConfigError, SetupError
 from train.base.keys import GPTKeys
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
@@ -803,6 +803,32 @@ def test_resume_never_killed_during_start_up_spares_the_old_run(tmp_path, data_d
     restarted(monkeypatch, 2)  # and from here on the job is its own past
     assert go(data_dir, tmp_path, resume="never", max_iters=4)["iter_num"] == 4
     assert not (tmp_path / "old_2").exists()
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(data_dir="tests/model"), dict(early_stopping_metric="val_x"), dict(lr_groups='{"*": 0}')])
+def test_a_refused_run_changes_no_file_of_a_finished_one(tmp_path, data_dir, wrong):
+    """out_dir is also as it was after --resume auto."""
+    go(data_dir, tmp_path, max_iters=1)
+
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = contents()
+    for resume in ("never", "auto"):
+        refused(**dict(data_dir=data_dir, out_dir=tmp_path, resume=resume, allow_change="all")
+                | wrong)
+        assert contents() == before
+
+
+def test_a_restart_after_a_refused_attempt_spares_the_old_run(tmp_path, data_dir, monkeypatch):
+    """The job before had the same --rdzv_id, and the first attempt of this one was refused."""
+    restarted(monkeypatch, 0)
+    go(data_dir, tmp_path, max_iters=3)
+    with pytest.raises(SetupError):
+        go(data_dir, tmp_path, resume="never", early_stopping_metric="val_x")
+    restarted(monkeypatch, 1)
+    assert go(data_dir, tmp_path, resume="never", max_iters=2)["iter_num"] == 2
+    assert (tmp_path / "old_1" / "ckpt.pt").exists()
 
 
 def test_a_restart_reads_the_file_that_no_attempt_has_read(tmp_path, data_dir, monkeypatch):

@@ -24,8 +24,7 @@ from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
 from train.base.errors import BadNumbers, CheckpointError, SetupError
 from train.base.fields import fields_by_name
-from train.base.files import write_text
-from train.base.run_folder import RUN_FILES, find_newest_checkpoint, move_files, restarted_job
+from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, input_files
@@ -151,7 +150,7 @@ def find_checkpoint(config, log, damaged=()):
     `None`) to start from scratch. state, shards: as returned by open_checkpoint(). config.resume is
         auto    the newest checkpoint in out_dir, if any
         must    the same; CheckpointError if there is none
-        never   no checkpoint; files of an earlier run in out_dir are moved to a subfolder
+        never   no checkpoint; RunFolder.take() moves files of an earlier run to a subfolder
         a path  this checkpoint, a file or a folder with ckpt.pt
     After a restart by torchrun, the newest checkpoint in out_dir takes precedence in all four
     cases.
@@ -160,7 +159,7 @@ def find_checkpoint(config, log, damaged=()):
     To be called on rank 0 only. Raises CheckpointError.
     """
     folder = config.out_dir
-    job, restarted = restarted_job(folder)
+    restarted = restarted_job(folder)[1]
     state = path = shards = None
     if config.resume in ("auto", "must") or restarted:
         state, path, shards = find_newest_checkpoint(folder, log, damaged)
@@ -174,16 +173,12 @@ def find_checkpoint(config, log, damaged=()):
         if inside:
             raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
                                   "files of out_dir; choose another --out_dir")
-        if names := [name for name in os.listdir(folder) if name.startswith(RUN_FILES)]:
-            log(f"--resume never: moved the files in {folder} to {move_files(folder, names)}")
     if state is None and config.resume_file:
         inside = os.path.join(config.resume, "ckpt.pt")
         path = inside if os.path.isfile(inside) else config.resume
         if path in damaged:
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)
-    if job:
-        write_text(os.path.join(folder, ".job"), job)
     return state, path, shards
 
 

@@ -46,6 +46,7 @@ class Logger:
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
+        self.held = None        # lines for train.log that start() writes; `None`: written at once
         self.first_iter = 0     # where this part of the run starts
         self.evaluated = False  # whether the evaluation at first_iter is in metrics.jsonl already
         self.console = Console(sys.stdout)
@@ -74,7 +75,8 @@ class Logger:
         unchanged)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-            self.log_file.write(stamp + printable(text).replace("\n", f"\n{stamp}"))
+            add = self.log_file.write if self.held is None else self.held.append
+            add(stamp + printable(text).replace("\n", f"\n{stamp}"))
             self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
@@ -115,14 +117,18 @@ class Logger:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Prepare the log for a run that starts at step `iter`: remove the numbers of steps that
-        will be repeated from metrics.jsonl, and open the trackers. If nothing is complete yet (iter
-        0 and not `evaluated`), metrics.jsonl is renamed to metrics.jsonl.old instead.
+        """Prepare the log for a run that starts at step `iter`: write the held lines to train.log,
+        remove the numbers of steps that will be repeated from metrics.jsonl, and open the trackers.
+        If nothing is complete yet (iter 0 and not `evaluated`), metrics.jsonl is renamed to
+        metrics.jsonl.old instead.
 
         Step k is logged as iter k when it is complete, so lines with a number below `iter` stay.
         The evaluation with the number `iter` precedes that step: it stays if `evaluated`, i.e. if
         the run has completed it.
         """
+        held, self.held = self.held, None
+        for line in held or ():
+            self.log_file.write(line)
         self.first_iter = iter
         self.evaluated = evaluated
         path = self.metrics.path

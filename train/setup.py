@@ -131,9 +131,8 @@ class Run:
 
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
-        Check that the checkpoint fits it. Only then open the log, so that no file is written into a
-        folder that cannot be used. stack: an ExitStack; when it is closed, saves are completed and
-        the log is closed. Raises CheckpointError, SetupError."""
+        Check that the checkpoint fits it, then open the log. stack: an ExitStack; when it is
+        closed, saves are completed and the log is closed. Raises CheckpointError, SetupError."""
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -186,15 +185,14 @@ class Run:
         return model.to(self.ranks.device)
 
     def open_log(self, precision):
-        """Open and return the Logger of the run. Log the start-up lines, and write config.yaml and
-        training_args.json. precision: text about dtype and compiling, for a start-up line."""
+        """Open and return the Logger of the run, and log the start-up lines; take_folder() creates
+        the files. precision: text about dtype and compiling, for a start-up line."""
         c = self.config
         ranks = self.ranks
         machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
         log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
                             config=asdict(c), system_info=machine)
-        if log.writes_files:
-            log.describe_run(to_yaml(c), asdict(c), machine)
+        log.held = [] if log.writes_files else None
         for text in self.notes:  # which the console has
             log.write(text)
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
@@ -292,20 +290,27 @@ class Run:
             self.order_buckets(p.iter_num)
 
     def take_folder(self):
-        """Prepare the files in out_dir for this run. Lines in metrics.jsonl about steps that will
-        be repeated are removed. After --resume FILE, later checkpoints are moved to a subfolder
-        and, if no ckpt_best.pt is left, the best metric is reset. To be called after all checks
-        that could end the run. All ranks must call."""
+        """Prepare the files in out_dir for this run, and write train.log, config.yaml and
+        training_args.json. With --resume never, files of an earlier run are first moved to a
+        subfolder. After --resume FILE, later checkpoints are moved to a subfolder and, if no
+        ckpt_best.pt is left, the best metric is reset. Lines in metrics.jsonl about steps that will
+        be repeated are removed. To be called after all checks that could end the run. All ranks
+        must call."""
         p = self.progress
+        c = self.config
 
         def find_best():
-            self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
+            if c.resume_file:
+                self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
+            self.folder.take(c.resume, self.log.info)
             return os.path.exists(self.folder.file("ckpt_best.pt"))
-        if self.config.resume_file and not distributed.broadcast_from_rank0(find_best, self.ranks):
+        if not distributed.broadcast_from_rank0(find_best, self.ranks) and c.resume_file:
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
             # FILE may be the best of the new branch.
             if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
+        if self.log.writes_files:
+            self.log.describe_run(to_yaml(c), asdict(c), self.log.system_info)
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
 
     def note_best(self, numbers):

@@ -18,7 +18,7 @@ from train.base import checkpoint_file as file_format
 from train.base import sharded_file
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit
-from train.base.files import describe_write_error, lock_folder, next_free_path, unlock
+from train.base.files import describe_write_error, lock_folder, next_free_path, unlock, write_text
 from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
@@ -68,11 +68,24 @@ class RunFolder:
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+(\.pt)?$", name):  # of a killed process
                     os.unlink(self.file(name))
+            if not restarted_job(self.path)[1]:  # nothing here is of this job until take()
+                pathlib.Path(self.path, ".job").unlink(missing_ok=True)
             self.kept = [path for path in sharded_file.unnamed_shards(self.path)
                          if path.joinpath(sharded_file.MANIFEST).exists()]
             sharded_file.remove_unnamed_shards(self.path, self.kept)
         except OSError as error:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
+
+    def take(self, resume, log):
+        """Begin to use the folder for this job, on rank 0, before files of the run are written. If
+        `resume` is "never", move files of an earlier run to the new subfolder old_1/ (or old_2/,
+        ...), except after a restart by torchrun, and call log(text)."""
+        job, restarted = restarted_job(self.path)
+        names = [name for name in os.listdir(self.path) if name.startswith(RUN_FILES)]
+        if resume == "never" and names and not restarted:
+            log(f"--resume never: moved the files in {self.name} to {move_files(self.path, names)}")
+        if job:
+            write_text(self.file(".job"), job)
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
         """Save a checkpoint in one file as ckpt.pt; if `is_best` also as ckpt_best.pt, if
@@ -308,7 +321,7 @@ def restarted_job(folder):
     `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
-    mark = pathlib.Path(folder, ".job")  # written by find_checkpoint() of each attempt
+    mark = pathlib.Path(folder, ".job")  # written by RunFolder.take()
     return job, (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
                  and mark.read_text() == job)
 
