@@ -22,9 +22,9 @@ from train.checkpoint import load_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import open_token_data
 from train.device import choose_dtype
-from train.distributed import Ranks, get_device
+from train.distributed import Ranks, get_device, seed_step
 from train.tools import dry_run
-from train.train import seed_step, train
+from train.train import train
 
 
 @pytest.fixture

@@ -91,6 +91,29 @@ def test_a_model_in_eval_mode_is_trained_with_dropout(tmp_path):
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_an_evaluation_after_a_resume_has_the_state_of_the_step_before(tmp_path):
+    """before_step sets a schedule and draws a random number -> an evaluation with which a resumed
+    run starts, and one of --eval_only, have the values of an uninterrupted run"""
+    class Scheduled(Regression):
+        factor = 1.0
+
+        def before_step(self, it):
+            self.factor = 1 + it + torch.rand(())
+
+        def forward(self, x, y):
+            loss, sums = super().forward(x, y)
+            return loss * self.factor, sums
+    whole = fit(tmp_path / "whole", Scheduled(), eval_on_start=True)
+    assert isinstance(fit(tmp_path / "parts", Scheduled(), "eval@0=sigterm", eval_on_start=True),
+                      Stopped)
+    assert isinstance(fit(tmp_path / "parts", Scheduled(), "eval@8=sigterm", eval_on_start=True),
+                      Stopped)
+    assert fit(tmp_path / "parts", Scheduled())["history"] == whole["history"]
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    again = fit(tmp_path / "whole", Scheduled(), eval_only=True)
+    assert again["val_loss"] == whole["val_loss"]
+
+
 def test_a_stop_within_a_step_leaves_running_statistics_exact(tmp_path, monkeypatch):
     """SIGTERM in the second of three micro-batches, with BatchNorm -> every batch counts once in
     the running statistics"""

@@ -104,14 +104,15 @@ def test_a_folder_that_another_machine_uses(tmp_path, monkeypatch):
 
 def late_rank(options, late):
     """Train while one rank works 60 ms more per step."""
+    from train import distributed
     from train import train as training
     comparison.SLOW_STEPS = 8
-    seed_step = training.seed_step
+    seed_step = distributed.seed_step
 
     def slow(seed, it, ranks):
         time.sleep(0.06 * (ranks.rank == late))
         seed_step(seed, it, ranks)
-    training.seed_step = slow
+    distributed.seed_step = slow
     training.train(TrainConfig(**options))
 
 

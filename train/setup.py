@@ -332,12 +332,17 @@ class Run:
             self.best_due = True
         return metric
 
+    def prepare_step(self, it):
+        """Seed torch for step `it`, and call before_step(it) of the model and its submodules."""
+        distributed.seed_step(self.config.seed, it, self.ranks)
+        self.before_step(it)
+
     def order_buckets(self, it):
         """Compute the gradients of the first micro-batch of step `it` and discard them, to be
         called after a resume. DDP orders its buckets by the first backward pass, and sums over more
         than two ranks depend on the order: otherwise the first step would differ in the last bit
         from an uninterrupted run."""
-        self.before_step(it)
+        self.prepare_step(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
         batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
         with self.autocast():
@@ -514,6 +519,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
             run.log.info(f"Resuming from {run.start.path} at iter {run.progress.iter_num}")
         elif run.start.kind == "scratch":
             run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
+        # As an uninterrupted run before an evaluation: the step before is done.
+        run.prepare_step(max(0, run.progress.iter_num - 1))
         run.clock.start(run.progress.iter_num)
         yield run
 

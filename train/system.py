@@ -102,8 +102,9 @@ class ModelHooks:
         return weights
 
     def before_step(self, it):
-        """Called before the first forward pass of step `it`, also directly after a resume, to set
-        state that is a function of the step. Submodules may have this method, too. Default:
+        """Called before the first forward pass of step `it` to set state that is a function of the
+        step; also at the start of a run, with the number of the step before (at least 0), since a
+        resumed run may begin with an evaluation. Submodules may have this method, too. Default:
         nothing."""
 
     def after_step(self, it, sums):

@@ -114,12 +114,11 @@ def train_step(run, lr=None):
     it = p.iter_num
     n = run.n_micro
     world_size = run.ranks.world_size
-    seed_step(c.seed, it, run.ranks)
     lr = get_lr(it, c) * run.plateau.scale if lr is None else float(lr)
     # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
-    run.before_step(it)  # a method of some models
+    run.prepare_step(it)  # seeds, before_step() of some models
 
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
     # not masked) in this rank's n micro-batches and those of all other ranks:
@@ -180,16 +179,6 @@ def train_step(run, lr=None):
 
 # -----------------------------------------------------------------------------
 # parts of a step
-
-def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, step `it`, rank), so that a resumed run has the same
-    dropout masks as an uninterrupted one."""
-    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
-    # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
-    torch.default_generator.manual_seed(number)
-    if ranks.device.type != "cpu":
-        getattr(torch, ranks.device.type).manual_seed(number)
-
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):

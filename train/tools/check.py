@@ -44,12 +44,12 @@ from train.base.fields import base_type, key
 from train.base.keys import GPTKeys
 from train.base.tensors import named_tensors
 from train.config import load_config, to_yaml
-from train.distributed import process_group
+from train.distributed import process_group, seed_step
 from train.evaluate import evaluate
 from train.robust import run_reporting_errors
 from train.setup import open_data, open_run
 from train.system import REPOSITORY, bind_before_step, hook, load_model_type
-from train.train import seed_step, train
+from train.train import train
 
 # Small and quick; without dropout: the random numbers differ between ranks. dist_timeout: a run
 # whose ranks wait for different tensors ends soon, e.g. under FSDP with blocks skipped at random.
@@ -566,7 +566,6 @@ def check(settings, config):
         case.config = load_config(case.folder / "first" / "config.yaml")
         with (contextlib.redirect_stdout(io.StringIO()), process_group(config) as ranks,
               open_run(case.config, ranks) as case.run):
-            case.run.before_step(0)
             change_weights(case.run.raw_model)
             passed = [print_result(case, name) for name in settings.only or CHECKS]
         return 0 if all(passed) else 1
