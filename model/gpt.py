@@ -394,9 +394,12 @@ class GPT(nn.Module):
     def numbers(self, sums):
         """Return {name: number or `None`} for the log: every 0-dim sum except "loss" and "count",
         divided by the count. In evaluations, "bytes" is replaced by "ppl" (perplexity) and "bpb"
-        (bits per byte); they are `None` without targets, or if the bytes of the text are unknown.
-        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss"."""
+        (bits per byte), names that no sum may have; they are `None` without targets, or if the
+        bytes of the text are unknown. sums: {name: CPU tensor}, those of compute_loss() added over
+        all batches, and "loss"."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
+        if taken := {"ppl", "bpb"} & numbers.keys():
+            raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
             loss, count, size = (float(sums[name]) for name in ("loss", "count", "bytes"))
             del numbers["bytes"]

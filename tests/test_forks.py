@@ -171,7 +171,16 @@ class Unsaved(gpt.GPT):
         return {name: t for name, t in state.items() if name != "h.1.mlp.down.weight"}
 
 
+class OtherPerplexity(gpt.GPT):
+    """A GPT with a sum that has the name of a number of evaluations."""
+
+    def compute_loss(self, idx, targets):
+        loss, sums = super().compute_loss(idx, targets)
+        return loss, sums | dict(ppl=loss.detach())
+
+
 @pytest.mark.parametrize("kind, message", [
+    (OtherPerplexity, "rename the sum ppl, the name is reserved"),
     (WithCritic, "WithCritic.optimizer would be in no checkpoint"),
     (Unsaved, "h.1.mlp.down.weight would be in no checkpoint")])
 def test_what_no_checkpoint_would_hold_is_named(kind, message, data_dir, tmp_path, monkeypatch):

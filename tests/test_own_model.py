@@ -283,6 +283,7 @@ def test_a_mean_over_nothing_is_no_number(tmp_path):
     (lambda loss: loss, "returned a Tensor; expected"),
     (lambda loss: (loss, {}, {}), "returned a tuple; expected"),
     (lambda loss: (loss, {"count": 4}), "count is no tensor; expected"),
+    (lambda loss: (loss, {"loss": loss}), "rename the sum loss, the name is reserved"),
     (lambda loss: (loss, {next(NEW_NAMES): loss}), "sums a1, and before a0")])
 def test_another_result_of_forward_is_named(tmp_path, monkeypatch, result, text):
     monkeypatch.setattr(Regression, "forward",

@@ -173,13 +173,15 @@ def bind_before_step(model):
 def check_result(result, previous=None):
     """Return `result`, what a model's forward(*batch) returned. SetupError unless it is (loss,
     sums), with sums of the same names as `previous`, the sums of an earlier batch (`None`: the
-    first)."""
+    first), none of which is "loss"."""
     example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
         raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
     loss, sums = result
     if wrong := [name for name, t in {"loss": loss, **sums}.items() if not hasattr(t, "detach")]:
         raise SetupError(f"forward(*batch): {', '.join(wrong)} is no tensor; {example}")
+    if "loss" in sums:
+        raise SetupError("forward(*batch): rename the sum loss, the name is reserved for logs")
     if previous is not None and previous.keys() != sums.keys():
         raise SetupError(f"forward(*batch) returned the sums {', '.join(sums)}, and before "
                          f"{', '.join(previous)}: expected the same names for every batch")
