@@ -53,4 +53,6 @@ if __name__ == "__main__":
         code = 130
     except BrokenPipeError:  # e.g. --help | head
         os._exit(0)
+    except OSError as error:  # e.g. --help > FILE on a full disk
+        code = report_error(error, "run_train.py: ")
     sys.exit(code)

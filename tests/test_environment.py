@@ -189,6 +189,23 @@ def test_a_closed_output_does_not_end_the_run(tmp_path, data_dir):
     assert len([m for m in metrics(out) if "loss" in m]) == 10
 
 
+def exit_unflushed(arguments):
+    """`python ARGUMENTS` in a fork, whose end would otherwise write to stdout again."""
+    try:
+        run_python(arguments)
+    except SystemExit as end:
+        os._exit(end.code)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("option", ["--help", "--print_config", "--dry_run"])
+def test_a_printout_on_a_full_disk_is_one_message(tmp_path, data_dir, option):
+    errors = tmp_path / "errors"
+    arguments = ["run_train.py", *tiny_args(data_dir=data_dir, out_dir=tmp_path), option]
+    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(60) == 2
+    assert errors.read_text() == "run_train.py: [Errno 28] No space left on device\n"
+
+
 @pytest.mark.matrix(114)
 def test_output_on_a_full_disk_is_one_warning(tmp_path, data_dir, undisturbed):
     """stdout, train.log and metrics.jsonl on a full disk -> one warning each at most, the training
