@@ -16,6 +16,7 @@ import pytest
 import yaml
 from browser import soon
 from conftest import REPO, tiny_args
+from faulty import faults
 from processes import Fork, python, run_python
 
 optuna = pytest.importorskip("optuna")
@@ -394,6 +395,15 @@ def test_an_interrupted_trial_is_done_again(search, monkeypatch):
     assert code == 0 and [t["trial"] for t in found] == [0, 2, 3]
     assert load_config(None, vars(calls[1]) | dict(out_dir="x")) == load_config(
         None, vars(calls[2]) | dict(out_dir="x"))
+
+
+def test_ctrl_c_promises_no_checkpoint(search, capfd):
+    """The checkpoints of a trial are deleted."""
+    with faults("before_step@1=sigint"):
+        code, found = search(SPACE, trials(2))
+    assert code == 130 and not found
+    assert capfd.readouterr().err == (
+        "\nstopping after this step; a second signal quits at once, without saving\n")
 
 
 def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search):

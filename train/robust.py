@@ -86,9 +86,9 @@ class Signals:
             return
         self.stop = signum  # before the write, during which a second one may arrive
         if env_rank() == 0:
-            hint = "" if under_torchrun() else "; a second signal quits at once"
+            hint = "" if under_torchrun() else "; a second signal quits at once, without saving"
             with contextlib.suppress(OSError):
-                os.write(2, f"\nstopping after saving a checkpoint{hint}\n".encode())
+                os.write(2, f"\nstopping after this step{hint}\n".encode())
 
     def agree(self, ranks):
         """Return (stop, save): the number of the signal that requests a stop, or 0, and whether to
