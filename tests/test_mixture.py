@@ -371,7 +371,7 @@ def test_a_source_with_the_name_of_a_number_is_refused_at_the_start(folders, tmp
     monkeypatch.setattr(GPT, "numbers", lambda self, sums: dict(loss_web=0.0))
     with pytest.raises(SetupError, match="already have loss_web; rename the file or folder"):
         go(mixed(folders, web=1, code=1), tmp_path, eval_on_start=False)
-    assert "iter 1:" not in (tmp_path / "train.log").read_text()
+    assert not (tmp_path / "train.log").exists()
 
 
 def test_a_model_that_reads_activations_takes_no_mixture(folders, tmp_path):
