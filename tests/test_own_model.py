@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from train import robust
-from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
+from train.base.errors import CheckpointError, ConfigError, DataError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import Data
@@ -290,6 +290,41 @@ def test_another_result_of_forward_is_named(tmp_path, monkeypatch, result, text)
                         lambda model, x, y: result((model.net(x)[:, 0] - y).square().mean()))
     with pytest.raises(SetupError, match=text):
         fit(tmp_path, eval_interval=0)
+
+
+class Unbatched:
+    """A loader with batches that are no tuples."""
+    unit, units_per_sample, samples = "row", 1, 120
+
+    def get_batch(self, device, step):
+        return torch.zeros(4, 3)
+
+    def fixed_batch(self, index, count, device):
+        return self.get_batch(device, index)
+
+    def n_fixed(self, count):
+        return 1
+
+    def fingerprint(self):
+        return {}
+
+
+@pytest.mark.parametrize("eval_on_start", [False, True])
+def test_a_batch_that_is_no_tuple_is_named(tmp_path, eval_on_start):
+    with pytest.raises(SetupError, match="a loader's batch is a Tensor, expected a tuple"):
+        fit(tmp_path, data=Data(Unbatched(), Unbatched()), eval_on_start=eval_on_start)
+
+
+@pytest.mark.parametrize("split, name", [
+    ("train", "samples"), ("train", "fingerprint"), ("val", "n_fixed"), ("test", "unit")])
+def test_a_loader_that_lacks_an_attribute_is_named(split, name):
+    class Lacking(Unbatched):
+        def __getattribute__(self, key):
+            if key == name:
+                raise AttributeError(key)
+            return super().__getattribute__(key)
+    with pytest.raises(DataError, match=f"Data.{split}: the loader has no {name}; "):
+        replace(Data(rows(120), rows(30)), **{split: Lacking()})
 
 
 def test_an_attribute_with_the_name_of_a_method_is_named(tmp_path):

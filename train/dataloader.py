@@ -66,6 +66,16 @@ class Data:
     test: object = None
     use: str = ""
 
+    def __post_init__(self):
+        """Raise DataError if a loader lacks a required attribute."""
+        for split in ("train", "val", "test"):
+            own = "fingerprint" if split == "train" else "n_fixed fixed_batch"
+            missing = [name for name in f"samples unit units_per_sample {own}".split()
+                       if not hasattr(getattr(self, split), name)]
+            if missing and hasattr(getattr(self, split), "get_batch"):
+                raise DataError(f"Data.{split}: the loader has no {', '.join(missing)}; the top of "
+                                "train/dataloader.py lists what a loader must have")
+
 
 # -----------------------------------------------------------------------------
 # the order: explicit arithmetic, since np.random may change between versions of numpy
@@ -198,8 +208,7 @@ class Loader:
             self.read_chunk(index, device)
         if step is None:
             self.step += 1
-        i = index - self.chunk_steps.start
-        return tuple([t[i] for t in self.chunk])
+        return tuple([t[index - self.chunk_steps.start] for t in self.chunk])
 
     def read_chunk(self, step, device):
         """Read calls_per_chunk batches from `step` on into self.chunk, as tensors on `device`, at

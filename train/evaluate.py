@@ -13,7 +13,7 @@ import torch
 from train.base.errors import SetupError
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
-from train.system import check_result, hook
+from train.system import check_batch, check_result, hook
 
 
 def pack(loss, sums, count):
@@ -82,9 +82,9 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
     for first in range(0, n, ranks.world_size):
         # The request to stop travels with the sums, so that all ranks leave in the same round.
         stop_flag = torch.tensor([stop(first, n)], dtype=torch.float64)
-        index = first + ranks.rank
         # Every rank computes in every round, as a sharded model requires; a surplus is not added.
-        batch = loader.fixed_batch(min(index, n - 1), n_batches, ranks.device)
+        index = min(first + ranks.rank, n - 1)
+        batch = check_batch(loader.fixed_batch(index, n_batches, ranks.device))
         with autocast():
             loss, sums = check_result(forward(*batch), sums)
         vector = pack(loss, sums, len(batch[0]) * loader.units_per_sample).double().cpu()
@@ -99,10 +99,9 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
     if not all(sums["count"] for sums in by_source.values()):
         raise SetupError("evaluation: no item of the validation data counts; is every target "
                          "masked?")
-    numbers = to_numbers(model, hook(loader, "merge")(by_source))
     losses = {f"loss_{source}": float(sums["loss"] / sums["count"])
               for source, sums in by_source.items() if source}
-    numbers = join_numbers(numbers, losses, "data_dir")
+    numbers = join_numbers(to_numbers(model, hook(loader, "merge")(by_source)), losses, "data_dir")
     return {f"val_{name}": value for name, value in numbers.items()}
 
 

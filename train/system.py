@@ -170,6 +170,14 @@ def bind_before_step(model):
     return lambda it: [method(it) for method in methods]
 
 
+def check_batch(batch):
+    """Return `batch`, what get_batch or fixed_batch of a loader returned. SetupError unless it is a
+    tuple or list."""
+    if not isinstance(batch, (tuple, list)):
+        raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
+    return batch
+
+
 def check_result(result, previous=None):
     """Return `result`, what a model's forward(*batch) returned. SetupError unless it is (loss,
     sums), with sums of the same names as `previous`, the sums of an earlier batch (`None`: the

@@ -25,7 +25,7 @@ from train.evaluate import evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
 from train.robust import decide_action
 from train.setup import open_run, validate_config
-from train.system import check_result, hook
+from train.system import check_batch, check_result, hook
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
@@ -137,7 +137,7 @@ def train_step(run, lr=None):
             stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
             if micro and distributed.max_over_ranks(stop, run.ranks):
                 return None
-            batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
+            batch = check_batch(run.batches.get(it * n + micro))  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
             # step. FSDP (where model is raw_model) reduces them in every micro-batch.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
