@@ -94,9 +94,8 @@ def find_start(folder, config, ranks, log):
         state, path, shards = find_checkpoint(config, log, damaged)
         # Also without a checkpoint: it reads the files, which may be edited before a save.
         weights_module().formulas.warn_of_differences(state or {}, path, config.model)
-        kind = "resume"
+        kind = "init_from" if state is None else "resume"
         if state is None and config.init_from != "scratch":
-            kind = "init_from"
             path = config.init_from
             state = weights_module().load.read_weights(path)
         if state is None and config.eval_only:
@@ -159,9 +158,8 @@ def find_checkpoint(config, log, damaged=()):
     To be called on rank 0 only. Raises CheckpointError.
     """
     folder = config.out_dir
-    restarted = restarted_job(folder)[1]
     state = path = shards = None
-    if config.resume in ("auto", "must") or restarted:
+    if config.resume in ("auto", "must") or restarted_job(folder)[1]:
         state, path, shards = find_newest_checkpoint(folder, log, damaged)
         if state is None and config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")

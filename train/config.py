@@ -36,8 +36,7 @@ def config_class(model="gpt"):
                            "every run: choose other names"])
 
     def reduce(config):  # pickle finds no class that was made at runtime
-        slots = {"origins": getattr(config, "origins", {})}
-        return default_config, (model,), (vars(config), slots)
+        return default_config, (model,), (vars(config), {"origins": getattr(config, "origins", {})})
     return dataclass(type("TrainConfig", (TrainConfig, keys),
                           {"__doc__": TrainConfig.__doc__, "__reduce__": reduce}))
 
@@ -167,10 +166,9 @@ class Aliases:
     """
 
     def __getattr__(self, name):
-        path = os.path.join(os.path.dirname(__file__), "aliases.yaml")
-        with open(path, encoding="utf-8") as f:
-            loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # in C: 4 ms instead of 30
-            vars(self).update(yaml.load(f, loader))
+        with open(os.path.join(os.path.dirname(__file__), "aliases.yaml"), encoding="utf-8") as f:
+            # In C: 4 ms instead of 30.
+            vars(self).update(yaml.load(f, getattr(yaml, "CBaseLoader", yaml.BaseLoader)))
         return vars(self)[name]
 
 

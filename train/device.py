@@ -169,8 +169,7 @@ def compile_model(model, device):
     if device.type == "cpu":  # dropout with PyTorch's generator; the compiler's is slower
         torch._inductor.config.fallback_random = True
     parts = [model]
-    sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
-    if device.type == "cpu" or sharded:
+    if device.type == "cpu" or any(hasattr(p, "full_tensor") for p in model.parameters()):  # FSDP
         parts = blocks(model) or parts
         if device.type != "cpu" and isinstance(getattr(model, "loss", None), nn.Module):
             parts.append(model.loss)  # on a CPU the loss is computed in chunks, without gain

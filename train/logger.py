@@ -162,8 +162,7 @@ class Logger:
         if self.writes_files:
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
-                records = read_metrics(self.metrics.path, limit=MAX_LINES)
-                svg = loss_svg([(self.run_name, records)])
+                svg = loss_svg([(self.run_name, read_metrics(self.metrics.path, limit=MAX_LINES))])
                 write_text(os.path.join(self.out_dir, "loss.svg"), svg)
             except ImportError:  # train/options/loss_svg.py is deleted
                 pass

@@ -204,8 +204,7 @@ def update_matrices(group, state):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
         if group["weight_decay"]:
-            torch._foreach_mul_([local(p) for p in params],
-                                1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"])
         updates = (orthogonalize_shards(nesterov, params[0]) if is_sharded(params[0])
                    else orthogonalize_together(nesterov))
         for p, update in zip(params, updates, strict=True):

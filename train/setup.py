@@ -303,14 +303,13 @@ class Run:
             if c.resume_file:
                 self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
             self.folder.take(c.resume, self.log.info)
+            self.log.describe_run(to_yaml(c), asdict(c), self.log.system_info)
             return os.path.exists(self.folder.file("ckpt_best.pt"))
         if not distributed.broadcast_from_rank0(find_best, self.ranks) and c.resume_file:
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
             # FILE may be the best of the new branch.
             if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
-        if self.log.writes_files:
-            self.log.describe_run(to_yaml(c), asdict(c), self.log.system_info)
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
 
     def note_best(self, numbers):
@@ -344,9 +343,8 @@ class Run:
         from an uninterrupted run."""
         self.prepare_step(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
-        batch = self.data.train.get_batch(self.ranks.device, it * self.n_micro)
-        with self.autocast():
-            loss, _ = self.forward(*batch)
+        with self.autocast():  # also for a loader that computes, as in train_step()
+            loss, _ = self.forward(*self.data.train.get_batch(self.ranks.device, it * self.n_micro))
         loss.backward()
         self.require_gradients()
         self.optimizer.zero_grad(set_to_none=True)

@@ -73,8 +73,7 @@ def parse_value(field, raw):
             raise ValueError(f"expected {TYPES[kind][1]}, got an empty value")
     if "true" in choices and text in BOOLS:  # e.g. compile: yes
         text = str(BOOLS[text]).lower()
-    raw = text if text in choices else raw
-    value = convert(raw, *TYPES[kind])
+    value = convert(text if text in choices else raw, *TYPES[kind])
     if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
     if kind is list:

@@ -229,8 +229,7 @@ class GPTKeys:
     def full_context(self):
         """Context length of the weights, in tokens, for exports: the larger of block_size and
         max_positions, without the limit MAX_CONTEXT; block_size with learned positions."""
-        longest = 0 if self.pos == "learned" else self.max_positions or 0
-        return max(self.block_size, longest)
+        return max(self.block_size, 0 if self.pos == "learned" else self.max_positions or 0)
 
     @property
     def rope_factors(self):

@@ -8,7 +8,7 @@ import pathlib
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -75,8 +75,7 @@ def describe_rank(config, ranks):
             if path.is_file() and path.name[0] != ".":  # an editor's lock file is a dangling link
                 code.update(path.read_bytes())
     on_gpu = ranks.device.type == "cuda"
-    values = asdict(config)
-    keys = {f.name: values[f.name] for f in fields(config) if not f.metadata.get("path")}
+    keys = {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get("path")}
     address = None
     with (suppress(OSError, KeyError), socket.socket(type=socket.SOCK_DGRAM) as s):
         s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, and needs no host name

@@ -143,8 +143,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
         from mlflow.entities import Param
-        folder = Path(log.out_dir).parent.resolve()
-        local = f"sqlite:///{(folder / 'mlflow.db').as_posix()}"
+        local = f"sqlite:///{(Path(log.out_dir).parent.resolve() / 'mlflow.db').as_posix()}"
         address = os.environ.get("MLFLOW_TRACKING_URI", local)
         self.client = MlflowClient(address)
         is_server = address.startswith(("http", "databricks"))  # which has the viewer
