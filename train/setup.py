@@ -299,13 +299,14 @@ class Run:
         p = self.progress
         c = self.config
 
-        def find_best():
+        def prepare_files():
             if c.resume_file:
                 self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
             self.folder.take(c.resume, self.log.info)
             self.log.describe_run(to_yaml(c), asdict(c), self.log.system_info)
             return os.path.exists(self.folder.file("ckpt_best.pt"))
-        if not distributed.broadcast_from_rank0(find_best, self.ranks) and c.resume_file:
+        has_best = distributed.broadcast_from_rank0(prepare_files, self.ranks)
+        if c.resume_file and not has_best:
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
             # FILE may be the best of the new branch.
             if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):

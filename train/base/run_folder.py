@@ -192,7 +192,8 @@ class RunFolder:
         """Write the weights of a checkpoint to model.safetensors in the folder; floating-point
         weights are converted to save_precision. state: content of the checkpoint, a dict. The
         description of the model (the keys in DESCRIPTION, as JSON) is in the header of the file."""
-        weights = {n: t.to(getattr(torch, self.save_precision)) if t.is_floating_point() else t
+        dtype = getattr(torch, self.save_precision)
+        weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
         description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
         write_safetensors(self.file("model.safetensors"), weights, description)

@@ -81,13 +81,12 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 class Case:
     """The model type and configuration under test, the argument of all checks. config: a
     TrainConfig. folder: contains a folder per training run; "first" is the run with which other
-    runs are compared. Attribute `run`: a Run opened from the first run, with changed weights, to
-    examine."""
+    runs are compared. Attribute `run`, set by check(): a Run opened from the first run, with
+    changed weights, to examine."""
 
     def __init__(self, config, folder):
         self.config = config
         self.folder = Path(folder)
-        self.run = None
 
     def build(self, **changes):
         """Return (data, model): the Data, and a new model with initial weights, for the
