@@ -23,7 +23,7 @@ from model.core.detokenizer import TextStreamer
 from model.core.generate import generate
 from model.core.ops import ID_BITS, IGNORE, histories
 from model.gpt import GPT, GPTConfig
-from train.base.errors import DataError, UserError
+from train.base.errors import DataError, UserError, quote_path
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
@@ -135,9 +135,8 @@ def read_rows_meta(config, model, command, **types):
     KEY=TYPE of further keys that meta.json must have, as for read_meta_for(). Raises DataError if
     the folder has other data, or if the rows are longer than config.block_size."""
     folder = config.data_dir
-    meta = read_meta_for(
-        model, folder, f"prepare some: python -m data.prepare.{command} FILE... --out {folder}",
-        **types, block_size=int, vocab_size=int, template=dict)
+    how = f"prepare some: python -m data.prepare.{command} FILE... --out {quote_path(folder)}"
+    meta = read_meta_for(model, folder, how, **types, block_size=int, vocab_size=int, template=dict)
     if meta.block_size > config.block_size:
         raise DataError(f"{folder}: prepared for a block_size of {meta.block_size}, but the "
                         f"model's is {config.block_size}; prepare the data with --block_size "

@@ -20,7 +20,7 @@ from model.core.adapters import WithAdapters, add_adapters
 from model.core.formulas import warn_of_differences
 from model.core.ops import IGNORE
 from model.core.weights import digest
-from train.base.errors import CheckpointError, DataError
+from train.base.errors import CheckpointError, DataError, quote_path
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.device import choose_dtype
@@ -121,7 +121,8 @@ def open_data(config, ranks):
         raise DataError(
             f"dtype: {dtype}, but the log probabilities in {config.data_dir} are in {prepared}: "
             f"train with --dtype {prepared}, or prepare them again: python -m data.prepare.pairs "
-            f"FILE... --reference {config.init_from} --out {config.data_dir} --dtype {dtype}")
+            f"FILE... --reference {quote_path(config.init_from)} --out "
+            f"{quote_path(config.data_dir)} --dtype {dtype}")
 
     def load(split):
         tokens, mask, logps = open_rows(

@@ -17,7 +17,7 @@ from model import chat, gpt
 from model.chat import ChatGPT
 from model.core import adapters
 from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, quote_path
 from train.base.fields import key
 from train.dataloader import open_token_data
 from train.device import choose_dtype
@@ -85,7 +85,7 @@ def open_data(config, ranks):
     if kind not in ("gpt", "chat", "distill") or "n_layer" not in shape:
         raise CheckpointError(f"{path}: a checkpoint of --model {kind}; expected a gpt or chat "
                               "model with its model_args; of dpo, grpo or lora, convert it: python "
-                              f"-m model.convert --ckpt {path} --to gpt.safetensors")
+                              f"-m model.convert --ckpt {quote_path(path)} --to gpt.safetensors")
     vocab_size = shape["vocab_size"]
     data = open_text(c, ranks)
     check_tokenizer(backbone["tokenizer"], path, data.spec, c)

@@ -7,10 +7,22 @@ import shlex
 import urllib.request
 
 import pytest
+import torch
 from browser import soon
 from conftest import REPO
 from processes import Fork, python, run_python
+from runs import SMALL, go
 from test_readme import TEXTS, commands_in
+
+from data.chat_template import ChatTemplate
+from data.meta import Meta, write_meta
+from data.prepare.folders import report, start_option
+from data.tokenizer import open_tokenizer
+from model import chat, dpo, lora
+from model.core.weights import adopt_weights
+from train.base.errors import UserError
+from train.config import load_config
+from train.distributed import Ranks
 
 SIZE = dict(n_layer=1, n_head=2, n_embd=16, n_hidden=32, mlp="swiglu", prev_embedding=False)
 SHORT = dict(max_epochs=0.05, eval_epochs="null", eval_interval=0, eval_iters=1, batch_size=4,
@@ -126,3 +138,31 @@ def test_resume_commands_are_those_of_the_launcher(monkeypatch):
     assert shlex.split(resume_command(config, Ranks(world_size=8))) == [
         "torchrun", "--nnodes=4", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500",
         "--nproc_per_node=2", "run_train.py", "--seed", "3"]
+
+
+@pytest.mark.parametrize("name", ["a b"])
+def test_paths_in_printed_commands_are_quoted(data_dir, tmp_path, monkeypatch, capsys, name):
+    """Split by a shell, each command has the path of the folder or the file in it as one word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    ckpt = f"{name}/ckpt.pt"
+    config = load_config(None, SMALL | dict(model="dpo", data_dir=name, init_from=ckpt))
+    adapters = {"fc.lora_A": torch.zeros(1)}
+    torch.save(dict(model=adapters, config=dict(model="dpo")), ckpt)
+    write_meta(name, Meta(model="dpo", tokenizer=open_tokenizer("byte").spec(), block_size=8,
+                          vocab_size=256, extra=dict(template=ChatTemplate().spec, reference="",
+                                                     reference_dtype="float16")))
+    attempts = [
+        (lambda: dpo.open_data(config, Ranks()), [ckpt, name]),
+        (lambda: chat.read_rows_meta(config, "chat", "chat"), [name]),
+        (lambda: adopt_weights(torch.nn.Linear(1, 1), dict(model=adapters), ckpt, print), [ckpt]),
+        (lambda: lora.open_data(load_config(None, dict(model="lora", backbone=ckpt)), Ranks()),
+         [ckpt]),
+        (lambda: go(data_dir, name), [ckpt])]
+    for attempt, paths in attempts:
+        with pytest.raises(UserError, match=" --[a-z_]+ '") as refused:
+            attempt()
+        words = shlex.split(re.search("(python|--init_from) .*", str(refused.value))[0])
+        assert {*paths} <= {*words}, words
+    report(name, dict(train=dict(tokens=10)), "config_quick", start_option(ckpt))
+    assert {name, f"out/{name}", ckpt} <= {*shlex.split(capsys.readouterr().out)}

@@ -233,7 +233,7 @@ def test_numbers_have_the_names_that_trackers_show():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder for runs: MLflow takes more than a second to make the database beside them."""
-    return tmp_path_factory.mktemp("home")
+    return tmp_path_factory.mktemp("my home")
 
 
 def test_trackers_are_split_at_commas(home):
@@ -245,6 +245,7 @@ def test_trackers_are_split_at_commas(home):
     assert (out / "tensorboard").is_dir()
     assert json.loads((out / "tracker.json").read_text()).keys() == {"mlflow"}
     assert (home / "mlflow.db").exists() and "dropped" not in (out / "train.log").read_text()
+    assert f"--backend-store-uri 'sqlite:///{home}/mlflow.db'" in (out / "train.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow"])

@@ -22,7 +22,7 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
-from train.base.errors import BadNumbers, CheckpointError, SetupError
+from train.base.errors import BadNumbers, CheckpointError, SetupError, quote_path
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import Shards, new_folder
@@ -248,7 +248,8 @@ def check_fits(start, config, data, model, ranks):
         content = state | {"state": (state.get("optimizer") or {}).get("state")}
         missing = [k for k, kind in REQUIRED_KEYS.items()
                    if k not in content or not isinstance(content[k], kind)]
-        remedy = f"to start from its weights: --init_from {start.path} and another --out_dir"
+        remedy = (f"to start from its weights: --init_from {quote_path(start.path)} and another "
+                  "--out_dir")
         if missing:
             raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
                                   f"{', '.join(missing)}); {remedy}")

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 import os
-import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from train import checkpoint, distributed, logger
-from train.base.errors import BadNumbers, SetupError
+from train.base.errors import BadNumbers, SetupError, quote_path
 from train.config import TrainConfig
 from train.dataloader import Data
 from train.evaluate import evaluate, pack, to_numbers, unpack
@@ -428,8 +427,8 @@ def finish(run):
         best = "ckpt_best.pt" if os.path.exists(run.folder.file("ckpt_best.pt")) else "ckpt.pt"
         if "model.sample" in use and not run.data.spec.get("tokenizer"):
             use += " --tokenizer NAME"
-        run.log.info("Next: " + use.format(out=shlex.quote(run.config.out_dir), best=best,
-                                           data=shlex.quote(run.config.data_dir)))
+        run.log.info("Next: " + use.format(out=quote_path(run.config.out_dir), best=best,
+                                           data=quote_path(run.config.data_dir)))
 
 
 def test(run):

@@ -3,7 +3,6 @@ while files are missing, and a summary."""
 
 import os
 import re
-import shlex
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from data.meta import Meta, read_meta, write_meta
-from train.base.errors import DataError, echo
+from train.base.errors import DataError, echo, quote_path
 from train.base.fields import PlainLoader, key
 from train.base.files import lock_folder, reporting_full_disk, sync_folder
 from train.base.keys import TrainConfig
@@ -137,7 +136,7 @@ def start_option(source):
     folder; otherwise ""."""
     config = os.path.expanduser(os.path.join(source, "config.json"))
     is_model = source.startswith("hf:") or source.endswith(".pt") or os.path.exists(config)
-    return f" --init_from {shlex.quote(source)}" if is_model else ""
+    return f" --init_from {quote_path(source)}" if is_model else ""
 
 
 def report(out, splits, config, options=""):
@@ -151,5 +150,5 @@ def report(out, splits, config, options=""):
     if is_too_long(splits["train"], REPOSITORY / "train" / f"{config}.yaml"):
         options += f" --max_epochs {WARN_EPOCHS}"
     run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
-    echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {shlex.quote(out)}"
-         f"{options} --out_dir {shlex.quote(run_folder)}")
+    echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {quote_path(out)}"
+         f"{options} --out_dir {quote_path(run_folder)}")

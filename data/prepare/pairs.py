@@ -14,7 +14,6 @@ weights of this model, and the precision (--dtype). Training must start from the
 this precision; the margin of every pair is then 0 at the start.
 """
 
-import shlex
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from data.chat_template import parse_content, parse_messages
 from data.prepare.samples import SampleOptions, SampleWriter
 from data.rows import pad_rows, save_arrays
 from train.base.cli import command
-from train.base.errors import DataError
+from train.base.errors import DataError, quote_path
 from train.base.fields import key
 
 PAIRS_PER_BATCH = 8  # of the reference model
@@ -118,7 +117,7 @@ class PairWriter(SampleWriter):
         self.block_size = min(args.block_size or context, context)
         self.extra = dict(reference=state["digest"], reference_dtype=args.dtype,
                           formulas=edited("dpo"))
-        self.options = f" --init_from {shlex.quote(args.reference)} --dtype {args.dtype}"
+        self.options = f" --init_from {quote_path(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
         """Return [(ids, mask) of the chosen conversation, (ids, mask) of the rejected one], arrays

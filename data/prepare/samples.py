@@ -3,7 +3,6 @@ by a hash of the prompt, write the rows and meta.json, and print a summary."""
 
 import os
 import re
-import shlex
 import sysconfig
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from data.prepare.sources import source_name
 from data.records import SOURCES, parse_records
 from data.rows import id_dtype, pad_rows, split_by_prompt
 from data.tokenizer import write_tokenizer
-from train.base.errors import DataError
+from train.base.errors import DataError, quote_path
 from train.base.fields import key
 
 
@@ -83,7 +82,7 @@ class SampleWriter:
         self.options = start or self.options
         if self.model == "chat" and start and not source.endswith(".pt"):
             self.config = "configs/finetune"
-            self.options = f" --backbone {shlex.quote(source)}"
+            self.options = f" --backbone {quote_path(source)}"
         self.tokenizer, block_size, template = open_chat_format(args.tokenizer)
         self.template = template or ChatTemplate()
         self.block_size = args.block_size or block_size or 512

@@ -15,7 +15,6 @@ same logits as the model.
 import json
 import os
 import re
-import shlex
 from dataclasses import asdict, dataclass
 
 import torch
@@ -31,7 +30,7 @@ from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
 from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import command
-from train.base.errors import CheckpointError, echo
+from train.base.errors import CheckpointError, echo, quote_path
 from train.base.fields import key
 from train.base.files import reporting_full_disk, write_text
 from train.base.sharded_file import is_sharded
@@ -169,7 +168,7 @@ def export_merged(state, path, to, precision, backbone):
     weights = convert_weights(merge(model), precision)
     save_checkpoint(to, unchanged | dict(format_version=FORMAT_VERSION, model=weights, spec=spec,
                                          model_args=shape, config=config))
-    next_command = f"python -m model.sample --ckpt {shlex.quote(to)}{' --chat' * is_chat}"
+    next_command = f"python -m model.sample --ckpt {quote_path(to)}{' --chat' * is_chat}"
     return f"a {kind} model\nNext: {next_command}"
 
 

@@ -16,7 +16,7 @@ from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
 from model.core.adapters import is_adapter, merge
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, quote_path
 from train.base.fields import fields_by_name
 from train.base.keys import GPTKeys
 from train.config import find_conflicts
@@ -173,7 +173,7 @@ def adopt_weights(model, state, path, log):
     if any(is_adapter(n) and n not in own for n in weights):
         raise CheckpointError(f"{path}: adapters that this model does not have: set lora_rank and "
                               "lora_targets as in its run, or merge them: python -m model.convert "
-                              f"--ckpt {path} --to merged.safetensors")
+                              f"--ckpt {quote_path(path)} --to merged.safetensors")
     matches = {n: t for n, t in weights.items() if n in own}
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "

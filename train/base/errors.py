@@ -7,6 +7,7 @@ states the problem, the place, the expected value and a remedy.
 import contextlib
 import importlib
 import re
+import shlex
 import signal
 import sys
 
@@ -111,6 +112,12 @@ def printable(text):
 def echo(text, file=None):
     """Print printable(text), for untrusted text, and flush. file: a text stream; `None`: stdout."""
     print(printable(text), file=file, flush=True)
+
+
+def quote_path(path):
+    """Return `path` as one word of a shell command, for commands that are printed: it works when
+    pasted, also with spaces or special characters in it."""
+    return shlex.quote(str(path))
 
 
 def warn_stderr(text):

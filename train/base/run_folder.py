@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import sys
 import threading
@@ -17,7 +16,7 @@ import torch
 from train.base import checkpoint_file as file_format
 from train.base import sharded_file
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
-from train.base.errors import CheckpointError, CollectiveExit
+from train.base.errors import CheckpointError, CollectiveExit, quote_path
 from train.base.files import describe_write_error, lock_folder, next_free_path, unlock, write_text
 from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
@@ -307,7 +306,7 @@ def find_newest_checkpoint(folder, log, damaged=()):
         return state, candidate, shards
     if not problems:
         return None, None, None
-    advice = f"--resume {shlex.quote(others[-1])} or " if names and others else ""
+    advice = f"--resume {quote_path(others[-1])} or " if names and others else ""
     raise CheckpointError(
         f"{folder}: no checkpoint can be used:\n{file_format.bullets(problems)}\nrestore one of "
         f"these files, or start with {advice}--resume never (existing files are renamed, not "

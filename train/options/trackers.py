@@ -7,13 +7,12 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 from train.base.environment import environment
-from train.base.errors import SetupError
+from train.base.errors import SetupError, quote_path
 from train.base.files import write_text
 
 PROJECT = "ironGPT"
@@ -120,7 +119,7 @@ class WandB:
         self.run.define_metric("*", step_metric="iter")
         log.info(f"W&B: {self.run.url}" if not self.run.offline else
                  "W&B is offline; to upload this run: wandb sync "
-                 f"{shlex.quote(folder)}/offline-run-*-{self.id}")
+                 f"{quote_path(folder)}/offline-run-*-{self.id}")
 
     def record(self, record):
         self.run.log(tracked_numbers(record) | dict(iter=record["iter"]))
@@ -147,7 +146,8 @@ class MLflow:
         address = os.environ.get("MLFLOW_TRACKING_URI", local)
         self.client = MlflowClient(address)
         is_server = address.startswith(("http", "databricks"))  # which has the viewer
-        log.info(f"MLflow: {'' if is_server else 'mlflow ui --backend-store-uri '}{address}")
+        log.info("MLflow: " + (address if is_server else
+                               f"mlflow ui --backend-store-uri {quote_path(address)}"))
         self.id = run_id
         if run_id:
             self.client.update_run(run_id, status="RUNNING")
