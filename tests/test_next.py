@@ -140,11 +140,13 @@ def test_resume_commands_are_those_of_the_launcher(monkeypatch):
         "--nproc_per_node=2", "run_train.py", "--seed", "3"]
 
 
-@pytest.mark.parametrize("name", ["a b"])
+@pytest.mark.parametrize("name", ["a b", "-a"])
 def test_paths_in_printed_commands_are_quoted(data_dir, tmp_path, monkeypatch, capsys, name):
-    """Split by a shell, each command has the path of the folder or the file in it as one word."""
+    """Split by a shell, each command has the path of a folder or file as one word, which is no
+    option."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
+    prefix = "./" if name[0] == "-" else ""
     ckpt = f"{name}/ckpt.pt"
     config = load_config(None, SMALL | dict(model="dpo", data_dir=name, init_from=ckpt))
     adapters = {"fc.lora_A": torch.zeros(1)}
@@ -160,9 +162,10 @@ def test_paths_in_printed_commands_are_quoted(data_dir, tmp_path, monkeypatch, c
          [ckpt]),
         (lambda: go(data_dir, name), [ckpt])]
     for attempt, paths in attempts:
-        with pytest.raises(UserError, match=" --[a-z_]+ '") as refused:
+        with pytest.raises(UserError, match=" --[a-z_]+ [./']") as refused:
             attempt()
         words = shlex.split(re.search("(python|--init_from) .*", str(refused.value))[0])
-        assert {*paths} <= {*words}, words
+        assert {prefix + path for path in paths} <= {*words}, words
     report(name, dict(train=dict(tokens=10)), "config_quick", start_option(ckpt))
-    assert {name, f"out/{name}", ckpt} <= {*shlex.split(capsys.readouterr().out)}
+    words = shlex.split(capsys.readouterr().out)
+    assert {prefix + name, f"out/{name}", prefix + ckpt} <= {*words}

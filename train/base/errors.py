@@ -116,8 +116,8 @@ def echo(text, file=None):
 
 def quote_path(path):
     """Return `path` as one word of a shell command, for commands that are printed: it works when
-    pasted, also with spaces or special characters in it."""
-    return shlex.quote(str(path))
+    pasted, also with special characters in it. -x becomes ./-x, which is no option."""
+    return shlex.quote(re.sub("^-", "./-", str(path)))
 
 
 def warn_stderr(text):

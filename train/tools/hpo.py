@@ -174,7 +174,7 @@ def search(config, space, stages, out):
     write_results(studies, config, out)  # the search may have been killed after the last trial
     path = shlex.quote(os.path.join(out, "best_config.yaml"))
     print(f"Best: {study.study_name}, trial {best.number}, {config.early_stopping_metric} "
-          f"{best.value:.4f}\nTo train with it: python run_train.py --config {path}\n"
+          f"{best.value:.4f}\nTo train with it: python run_train.py --config={path}\n"
           f"To add its values to another configuration: best_config={path}")
 
 
