@@ -58,6 +58,12 @@ def test_options_become_values_of_their_type(argv, changes):
         type(v) for v in vars(Options(**changes)).values()]
 
 
+def test_a_path_that_is_not_utf8_is_printed(capsys):
+    assert run_command(Options, lambda options: print(options.ckpt), ["--ckpt=x\udcff.pt"],
+                       prog="model.x") == 0
+    assert capsys.readouterr().out == "x\\udcff.pt\n"
+
+
 def test_all_invalid_values_are_reported_at_once(capsys):
     assert parsed("--top_k=0", "--depth=1,x", "--mode=fats", "--from=1") == (2, None)
     assert capsys.readouterr().err.splitlines() == [

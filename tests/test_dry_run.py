@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_args
 from processes import in_ranks_of, python
 
+import run_train
 from train.config import TrainConfig
 from train.distributed import Ranks
 from train.setup import open_data
@@ -115,6 +118,13 @@ def test_the_mesh_of_a_sharded_run_is_printed(data_dir):
     code, text = in_ranks_of(2, "run_train.py", "--config=train/config_test.yaml", "--dry_run",
                              "--vocab_size=256", f"--data_dir={data_dir}", "--distributed=fsdp")
     assert code == 0 and "Mesh: 1 node x 2 processes: shard 2\n" in text
+
+
+def test_a_folder_whose_name_is_not_utf8_is_printed(data_dir, tmp_path, capsys):
+    folder = shutil.copytree(data_dir, tmp_path / "d\udcff")
+    changes = dict(data_dir=folder, vocab_size=256, run_name="r\udcff", out_dir="x\udcff")
+    assert run_train.main(tiny_args(**changes, dry_run=True)) == 0
+    assert "d\\udcff" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 
 from train import distributed
 from train.base.console import compact, duration
-from train.base.errors import CollectiveExit
+from train.base.errors import CollectiveExit, echo
 from train.base.memory import memory_available, memory_resident, return_freed_memory
 from train.checkpoint import inherited_shape
 from train.device import ON_OFF, choose_dtype, compile_model, describe_device, should_compile, timed
@@ -37,7 +37,7 @@ def estimate(config):
     config.world_size is set, print a plan for that many GPUs instead. Writes nothing. Raises
     CollectiveExit if the run does not fit into memory. All ranks must call."""
     with distributed.process_group(config) as ranks:
-        log = (lambda text: print(text, flush=True)) if ranks.is_main else (lambda text: None)
+        log = echo if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
         # Before the data and other models are read.
         program = 0 if on_gpu else memory_resident() or (peak_memory(ranks.device) or 0) * MIB
