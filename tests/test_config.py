@@ -82,9 +82,11 @@ def test_base_files_and_precedence(tmp_path):
     assert "circle" in problems(path)[0]
 
 
-def test_written_configuration_reads_back_the_same(tmp_path):
-    c = load_config(None, ["--learning_rate=1e-4", "--tracker=wandb", "--run_name", "no",
-                           "--min_lr=0"])
+@pytest.mark.parametrize("name", ["no", "é\x85b", "a\u2028 b\u2029", "\x85\u2028 c\n\r\n'd\": "])
+def test_written_configuration_reads_back_the_same(tmp_path, name):
+    """Also what is a line break to YAML, but not to others."""
+    c = load_config(None, ["--learning_rate=1e-4", "--tracker=wandb", "--run_name", name,
+                           "--min_lr=0", f"--sample_prompts={name}"])
     assert load_config(write(tmp_path, to_yaml(c))) == c
 
 

@@ -524,4 +524,5 @@ def to_yaml(config):
     configuration. Keys that belong to one start of the run (resume, allow_change, eval_only, ...)
     are left out."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    has_nel = "\\x85" in repr(values)  # PyYAML escapes U+0085 only if it escapes all of Unicode
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=not has_nel)
