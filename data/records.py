@@ -220,6 +220,9 @@ def dataset_rows(source):
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
+            if isinstance(dataset, dict) and "train" not in dataset:
+                folders = ", ".join(os.path.join(source, split) for split in dataset)
+                raise DataError(f"no split train; give the folder of another split: {folders}")
             dataset = dataset["train"] if isinstance(dataset, dict) else dataset
         else:
             name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]
@@ -227,6 +230,8 @@ def dataset_rows(source):
                                             streaming=True)
         for number, record in enumerate(dataset):
             yield f"{source}: record {number}", record
+    except DataError:
+        raise
     except Exception as error:  # of the network, the hub, or any format
         raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}{hint}") from None
 

@@ -663,6 +663,11 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         assert text_of(tmp_path / f"o{number}") == "one|two, three|four\nfive|"
         assert meta["sources"] == [str(source)]
     assert sources_module.source_name("hf:someone/some-text:config") == "some-text"
+    datasets.DatasetDict({"test": data, "val": data}).save_to_disk(tmp_path / "parts")
+    parts = [f"{tmp_path}/parts/{split}" for split in ("test", "val")]
+    with pytest.raises(DataError, match=f"parts: no split train; .*: {', '.join(parts)}$"):
+        quiet([tmp_path / "parts"], tmp_path / "o8")
+    assert quiet(parts[:1], tmp_path / "o8")["sources"] == parts[:1]
     with pytest.raises(DataError, match="^hf:nobody/nothing: datasets: "):
         quiet(["hf:nobody/nothing"], tmp_path / "o9")
 
