@@ -90,19 +90,22 @@ def open_bytes(path):
 def walk(folder, skipped_folder, skipped_names):
     """Return the list of paths of the regular files below `folder`, in an order that is the same on
     every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
-    folder `skipped_folder` (a real path), and links to files outside `folder`. Raises DataError for
-    a folder that cannot be read."""
+    folder `skipped_folder` (a real path), and links to files outside `folder`, except to those of
+    the hub's cache. Raises DataError for a folder that cannot be read."""
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     paths = []
-    inside = os.path.join(os.path.realpath(folder), "")
+    inside = [os.path.join(os.path.realpath(folder), "")]
+    # In the cache of the Hugging Face hub, the files of a snapshot are links to blobs.
+    if snapshot := re.match("((.*)/.*)/snapshots/[0-9a-f]{40}/", inside[0]):
+        inside += [f"{repo}/blobs/" for repo in snapshot.groups()]  # and those of the whole cache
     for here, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in skipped_names
             and os.path.realpath(os.path.join(here, name)) != skipped_folder)
         candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
         paths += [path for path in candidates if os.path.isfile(path) and (
-            not os.path.islink(path) or os.path.realpath(path).startswith(inside))]
+            not os.path.islink(path) or os.path.realpath(path).startswith(tuple(inside)))]
     return paths
 
 

@@ -537,6 +537,20 @@ def test_the_same_file_twice_is_taken_once(tmp_path, capsys):
     assert "Skipped 3 files" in capsys.readouterr().out
 
 
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
+    """Files of the repository, and of the whole cache; a link to anywhere else is not followed."""
+    snapshot = tmp_path / "hub/datasets--o--n/snapshots" / ("0f" * 20)
+    targets = [snapshot.parents[1] / "blobs/ab", tmp_path / "hub/blobs/cd", tmp_path / "private"]
+    (snapshot / "data").mkdir(parents=True)
+    for number, path in enumerate(targets):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text {number}")
+        link = snapshot / f"data/{number}.txt"
+        link.symlink_to(os.path.relpath(path, link.parent))
+    quiet([snapshot], tmp_path / "o")
+    assert text_of(tmp_path / "o") == "text 0|text 1|"
+
+
 def test_home_is_expanded(tmp_path):
     (tmp_path / "a.txt").write_text("hello world")
     assert run("~/a.txt", "--out", "~/o", HOME=str(tmp_path))[0] == 0
