@@ -285,19 +285,23 @@ def source_records(source):
 def parse_each(stream, parse, problems, max_problems=MANY):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record). If a
     record is a ValueError, or `parse` raises one, (location, message) is appended to the list
-    `problems` instead; the generator returns when this list has max_problems entries."""
+    `problems` instead; the generator returns when this list has max_problems entries. A UserError
+    is such a problem, too, but it is raised if the first three records are bad."""
+    is_good = False  # whether a record was
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
                 raise record
             result = parse(record)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, UserError) as error:
             problems.append((where, str(error)))
+            # E.g. a template that needs too much memory: not only for these records.
+            if type(error) is UserError and len(problems) >= 3 and not is_good:
+                raise UserError(f"{where}: {error}") from None
             if len(problems) >= max_problems:
                 break
-        except UserError as error:  # of no record alone, e.g. a template that needs too much memory
-            raise UserError(f"{where}: {error}") from None
         else:
+            is_good = True
             yield result
 
 

@@ -61,7 +61,7 @@ class Renderer:
                     self.child.kill()
                     self.child.wait()
         if not reply.endswith(b"\n"):
-            # Not a ValueError: after a record with this problem, no other record is tried.
+            # Not a ValueError: if the first records have this problem, no other one is tried.
             raise UserError("the model's chat template fails: it needs more than "
                             f"{MAX_CPU_SECONDS} s of processor time or {MAX_BYTES >> 20} MiB; "
                             "expected another chat_template.jinja, or shorter messages")

@@ -175,13 +175,30 @@ def test_bad_records_are_counted_and_said(tmp_path, capsys):
     assert sum(part["chats"] for part in meta["splits"].values()) == 60
 
 
-def test_an_error_of_no_record_alone_is_told_with_the_place(tmp_path):
+@pytest.mark.parametrize("bad", [range(2), range(5, 120), [119]])
+def test_records_that_need_too_much_are_bad_records(tmp_path, bad):
     """E.g. a message that needs more memory than a template gets."""
     def parse(record):
+        if ROWS.index(record) in bad:
+            raise UserError("too long")
+        return record
+    path = write(tmp_path, "a.jsonl", ROWS)  # every second line is blank
+    first = f"{path}:{2 * bad[0] + 1}"
+    with pytest.raises(DataError, match=f"^{first}[,:].* too long\n--skip_bad"):
+        list(parse_records([path], parse, skip_bad=False))
+    said = []
+    assert len(list(parse_records([path], parse, None, True, said.append))) == 120 - len(bad)
+    assert said == [f"Left out {len(bad)} bad records, the first: {first}: too long"]
+
+
+def test_no_more_records_are_tried_if_the_first_ones_need_too_much(tmp_path):
+    def parse(record):
+        tried.append(record)
         raise UserError("too long")
-    path = write(tmp_path, "a.json", ROWS[:2])
-    with pytest.raises(UserError, match="a.json:1: too long"):
+    tried, path = [], write(tmp_path, "a.json", ROWS)
+    with pytest.raises(UserError, match="a.json:5: too long"):
         list(parse_records([path], parse, skip_bad=True))
+    assert len(tried) == 3
 
 
 def test_all_values_of_a_format(tmp_path):
