@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import time
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 
@@ -144,8 +143,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
     parser = make_parser(cls, f"python -m {name}", epilog)
-    with suppress(AttributeError):  # a stream of another type
-        sys.stdout.reconfigure(errors="backslashreplace")  # e.g. for paths that are not UTF-8
+    # For paths that are not UTF-8. A stream in place of stdout may lack this method.
+    getattr(sys.stdout, "reconfigure", lambda errors: None)(errors="backslashreplace")
     argv = add_dashes(underscores(sys.argv[1:] if argv is None else argv), parser)
     try:
         args, rest = parser.parse_known_args(argv) if load else (parser.parse_args(argv), [])

@@ -145,9 +145,9 @@ class MLflow:
         local = f"sqlite:///{(Path(log.out_dir).parent.resolve() / 'mlflow.db').as_posix()}"
         address = os.environ.get("MLFLOW_TRACKING_URI", local)
         self.client = MlflowClient(address)
-        is_server = address.startswith(("http", "databricks"))  # which has the viewer
-        log.info("MLflow: " + (address if is_server else
-                               f"mlflow ui --backend-store-uri {quote_path(address)}"))
+        # A server has the viewer.
+        ui = "" if address.startswith(("http", "databricks")) else "mlflow ui --backend-store-uri "
+        log.info(f"MLflow: {ui}{quote_path(address)}")
         self.id = run_id
         if run_id:
             self.client.update_run(run_id, status="RUNNING")
