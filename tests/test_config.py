@@ -82,6 +82,13 @@ def test_base_files_and_precedence(tmp_path):
     assert "circle" in problems(path)[0]
 
 
+def test_a_text_that_begins_with_a_bracket_is_given_in_quotes():
+    message, = problems(overrides=["--sample_prompts", "[INST] a, b [/INST]"])
+    assert "sample_prompts: expected a list such as [\"[a] text\", b], got '[INST] a" in message
+    c = load_config(None, ["--sample_prompts", "[\"[INST] a, b [/INST]\", c]"])
+    assert c.sample_prompts == ["[INST] a, b [/INST]", "c"]
+
+
 @pytest.mark.parametrize("name", ["no", "é\x85b", "a\u2028 b\u2029", "\x85\u2028 c\n\r\n'd\": "])
 def test_written_configuration_reads_back_the_same(tmp_path, name):
     """Also what is a line break to YAML, but not to others."""

@@ -148,8 +148,8 @@ def to_dict(raw):
             else to_float(v) for k, v in raw.items()}
 
 
-TYPES = {bool: (to_bool, "true or false"), int: (to_int, "an integer"),
-         float: (to_float, "a finite number"), str: (to_str, "text"), list: (to_list, "a list"),
+TYPES = {bool: (to_bool, "true or false"), int: (to_int, "an integer"), str: (to_str, "text"),
+         float: (to_float, "a finite number"), list: (to_list, 'a list such as ["[a] text", b]'),
          dict: (to_dict, "a mapping such as {wte: 0.5}")}
 LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `operator`
 
