@@ -248,8 +248,7 @@ def check_fits(start, config, data, model, ranks):
         content = state | {"state": (state.get("optimizer") or {}).get("state")}
         missing = [k for k, kind in REQUIRED_KEYS.items()
                    if k not in content or not isinstance(content[k], kind)]
-        remedy = (f"to start from its weights: --init_from {quote_path(start.path)} and another "
-                  "--out_dir")
+        remedy = f"to use its weights: --init_from {quote_path(start.path)} and another --out_dir"
         if missing:
             raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
                                   f"{', '.join(missing)}); {remedy}")
