@@ -19,6 +19,7 @@ and --help like the configuration keys of a run:
 """
 
 import argparse
+import contextlib
 import inspect
 import os
 import re
@@ -143,8 +144,8 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
     parser = make_parser(cls, f"python -m {name}", epilog)
-    # For paths that are not UTF-8. A stream in place of stdout may lack this method.
-    getattr(sys.stdout, "reconfigure", lambda errors: None)(errors="backslashreplace")
+    with contextlib.suppress(AttributeError):  # a stream of another type
+        sys.stdout.reconfigure(errors="backslashreplace")  # e.g. for paths that are not UTF-8
     argv = add_dashes(underscores(sys.argv[1:] if argv is None else argv), parser)
     try:
         args, rest = parser.parse_known_args(argv) if load else (parser.parse_args(argv), [])
