@@ -208,7 +208,7 @@ def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     """With the shape of the weights."""
     train(load_config("train/configs/classifier.yaml", overrides=dict(
         data_dir=str(encoder / "data"), init_from=str(encoder / "bert"), out_dir=str(tmp_path),
-        ngrams=0, bidirectional=False, max_epochs=None, max_iters=30, eval_interval=15,
+        ngrams=0, bidirectional=False, max_epochs=None, max_iters=60, eval_interval=30,
         warmup_iters=3, learning_rate=3e-3, num_threads=1, dtype="float32")))
     losses = [line["val_label_loss"] for line in metrics(tmp_path) if "val_loss" in line]
     assert losses[0] > 0.6 and losses[-1] < 0.35
