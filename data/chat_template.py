@@ -236,9 +236,9 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the sorted list of the token ids that end an answer: the attribute `ends`, or the
-        tokenizer's end of text if `ends` is empty, and the special token that the template writes
-        after an answer, if any."""
+        """Return the sorted list of the token ids that end an answer: the ids in self.ends or, if
+        that is empty, the tokenizer's end of text; in both cases also the special token that the
+        template writes after an answer, if any."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")

@@ -125,8 +125,8 @@ def has_type(value, kind):
 
 
 def is_prepared(folder):
-    """Return whether a folder has a train.bin, and no meta.json that states that its preparation
-    was interrupted. Raises DataError for a damaged meta.json."""
+    """Return whether a folder has a train.bin, and its meta.json, if any, does not state that its
+    preparation was interrupted. Raises DataError if, besides a train.bin, meta.json is damaged."""
     return (os.path.exists(os.path.join(folder, "train.bin"))
             and not read_meta(folder, allow_incomplete=True).incomplete)
 

@@ -66,9 +66,9 @@ def check_array(path, array, shape, limit, low=0):
 # writing
 
 def pad_rows(rows, width, value, dtype):
-    """Return an array (n, width) of `dtype` with the numbers of `rows`, n sequences of at most
-    `width` numbers each, filled up at the end with `value`: a number, or a list that broadcasts to
-    (n, width)."""
+    """Return a NumPy array (n, width) of `dtype` with the numbers of `rows`, n sequences of at most
+    `width` numbers each (else ValueError), filled up at the end with `value`: a number, or a list
+    that broadcasts to (n, width)."""
     padded = np.full((len(rows), width), value, dtype)
     for target, row in zip(padded, rows):
         target[:len(row)] = row

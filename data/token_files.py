@@ -203,9 +203,9 @@ class TokenStream:
         self.read(starts, length)
 
     def read(self, starts, length):
-        """Return the windows (n, length) of ids that begin at the positions `starts`, (n,) int64,
-        in the stream; the windows must be inside the stream. Raises DataError for an id outside the
-        vocabulary, or if a file has changed."""
+        """Return the windows of ids, an array (n, length) of self.dtype, that begin at the
+        positions `starts`, (n,) int64, in the stream; the windows must be inside the stream (not
+        checked). Raises DataError for an id outside the vocabulary, or if a file has changed."""
         tokens = self._copy(starts, length)
         limit = self.vocab_size or MAX_ID
         # On a GPU an id outside the embedding kills the process without naming the file.

@@ -99,13 +99,14 @@ def read_yaml(path, problems, groups=()):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"). If
-    it has the key `base`, the path of another file relative to this file, the settings of that file
-    come first; the key may occur several times. In the training_args.json of a run, the settings
-    are the entries of `arguments` except START_KEYS (resume, eval_only, ...).
+    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"), with
+    raw values as in read_yaml(): strings, or lists and dicts of strings. If it has the key `base`,
+    the path of another file relative to this file, the settings of that file come first; the key
+    may occur several times. In the training_args.json of a run, the settings are the entries of
+    `arguments` except START_KEYS (resume, eval_only, ...).
 
-    Messages about problems are appended to the list `problems`. parents: absolute paths of the
-    files that led here by `base`, to detect a circle.
+    Nothing is raised: messages about problems are appended to the list `problems`. parents:
+    absolute paths of the files that led here by `base`, to detect a circle.
     """
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")

@@ -302,9 +302,10 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last call (or start()), to be called at the
-        end of step `it`. Call warn(text) if get() of `batches`, a Prefetcher, has waited for more
-        than SLOW_INPUT_SHARE of this time. Sets batches.seconds to 0."""
+        """Return the mean seconds per step since the last call (or start()), without the time in
+        away(), to be called at the end of step `it`. Call warn(text) if get() of `batches`, a
+        Prefetcher, has waited for more than SLOW_INPUT_SHARE of the whole time, and for more than a
+        second. Sets batches.seconds to 0."""
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(f"{batches.seconds / seconds:.0%} of the time is spent reading batches: move "

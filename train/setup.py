@@ -60,9 +60,9 @@ class Progress:
             setattr(self, name, value if default is None else type(default)(value))
 
     def recent_loss(self):
-        """Return the mean loss of the steps since the last evaluation, or if there are none
-        val_loss (0.0 if that is `None`). It is used as the loss of a step in which all items are
-        masked, so that the spike detector does not see a jump."""
+        """Return the mean loss of the steps since the last evaluation in which an item counts, or
+        if there are none self.val_loss (0.0 if that is `None`). It is used as the loss of a step in
+        which all items are masked, so that the spike detector does not see a jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 

@@ -70,9 +70,9 @@ def choose_tokenizer(o):
 
 def make_tokenizer(o, documents):
     """Return a tokenizer made from the text of `documents`, a Documents. If o.tokenizer is "bpe": a
-    RankTokenizer of up to o.vocab_size tokens. Otherwise: a CharTokenizer of all characters in the
-    text and, if there are several documents, of the newline, which is written after each. o:
-    Options."""
+    RankTokenizer of up to o.vocab_size tokens, trained on a sample of at most BPE_BYTES. Otherwise:
+    a CharTokenizer of all characters in the text and, if there are several documents, of the
+    newline, which is written after each. o: Options. SetupError if bpe needs a missing package."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")

@@ -27,7 +27,8 @@ PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|ti
 
 @dataclass
 class FolderOptions:
-    """Base class of the options of all data.prepare commands."""
+    """Base class of the options of all data.prepare commands: the folder to write, and whether to
+    replace data of other sources in it."""
     out: str = key("", "folder to write (default: data/bin/ and the name of the first source)",
                    metavar="FOLDER", path=True)
     force: bool = key(False, "replace data of other sources in that folder")

@@ -62,9 +62,9 @@ def join_messages(prompt, answer, name):
     """Return the conversation [(role, text), ...] of a prompt and an answer.
 
     prompt: a text, a list of messages, or `None`. answer: a text (only with a prompt); a list of
-    messages that begins with the assistant's, which follow the prompt; or a list with the whole
-    conversation, which is returned. Messages are dicts, as for parse_messages. name: the field of
-    the answer, for error messages. Raises ValueError for other values, and if the whole
+    messages that begins with the assistant's, which follow the prompt, if any; or a list with the
+    whole conversation, which is returned. Messages are dicts, as for parse_messages. name: the
+    field of the answer, for error messages. Raises ValueError for other values, and if the whole
     conversation lacks a message of the prompt.
     """
     if isinstance(answer, str) and prompt:

@@ -33,9 +33,9 @@ def confusion_metrics(matrix):
 def auroc(negatives, positives):
     """Return the area under the ROC curve, a float; `None` without negatives or positives.
 
-    negatives, positives (n,): numbers of negative and of positive samples at each of n scores, in
-    ascending order of the score. The area is the probability that a random positive sample has a
-    higher score than a random negative one; ties count half.
+    negatives, positives: NumPy arrays (n,), the numbers of negative and of positive samples at each
+    of n scores, in ascending order of the score. The area is the probability that a random positive
+    sample has a higher score than a random negative one; ties count half.
     """
     pairs = negatives.sum() * positives.sum()
     below = negatives.cumsum() - negatives / 2

@@ -138,9 +138,9 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a Source to the file `to`, a checkpoint for nanoGPT's sample.py. precision is ignored:
-    weights keep the dtype. Return a description of the file. Raises CheckpointError for options
-    that nanoGPT does not have."""
+    """Write a Source, without its tokenizer, to the file `to`, a checkpoint for nanoGPT's
+    sample.py. precision is ignored: weights keep the dtype. Return a description of the file, a
+    text. Raises CheckpointError for options that nanoGPT does not have."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both

@@ -69,15 +69,15 @@ FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window",
 
 @dataclass(frozen=True)
 class Family:
-    """The models of one model_type of `transformers`. "Field": of a GPTConfig or MoEConfig; "key":
-    of config.json.
+    """The models of one model_type of `transformers`, or nanoGPT's. "Field": of a GPTConfig or
+    MoEConfig; "key": of config.json (of model_args for nanoGPT).
 
-    architecture: name of the class in `transformers`. keys: {field: key}. values: {field: list of
-    values} of fields without a key in which these models differ from the default; the first value
-    is set when a model is read, and any of them can be exported. defaults: {key: value if the key
-    is missing}. layers: the letters of read_layers() that these models may have. activations:
-    {value of the key hidden_act or the like: value of the field mlp}. constants: {key: value} that
-    are always written. experts: whether it is a mixture of experts.
+    architecture: name of the class in `transformers`, or "nanoGPT". keys: {field: key}. values:
+    {field: list of values that can be exported} of fields in which these models differ from the
+    default; if the field has no key, the first value is set when a model is read. defaults: {key:
+    value if the key is missing}. layers: a string of the letters of read_layers() that these models
+    may have. activations: {value of the key hidden_act or the like: value of the field mlp}.
+    constants: {key: value} that are always written. experts: whether it is a mixture of experts.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)

@@ -54,8 +54,8 @@ class KVCache:
         return new
 
     def clear(self):
-        """Empty all rows in place. Called on a view cache[rows], it empties these rows of the whole
-        cache."""
+        """Empty all rows in place; the memory stays allocated. Called on a view cache[rows], it
+        empties these rows of the whole cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.history.zero_()

@@ -87,9 +87,10 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """Converts records of task files to Examples: read() reads a file, parse() converts a record.
-    tokenizer: the Tokenizer of the data. template: the ChatTemplate of a chat model, or `None`.
-    size: the context in tokens, to which sequences are cut at the start."""
+    """Converts records of task files to Examples: read(path, task) reads a file, parse(record,
+    task) converts a record. tokenizer: the Tokenizer of the data. template: the ChatTemplate of a
+    chat model, or `None`. size: the context in tokens; sequences are cut at the start to size + 1
+    ids, the last of which is only a target."""
 
     def __init__(self, tokenizer, template, size):
         self.tokenizer = tokenizer

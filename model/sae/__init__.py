@@ -137,10 +137,10 @@ class SparseAutoencoder(nn.Module):
         self.may_have_dead = True  # updated after each step; True only costs time
 
     def initial(self, name, shape, seed):
-        """Return the initial value of the parameter or buffer `name`: W_dec, random directions;
-        W_enc, the transpose of W_dec, as in sae-lens; biases and `silent`, 0; thresholds, 1; mean
-        and scale, the values in spec. `None` for an unknown name. A pure function of (seed, name).
-        """
+        """Return the initial value of the parameter or buffer `name`, a tensor on the CPU: W_dec,
+        rows of random directions and length 1 (0.1 for relu); W_enc, its transpose, as in sae-lens;
+        biases and `silent`, 0; thresholds, 1; mean and scale, the values in spec. `None` for an
+        unknown name. For a given model a pure function of (seed, name)."""
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):

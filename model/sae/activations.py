@@ -113,8 +113,9 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return (mean, scale), the result of measure_scale(), for the activations of n_windows
-        windows of tokens, evenly spaced in the data of the loader `tokens`. With several layers,
+        """Return (mean, scale) of the activations of up to n_windows windows of block_size tokens,
+        evenly spaced in the data of the loader `tokens`: mean, a list of floats, one per channel;
+        scale, a float, or for a transcoder a list of two (see measure_scale). With several layers,
         mean and scale are lists with an element per layer."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)

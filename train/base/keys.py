@@ -307,7 +307,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def unused_keys(self):
         """Return {key: condition} of the keys that have no effect although the value is not the
         default. condition: a text that states when the key would have an effect. "NAME": if the key
-        NAME is set. "NAME=A|B": if NAME is A or B, or contains the letter A or B."""
+        NAME is set (not `None`, 0, False or empty). "NAME=A|B": if NAME is A or B, or contains the
+        letter A or B."""
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
                 if not self.has_effect(f) and getattr(self, f.name) != getattr(defaults, f.name)}

@@ -336,8 +336,8 @@ def numbered_checkpoints(folder):
 
 def move_files(folder, names):
     """Move files in `folder` to a new subfolder, the first of old_1/, old_2/, ... that does not
-    exist, and return the path of the subfolder. names: a list of names of files or folders. If a
-    file is the manifest of a sharded checkpoint, the shards are moved too."""
+    exist, and return its path, a str. names: a list of names of files or folders. If a file is the
+    manifest of a sharded checkpoint, the shards are moved too. OSError for a missing name."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints

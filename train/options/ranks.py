@@ -65,10 +65,11 @@ def check_ranks(config, ranks, log):
 
 
 def describe_rank(config, ranks):
-    """Return a dict that describes this rank: host, node, address, device; torch and NCCL, the
-    versions; commit, of git; code and configuration, hashes. Values that are unknown are `None`.
-    The key "keys" has {name: value} of the configuration keys that must be equal on all ranks: all
-    except paths, which may be local to a node. config: a TrainConfig; ranks: a Ranks."""
+    """Return a dict that describes this rank, with the keys host; node, the text in GROUP_RANK;
+    address; device, a name; torch and NCCL, the versions; commit, of git; code and configuration,
+    hashes (hexadecimal). Values that are unknown are `None`. The key "keys" has {name: value} of
+    the configuration keys that must be equal on all ranks: all except paths, which may be local to
+    a node. config: a TrainConfig; ranks: a Ranks."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
