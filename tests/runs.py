@@ -40,6 +40,8 @@ def opened(config):
     Run, ready for its next step."""
     config = validate_config(config)
     with process_group(config) as ranks, open_run(config, ranks) as run:
+        if not config.eval_only:
+            run.take_folder()
         yield run
 
 

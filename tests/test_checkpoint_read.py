@@ -435,6 +435,8 @@ def test_without_a_checkpoint_must_refuses_and_auto_starts(tmp_path, data_dir, c
         go(data_dir, tmp_path, resume="must")
     go(data_dir, tmp_path, max_iters=1)
     assert f"No checkpoint in {tmp_path}: starting from scratch" in capsys.readouterr().out
+    go(data_dir, tmp_path, resume="never", max_iters=1)
+    assert "No checkpoint" not in capsys.readouterr().out
     go(data_dir, tmp_path, resume="must", max_iters=2)
 
 

@@ -82,19 +82,6 @@ def test_base_files_and_precedence(tmp_path):
     assert "circle" in problems(path)[0]
 
 
-def test_a_file_with_a_comma_in_its_name_is_one_item(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "", "a, b.jsonl")
-    for overrides, files in (
-            (["--eval_tasks", "a, b.jsonl"], ["a, b.jsonl"]),
-            (["--eval_tasks", "[c.jsonl, 'a, b.jsonl']"], ["c.jsonl", "a, b.jsonl"]),
-            (["--eval_tasks", "a, c.jsonl"], ["a", "c.jsonl"]),
-            (dict(eval_tasks=[f"{tmp_path}/a, b.jsonl"]), [f"{tmp_path}/a, b.jsonl"])):
-        c = load_config(None, overrides)
-        assert c.eval_tasks == files
-        assert load_config(write(tmp_path, to_yaml(c))) == c
-
-
 def test_a_text_that_begins_with_a_bracket_is_given_in_quotes():
     message, = problems(overrides=["--sample_prompts", "[INST] a, b [/INST]"])
     assert "sample_prompts: expected a list such as [\"[a] text\", b], got '[INST] a" in message

@@ -22,8 +22,10 @@ from conftest import REPO, run, tiny_args
 from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
+from train import robust
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
+from train.config import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +206,15 @@ def test_a_printout_on_a_full_disk_is_one_message(tmp_path, data_dir, option):
     arguments = ["run_train.py", *tiny_args(data_dir=data_dir, out_dir=tmp_path), option]
     assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(60) == 2
     assert errors.read_text() == "run_train.py: [Errno 28] No space left on device\n"
+
+
+def test_an_error_of_a_dry_run_has_its_traceback(capsys):
+    """Also one about a file, e.g. in a model of one's own."""
+    def job(config):
+        open("missing.npy")
+    assert robust.run_reporting_errors(TrainConfig(dry_run=True), job) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "missing.npy" in error
 
 
 @pytest.mark.matrix(114)

@@ -26,9 +26,10 @@ from train.base.errors import CheckpointError, ConfigError, DataError, SetupErro
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import Data
-from train.distributed import Ranks
+from train.distributed import Ranks, process_group
 from train.logger import resume_command
-from train.train import train
+from train.setup import open_run, validate_config
+from train.train import save, train, train_step
 
 SETTINGS = dict(batch_size=4, gradient_accumulation_steps=3, max_iters=12, eval_interval=4,
                 eval_iters=100, save_interval=2, warmup_iters=0, lr_decay_iters=12, log_interval=1,
@@ -112,6 +113,33 @@ def test_an_evaluation_after_a_resume_has_the_state_of_the_step_before(tmp_path)
     assert_same(tmp_path / "whole", tmp_path / "parts")
     again = fit(tmp_path / "whole", Scheduled(), eval_only=True)
     assert again["val_loss"] == whole["val_loss"]
+
+
+def test_before_step_is_not_repeated_after_a_resume_without_an_evaluation(tmp_path):
+    class Pruned(Regression):
+        def before_step(self, it):
+            if it == 4:
+                self.net[0].weight.data[:, :2] = 0
+    fit(tmp_path / "whole", Pruned())
+    assert isinstance(fit(tmp_path / "parts", Pruned(), "before_step@5=sigterm"), Stopped)
+    fit(tmp_path / "parts", Pruned())
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_in_parts_saves_only_into_a_folder_that_it_has_taken(tmp_path):
+    fit(tmp_path)
+    config = validate_config(load_config(None, SETTINGS | dict(
+        out_dir=str(tmp_path), resume="never")))
+    data = Data(rows(120), rows(30, seed=2))
+    with process_group(config) as ranks, open_run(config, ranks, Regression(), data=data) as run:
+        train_step(run)
+        with pytest.raises(SetupError, match="call it before the first step"):
+            save(run)
+        assert not (tmp_path / "old_1").exists() and load_checkpoint(tmp_path / "ckpt.pt")
+        run.take_folder()
+        save(run, last=True)
+    assert (tmp_path / "old_1" / "ckpt.pt").exists()
+    assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 1
 
 
 def test_a_stop_within_a_step_leaves_running_statistics_exact(tmp_path, monkeypatch):

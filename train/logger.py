@@ -46,7 +46,9 @@ class Logger:
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
-        self.held = None        # lines for train.log that start() writes; `None`: written at once
+        # Lines for train.log that start() writes; lost if the run ends before. `None`: written at
+        # once.
+        self.held = None
         self.first_iter = 0     # where this part of the run starts
         self.evaluated = False  # whether the evaluation at first_iter is in metrics.jsonl already
         self.console = Console(sys.stdout)

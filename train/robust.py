@@ -190,7 +190,8 @@ def run_reporting_errors(config, job):
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
         return exit_process(interrupt_code(stop))
     except BaseException as error:
-        if isinstance(error, OSError) and config.dry_run:  # of stdout: run_train.py reports it
+        # An error of stdout: run_train.py reports it.
+        if isinstance(error, OSError) and error.filename is None and config.dry_run:
             raise
         if isinstance(error, UserError) or missing_part(error):
             return exit_process(report_error(error))

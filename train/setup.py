@@ -84,6 +84,7 @@ class Run:
         self.saved_at = 0       # iter_num of the last save
         self.notes = []         # messages from before the log was opened
         self.best_due = False   # the next save also writes ckpt_best.pt
+        self.is_taken = False   # whether out_dir is prepared for this run
         # best_metric and loss_of_best before the last improvement.
         self.best_before = math.inf, math.inf
 
@@ -294,8 +295,8 @@ class Run:
         training_args.json. With --resume never, files of an earlier run are first moved to a
         subfolder. After --resume FILE, later checkpoints are moved to a subfolder and, if no
         ckpt_best.pt is left, the best metric is reset. Lines in metrics.jsonl about steps that will
-        be repeated are removed. To be called after all checks that could end the run. All ranks
-        must call."""
+        be repeated are removed. To be called after all checks that are possible before the first
+        forward pass in training. All ranks must call."""
         p = self.progress
         c = self.config
 
@@ -312,6 +313,7 @@ class Run:
             if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
+        self.is_taken = True
 
     def note_best(self, numbers):
         """Compare the results of an evaluation, `numbers` {val_NAME: number}, with the best so far,
@@ -517,9 +519,12 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
             run.restore(run.start)
             run.log.info(f"Resuming from {run.start.path} at iter {run.progress.iter_num}")
         elif run.start.kind == "scratch":
-            run.log.info(f"No checkpoint in {run.config.out_dir}: starting from scratch")
-        # As an uninterrupted run before an evaluation: the step before is done.
-        run.prepare_step(max(0, run.progress.iter_num - 1))
+            why = "" if config.resume == "never" else f"No checkpoint in {config.out_dir}: "
+            run.log.info(f"{why}starting from scratch")
+        # In an uninterrupted run, before_step() has been called for the step before an evaluation.
+        it = run.progress.iter_num
+        if config.eval_only or run.evaluation_is_due(last=it >= run.config.max_iters):
+            run.prepare_step(max(0, it - 1))
         run.clock.start(run.progress.iter_num)
         yield run
 

@@ -103,9 +103,9 @@ class ModelHooks:
 
     def before_step(self, it):
         """Called before the first forward pass of step `it` to set state that is a function of the
-        step; also at the start of a run, with the number of the step before (at least 0), since a
-        resumed run may begin with an evaluation. Submodules may have this method, too. Default:
-        nothing."""
+        step. It may be called again after the step, since a resumed run may begin with an
+        evaluation: it must not change parameters, or buffers that forward() or after_step()
+        changes. Submodules may have this method, too. Default: nothing."""
 
     def after_step(self, it, sums):
         """Called after optimizer step `it`, also if the update was skipped; not called for

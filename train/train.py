@@ -54,7 +54,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
             if run.config.eval_only:  # changes no file but train.log
                 validate(run)
             else:
-                run.take_folder()  # nothing can refuse the run from here on
+                run.take_folder()  # all checks are done that need no training
                 if run.config.resume_file:
                     save(run)  # resumed from a given FILE: make this branch the latest one
                 if run.limits_reached():
@@ -368,8 +368,10 @@ def check_metric_names(run):
 def save(run, last=False):
     """Save a checkpoint of a Run in the background, where a failure is only a warning. With `last`,
     it is written before this function returns, and a failure raises CollectiveExit. Raises
-    BadNumbers, without saving, if weights or optimizer state are not finite. All ranks must call.
-    """
+    BadNumbers, without saving, if weights or optimizer state are not finite; SetupError before
+    run.take_folder(). All ranks must call."""
+    if not run.is_taken:
+        raise SetupError("save() without run.take_folder(): call it before the first step")
     run.watchdog.restart(slow=True)
     with run.clock.away():
         # Only one save runs at a time: its snapshot needs as much memory as the state.

@@ -59,9 +59,8 @@ def parse_value(field, raw):
     """Return `raw` converted to the type of `field`, a dataclass field made by key(). raw: a text,
     a list or dict of texts, or a value of this type. "", "null", "none" and "~" become `None` if
     the type allows `None`, unless this text is one of the choices or the field has text=True. A
-    text for a list is split at commas, unless it is the name of a file, or the field has text=True
-    or is positional. Raises ValueError, with the expected type or limit, if the conversion or the
-    check of a limit fails."""
+    text for a list is split at commas, unless the field has text=True or is positional. Raises
+    ValueError, with the expected type or limit, if the conversion or the check of a limit fails."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -76,8 +75,7 @@ def parse_value(field, raw):
         text = str(BOOLS[text]).lower()
     value = convert(text if text in choices else raw, *TYPES[kind])
     if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
-        value = [word.strip() for item in value
-                 for word in ([item] if os.path.isfile(item) else item.split(",")) if word.strip()]
+        value = [word.strip() for item in value for word in item.split(",") if word.strip()]
     if kind is list:
         item_type, = typing.get_args(field.type)
         if item_type not in TYPES:

@@ -44,7 +44,7 @@ class ChildRun:
         if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES):
             raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
                             f"{', '.join(OTHER_MODES)}")
-        files = [*",".join(input_files(config).values()).split(","), *config.eval_tasks]
+        files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
         paths = [path for file in files if file
                  for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
         states = [path.stat() for path in paths]
