@@ -432,7 +432,8 @@ def test_git_commit_and_dirty_flag(tmp_path):
 
     def copy_to(repo):
         (repo / "train/base").mkdir(parents=True)
-        shutil.copy(REPO / "train/base/environment.py", repo / "train/base")
+        for name in ("__init__.py", "base/environment.py"):
+            shutil.copy(REPO / "train" / name, repo / "train" / name)
 
     def git(*args):
         return subprocess.check_output(
