@@ -168,8 +168,8 @@ class Aliases:
 
     def __getattr__(self, name):
         with open(os.path.join(os.path.dirname(__file__), "aliases.yaml"), encoding="utf-8") as f:
-            # In C: 4 ms instead of 30.
-            vars(self).update(yaml.load(f, getattr(yaml, "CBaseLoader", yaml.BaseLoader)))
+            loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # in C: 4 ms instead of 30
+            vars(self).update(yaml.load(f, loader))
         return vars(self)[name]
 
 

@@ -69,10 +69,11 @@ class Data:
     def __post_init__(self):
         """Raise DataError if a loader lacks a required attribute."""
         for split in ("train", "val", "test"):
+            loader = getattr(self, split)  # `None` and torch Datasets have no get_batch
             own = "fingerprint" if split == "train" else "n_fixed fixed_batch"
             missing = [name for name in f"samples unit units_per_sample {own}".split()
-                       if not hasattr(getattr(self, split), name)]
-            if missing and hasattr(getattr(self, split), "get_batch"):
+                       if not hasattr(loader, name)]
+            if missing and hasattr(loader, "get_batch"):
                 raise DataError(f"Data.{split}: the loader has no {', '.join(missing)}; the top of "
                                 "train/dataloader.py lists what a loader must have")
 
@@ -208,7 +209,8 @@ class Loader:
             self.read_chunk(index, device)
         if step is None:
             self.step += 1
-        return tuple([t[index - self.chunk_steps.start] for t in self.chunk])
+        i = index - self.chunk_steps.start
+        return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
         """Read calls_per_chunk batches from `step` on into self.chunk, as tensors on `device`, at

@@ -140,7 +140,8 @@ class Axis:
         power = 10.0 ** math.floor(math.log10(minimum))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * minimum)
         first = math.ceil(self.low / step - 1e-9)
-        return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        last = math.floor(self.high / step + 1e-9)
+        return [k * step for k in range(first, last + 1)]
 
 
 def tick_label(value):
