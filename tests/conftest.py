@@ -170,6 +170,13 @@ def full_disk(n_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.fixture(autouse=True)
+def seed_torch():
+    """Tests that draw random numbers draw the same in each order of the tests."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture
 def browser(tmp_path):
     from browser import CHROMIUM, Browser

@@ -227,7 +227,7 @@ class Line(socketserver.ThreadingTCPServer):
     def __init__(self, target):
         self.target, self.limit, self.slow, self.cuts = target, None, 0, 0
         super().__init__(("127.0.0.1", 0), None)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def finish_request(self, request, address):
         with contextlib.suppress(OSError), socket.create_connection(self.target) as other:

@@ -324,8 +324,8 @@ def test_a_mask_of_an_edited_trunk_is_not_dropped_in_decoding():
 # --- compiled
 
 @pytest.mark.parametrize("shape", [
-    dict(n_kv_head=1, qk_norm=True, mlp="relu2", prev_embedding=True),
-    dict(n_kv_head=1, key_offset=True, prev_embedding=True, ngram_rows=99),
+    dict(n_kv_head=1, qk_norm=True, mlp="relu2", key_offset=True, prev_embedding=True,
+         ngram_rows=99),
     dict(mlp="gelu", bias=True, norm="layer", tie_weights=False, pos="learned")], ids=str)
 @torch.no_grad()
 def test_compiled_tokens_are_the_plain_ones(shape):

@@ -202,7 +202,7 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = HTTPServer(("127.0.0.1", 0), Serve)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url, digest = f"http://127.0.0.1:{server.server_port}", hashlib.sha256(b"eA== 0").hexdigest()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     try:

@@ -105,8 +105,8 @@ def assert_as_before(found, limits):
     assert not worse, f"(now, before): {worse}"
 
 
-@pytest.mark.parametrize("name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.slow)
-                                  for n in STEPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_a_compiled_step_takes_what_it_took(proofs, name):
     """In two graphs, forward and backward, without float32 logits or scores of attention."""
     found = proofs(f"step {name} {LAYERS[name]}", None if name == "gpt2" else "H100")
