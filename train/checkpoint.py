@@ -70,8 +70,8 @@ class Start:
 
 
 def weights_module():
-    """Import and return the module model/core/weights.py, which loads the weights of other runs. It
-    is imported here, and not at the top of the file, because train/ does not depend on model/."""
+    """Import and return the module model/core/weights.py, which loads the weights of other runs.
+    The import is not at the top of the file, because train/ does not depend on model/."""
     from model.core import weights
     return weights
 
@@ -80,7 +80,7 @@ def find_start(folder, config, ranks, log):
     """Create and lock `folder` (a RunFolder) and return the Start of the run: the checkpoint that
     config.resume selects (find_checkpoint), otherwise the weights of config.init_from, otherwise
     from scratch. With config.mirror, a checkpoint is first copied from the mirror if the folder has
-    none. A sharded checkpoint with a damaged file is not used.
+    none. Instead of a sharded checkpoint with a damaged file, an older one is used.
 
     log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
     CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
@@ -221,8 +221,9 @@ def load_weights(model, start, config, spec, ranks, log):
     """Copy the weights in `start` (a Start of kind "init_from") into `model`, in place; tensors
     that the checkpoint lacks keep their values. Return whether the checkpoint has all tensors of
     `model`. config, spec: TrainConfig and Data.spec of the new run. log(text): called with
-    messages, on rank 0. Changes start.state. All ranks must call. Raises CheckpointError, on all
-    ranks, if a shape differs, or if the weights need e.g. a different tokenizer."""
+    messages, on rank 0. start.state is replaced on rank 0. All ranks must call. Raises
+    CheckpointError, on all ranks, if a shape differs, or if the weights need e.g. a different
+    tokenizer."""
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -404,7 +405,7 @@ def own_parts(state, ranks):
 
 def check_finite(model, optimizer, iter_num, path, ranks):
     """Raise BadNumbers, on all ranks, if weights or optimizer state contain NaN or infinity; 0-dim
-    tensors are not checked. iter_num (the step) and path (of the last good checkpoint) are for the
+    tensors are not checked. iter_num, the step, and path, of the last good checkpoint, are for the
     message. Each rank checks the local shards. All ranks must call."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
@@ -426,9 +427,9 @@ def find_drift(tensors, ranks):
 
 
 def add_bits(tensor):
-    """Return a checksum of the tensor, an int: the sum of the bits, read as integers (up to 64
-    bits, signed, with overflow). It does not depend on the device. If two tensors with the same
-    shape, dtype and storage offset have different checksums, they differ."""
+    """Return a checksum of the tensor, an int: the sum of its data, read as signed integers of up
+    to 64 bits, with overflow. It does not depend on the device. Only checksums of tensors with the
+    same shape, dtype and storage offset can be compared."""
     flat = tensor.detach().reshape(-1)
     # As int64 if possible: torch copies smaller integers before it adds them.
     is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
@@ -447,9 +448,9 @@ def warn_of_drift(model, iter_num, ranks, warn):
 
 def make_savable(model):
     """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
-    tensors. Raise SetupError if a checkpoint would lack something: a trained parameter is not in
-    state_dict(), a tensor in it has a dtype that is not supported, or an attribute of a module is
-    an optimizer."""
+    tensors. Raise SetupError if the model cannot be saved: a trained parameter is not in
+    state_dict(), a tensor in it has a dtype that is not supported, a buffer in it is not finite, or
+    an attribute of a module is an optimizer."""
     state = model.state_dict()
     unsaved = [name for name, p in model.named_parameters()
                if p.requires_grad and name not in state]
@@ -514,9 +515,10 @@ def select_optimizer_state(optimizer, entries, config, warn):
     (see create_state). The key "ema" (moving average) is not compared, and is returned only if
     config.ema is set.
 
-    If an entry is missing or has other keys, raise CheckpointError; but if config.allow_change is
-    set, call warn(text). Entries that are {} (no gradient yet) are left out, and `entries` may be
-    {} (no step yet).
+    If an entry is missing, has different keys or is of no parameter in `optimizer`, raise
+    CheckpointError. If config.allow_change is not empty, call warn(text) instead, except in the
+    third case. Entries that are {} (no gradient yet) are left out, and `entries` may be {} (no step
+    yet).
     """
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
     usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}

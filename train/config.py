@@ -23,10 +23,10 @@ DEFAULT_PATH = os.path.join("train", "config.yaml")
 
 @functools.cache
 def config_class(model="gpt"):
-    """Return the configuration class of the model type `model`, a dataclass: TrainConfig, or a
-    subclass with the additional keys of the class Keys in model/NAME.py. For gpt no file is
-    imported, so that plain --help does not import torch. ConfigError if there is no such model
-    type, or if Keys repeats a key of TrainConfig."""
+    """Return the configuration class, a dataclass, of the model type with the name `model`:
+    TrainConfig, or a subclass with the additional keys of the class Keys in model/NAME.py. For gpt
+    no file is imported, so that plain --help does not import torch. ConfigError if there is no such
+    model type, or if Keys repeats a key of TrainConfig."""
     keys = None if model == "gpt" else load_model_type(model).Keys
     if keys is None:
         return TrainConfig
@@ -42,7 +42,8 @@ def config_class(model="gpt"):
 
 
 def default_config(model):
-    """Return a TrainConfig of the model type `model` with default values. Called by pickle."""
+    """Return a TrainConfig with default values, for the model type with the name `model`. Called by
+    pickle."""
     return config_class(model)()
 
 
@@ -99,11 +100,11 @@ def read_yaml(path, problems, groups=()):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"), with
-    raw values as in read_yaml(): strings, or lists and dicts of strings. If it has the key `base`,
-    the path of another file relative to this file, the settings of that file come first; the key
-    may occur several times. In the training_args.json of a run, the settings are the entries of
-    `arguments` except START_KEYS (resume, eval_only, ...).
+    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"), as
+    read_yaml() does. If it has the key `base`, the path of a different file relative to this file,
+    the settings of that file come first; the key may occur several times. In the training_args.json
+    of a run, the settings are the entries of `arguments` except START_KEYS (resume, eval_only,
+    ...).
 
     Nothing is raised: messages about problems are appended to the list `problems`. parents:
     absolute paths of the files that led here by `base`, to detect a circle.
@@ -128,8 +129,8 @@ def read_with_bases(path, problems, parents=()):
 def parse_options(argv, problems):
     """Return the settings in the command-line arguments `argv`, a list of (key, raw value, "command
     line"). --key value, --key=value and key=value give a string, --flag gives True, and --no-flag
-    gives False for the key flag. A group may precede the key (model.n_layer=4). Messages about
-    invalid arguments are appended to the list `problems`."""
+    gives False for the key flag. A group may precede the key (model.n_layer=4), and dashes in names
+    become underscores. Messages about invalid arguments are appended to the list `problems`."""
     settings = []
     tokens = list(argv)
     while tokens:
@@ -240,9 +241,9 @@ def resolve(settings, known, problems):
 
     Aliases are replaced by keys in `known` {key: dataclass field}, and " as ALIAS" is appended to
     `where`. An alias without effect remains, with the value IGNORED, if there is a hint about it.
-    Unknown names remain unchanged. A length in steps also removes the same length in epochs of an
-    earlier file. A message is appended to the list `problems` if one file sets a key twice, or if
-    the command line sets a list or dict twice.
+    Unknown names remain unchanged. A length in steps also removes the same length in epochs, or as
+    a fraction, that an earlier file sets (REPLACED_LENGTHS). A message is appended to the list
+    `problems` if one file sets a key twice, or if the command line sets a list or dict twice.
     """
     def place(setting):
         """Return the sort key of a setting: (number of the file, n). n is 0, except for a switch
@@ -291,8 +292,8 @@ def file_of(where):
 
 def read_settings(path, overrides, problems):
     """Return (configuration class, {key: (raw value, where it is set)}) of three sources, in
-    ascending order of precedence: the YAML file at `path`, the file `best_config` (the result of a
-    search) and `overrides`. Raw values are not parsed or checked yet.
+    ascending order of precedence: the YAML file at `path` (`None`: no file), the file `best_config`
+    (the result of a search) and `overrides`. Raw values are not parsed or checked yet.
 
     overrides: command-line arguments or a dict. The key `config` in it replaces `path`;
     `best_config` in it is the path of the second file. Messages are appended to the list
@@ -320,10 +321,10 @@ def read_settings(path, overrides, problems):
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
     """Return the configuration of a run, a TrainConfig: the defaults, replaced by the YAML file at
-    `path` (`None`: no file) with its base files, replaced by `overrides`: command-line arguments,
-    or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. The attribute
-    `origins` of the result is {key: where it is set}, without keys that are not set. ConfigError
-    lists all problems."""
+    `path` (`None`: no file) with its base files (key `base`), replaced by `overrides`: command-line
+    arguments, or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. The
+    attribute `origins` of the result is {key: where it is set}, without keys that are not set.
+    ConfigError lists all problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = key_fields.fields_by_name(cls)
@@ -425,7 +426,7 @@ def find_conflicts(c):
 
 
 def divisors(n):
-    """Return a text that lists the divisors of `n` up to 1,024."""
+    """Return the divisors of `n` up to 1,024 as a text, e.g. "1, 2, 4"."""
     return ", ".join(str(d) for d in range(1, min(n, 1024) + 1) if n % d == 0)
 
 
@@ -443,8 +444,9 @@ def needing_evaluations(c):
 def find_differences(old, new, known=FIELDS):
     """Return a list of (key, old value, new value) of the keys that affect the results of a run and
     have different values in the dicts `old` and `new` {key: value}. Ignored are keys that only one
-    dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal.
-    known: {key: dataclass field}, the keys to compare."""
+    dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal. An
+    old value x equals the new value [x]; dicts with a different order of the keys differ. known:
+    {key: dataclass field}, the keys to compare."""
     # A value equals a list with only this value: some keys were not lists in earlier versions.
     names = [n for n, f in known.items() if n in old and n in new
              and (new[n] not in (old[n], [old[n]])  # of lr_groups, the last match wins

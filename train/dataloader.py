@@ -201,9 +201,10 @@ class Loader:
 
     def get_batch(self, device: str | torch.device = "cpu",
                   step: int | None = None) -> tuple[torch.Tensor, ...]:
-        """Return this rank's batch number `step` on `device`, a tuple of tensors (B, ...). Calls
-        without `step` return the batches 0, 1, 2, ... The same (seed, step) gives the same batch.
-        Do not modify the tensors: they share memory with the loader. DataError if step < 0."""
+        """Return this rank's batch `step` on `device`, a tuple of tensors (B, ...). step: number of
+        the micro-batch, from 0, counted over the whole run; not the optimizer step. Calls without
+        `step` return the batches 0, 1, 2, ... The same (seed, step) gives the same batch. Do not
+        modify the tensors: they share memory with the loader. DataError if step < 0."""
         index = self.step if step is None else step
         if index not in self.chunk_steps or device != self.chunk_device:
             self.read_chunk(index, device)
@@ -231,13 +232,13 @@ class Loader:
         return f"{self.places} {', '.join(map(str, self.positions(g)))}"
 
     def locate(self, step):
-        """Return a text that states where in the data the samples of this rank's batch of `step`
-        are, e.g. "rows 7, 1"."""
+        """Return a text that states where in the data the samples of this rank's batch `step` are,
+        e.g. "rows 7, 1"."""
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the numbers, counted over the whole run, of the samples in this rank's batches of
-        `steps` (a list or range of ints): (len(steps) * B,) int64."""
+        """Return the numbers, counted over the whole run, of the samples in this rank's batches
+        `steps`, a list or range of numbers as for get_batch(): (len(steps) * B,) int64."""
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
@@ -273,7 +274,7 @@ class Loader:
 class DataLoader(Loader):
     """Shuffled windows of the token stream of one split. get_batch(device, step) returns this
     rank's batch (x, y), int64 (B, T) each; y is x shifted by one token. Each window is used once
-    per epoch. Not iterable.
+    per epoch; in each epoch, the first one starts at a random offset. Not iterable.
 
     data_dir: folder, file or glob pattern of token files (data/token_files.py). batch_size: B, of
     this rank. block_size: T. split: e.g. "train" or "val". vocab_size: all token ids must be
@@ -438,8 +439,9 @@ def as_loader(source, config, ranks):
 
 
 class Prefetcher:
-    """Batches of a loader on the device, prepared in advance by a thread. get(step) returns a
-    batch, close() stops the thread. seconds: time that get() has waited; the user may reset it.
+    """Batches of a loader on `device`, a torch.device, prepared in advance by a thread. get(step)
+    returns a batch, close() stops the thread. seconds: total time that get() has waited; the caller
+    may set it to 0.
 
     The thread prepares batches in the order of the steps: as many as the loader reads at once
     (calls_per_chunk), at most MAX_BATCHES_AHEAD. The batches are the same as without the thread.
@@ -461,7 +463,9 @@ class Prefetcher:
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
-        """Return the batch of `step`, a tuple of tensors (B, ...), and prepare the next ones."""
+        """Return the batch `step` (a number as for Loader.get_batch), a tuple of tensors (B, ...),
+        and start to prepare the next ones. Request the steps in ascending order without gaps: a
+        batch that is never requested is not freed."""
         if self.thread is None:
             return self.loader.get_batch(self.device, step)
         for s in range(step, step + self.n_ahead):

@@ -26,8 +26,9 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
     """Return the torch.device for `name`: cpu, mps, cuda, cuda:N (only with one rank per machine)
-    or auto: cuda if available and `prefer_cuda`, then mps if there is one rank, then cpu. A GPU
-    becomes torch's current device: number N, by default device_id or, without it, local_rank.
+    or auto: cuda if available and `prefer_cuda`, then mps if there is one rank, then cpu. A CUDA
+    device becomes torch's current device: number N, by default device_id or, without it,
+    local_rank.
 
     local_rank: index of this rank on the machine. local_world_size: number of ranks on the machine.
     report: print the device's properties. On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it
@@ -147,7 +148,7 @@ def total_peak_flops(ranks, dtype):
 def should_compile(config, flops_per_step, ranks):
     """Return whether to use torch.compile: the value of config.compile or, for "auto", whether the
     run is estimated to take at least MIN_RUN_SECONDS, ten times as long as compiling.
-    flops_per_step: over all ranks; 0: unknown (auto then does not compile)."""
+    flops_per_step: over all ranks; 0: unknown. "auto" is false if it is unknown, and on MPS."""
     if config.compile != "auto":
         return config.compile == "true"
     flops_per_second = {"cpu": CPU_FLOPS, "cuda": GPU_FLOPS * ranks.world_size}.get(
@@ -159,9 +160,9 @@ def compile_model(model, device):
     """Apply torch.compile to the forward pass of the model, in place: there is no wrapper module,
     and the names in state_dict() do not change. device: the torch.device on which the model is.
 
-    The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled:
-    on a CPU all blocks share the code of the first, which is much faster to compile; with FSDP,
-    hooks around the blocks would break the graph before each block and leave the blocks uncompiled.
+    The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled,
+    if it has blocks: on a CPU all blocks share the code of the first, which is much faster to
+    compile; with FSDP, hooks around the blocks would leave them uncompiled.
     """
     import torch._functorch.config as aot
     # In the forward pass, where Compiler can fall back to eager mode; by default it is lazy.
@@ -183,9 +184,10 @@ class Compiler:
     """Calls a model with torch.compile: call(module, *batch). If compiling fails, warn(text) is
     called once, and the run continues in eager mode.
 
-    model: is compiled in place if `enabled`. enabled: also an attribute, which becomes False when
-    compiling fails. batch_size: samples per evaluation batch; a smaller last batch is computed in
-    eager mode, since compiling for this size would be slower.
+    model: is compiled in place if `enabled`. device: the torch.device of the model. enabled: also
+    an attribute, which becomes False when compiling fails. batch_size: samples per evaluation
+    batch; a smaller last batch is computed in eager mode, since compiling for this size would be
+    slower.
     """
 
     def __init__(self, model, enabled, device, warn, batch_size=0):
@@ -222,7 +224,8 @@ class Compiler:
 
 
 def timed(f, device):
-    """Call f() and return the seconds until `device` (CUDA or a CPU) has finished the work of f."""
+    """Call f() and return the seconds, a float, until `device`, a torch.device (CUDA or a CPU), has
+    finished the work of f."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     wait(device)
     start = time.perf_counter()
@@ -237,5 +240,6 @@ def blocks(model):
 
 
 def is_compile_error(error):
-    """Return whether the exception `error` is from torch.compile, by the module of the class."""
+    """Return whether the class of the exception `error` is defined in torch._dynamo or
+    torch._inductor."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

@@ -30,10 +30,10 @@ from train.device import blocks, get_device
 @dataclass
 class Ranks:
     """This process among the ranks of a run, as process_group() yields it. rank; world_size: number
-    of ranks; device: a torch.device; ranks_per_node. control: a gloo group for collectives of CPU
-    data. saving: a gloo group for background threads that write sharded checkpoints; `None` if
-    checkpoints are not sharded. Both are `None` without a process group. is_main: whether rank is
-    0."""
+    of ranks; device: a torch.device; ranks_per_node: number of ranks on each machine. control: a
+    gloo group for collectives of CPU data. saving: a gloo group for background threads that write
+    sharded checkpoints; `None` if checkpoints are not sharded. Both are `None` without a process
+    group. is_main: whether rank is 0."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -53,7 +53,7 @@ def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | Non
     """Seed the generators of Python, numpy and torch (CPU and all GPUs). deterministic: forbid
     algorithms with results that depend on timing
     (https://pytorch.org/docs/stable/notes/randomness.html), and TF32, which is otherwise switched
-    on. cudnn_benchmark: whether cuDNN autotunes; `None`: if not deterministic."""
+    on. cudnn_benchmark: whether cuDNN autotunes; `None`: not `deterministic`."""
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -71,8 +71,8 @@ def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | Non
 
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators by (seed, step `it`, rank), so that a resumed run has the same
-    dropout masks as an uninterrupted one."""
+    """Seed torch's generators, on the CPU and on ranks.device, by (seed, step `it`, rank), so that
+    a resumed run has the same dropout masks as an uninterrupted one."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -93,7 +93,8 @@ def process_group(config):
     """Context manager that yields the Ranks of this process. Under torchrun it opens a process
     group (NCCL on CUDA, gloo otherwise); without torchrun there is one rank and no group. On exit
     without an error or with CollectiveExit, it waits for all ranks and closes the group; after
-    other errors it does neither. config: a TrainConfig. Raises SetupError."""
+    other errors it does neither. It also sets the number of CPU threads, if num_threads is set.
+    config: a TrainConfig. Raises SetupError."""
     if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
         torch.set_num_threads(config.num_threads)
     env = read_environment()
@@ -210,8 +211,8 @@ def close_process_group(control):
 # collectives on the host
 
 def all_gather_vectors(vector, ranks):
-    """Gather the 1-D CPU tensor `vector` of each rank, of equal lengths. Return the rows in the
-    order of the ranks, on every rank: (n,) -> (world_size, n). All ranks must call."""
+    """Return, on every rank, the 1-D CPU tensors `vector` of all ranks, which have equal lengths,
+    stacked in the order of the ranks: (n,) -> (world_size, n). All ranks must call."""
     if ranks.world_size == 1:
         return vector[None]
     rows = vector.new_empty(ranks.world_size, len(vector))
@@ -220,8 +221,9 @@ def all_gather_vectors(vector, ranks):
 
 
 def max_over_ranks(values, ranks):
-    """Return the maximum over all ranks of `values`, an int, or of each element of `values`, a list
-    of ints of equal length: an int or a list, the same on every rank. All ranks must call."""
+    """Return the maximum of `values` over all ranks, the same on every rank: an int if `values` is
+    an int; for a list of ints, equally long on all ranks, the list of the maxima. All ranks must
+    call."""
     tensor = torch.tensor(values)
     if ranks.world_size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
@@ -318,8 +320,8 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     Each block is gathered just before it computes, all other parameters (embedding, head) together:
     https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Each tensor without values is
     set to initial(name, shape, seed), one at a time, so that no rank holds the entire model.
-    SetupError if initial() returns `None`, for 0-dim parameters, for parameters that are shared
-    between blocks, and for non-persistent buffers on the meta device.
+    SetupError if initial() returns `None`, for 0-dim parameters, for parameters that a block shares
+    with other parts of the model, and for non-persistent buffers on the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     tensors = model.state_dict()

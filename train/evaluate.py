@@ -43,10 +43,10 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number, list or `None`} for a log line: "loss", the mean per item (`None` if
-    sums["count"] is 0), and the result of the model's method numbers(sums), with tensors converted
-    to numbers or lists. sums: {name: tensor}, added over all batches. SetupError if the model uses
-    a reserved name (LINE_NAMES)."""
+    """Return {name: number, list or `None`} for a log line: "loss", the mean loss per item (`None`
+    if sums["count"] is 0), and the result of the model's method numbers(sums), with tensors
+    converted to numbers or lists. sums: {name: tensor}, added over all batches. SetupError if the
+    model uses a reserved name (LINE_NAMES)."""
     numbers = {name: to_plain(value) for name, value in hook(model, "numbers")(sums).items()}
     if reserved := LINE_NAMES & set(numbers):
         raise SetupError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
@@ -55,7 +55,8 @@ def to_numbers(model, sums):
 
 
 def to_plain(value):
-    """Return a number, tensor, array or list of these with numbers and lists of Python."""
+    """Return `value` as a Python number or nested list. value: a number, tensor or array, or a
+    nested list of these. Other values, e.g. `None`, are returned unchanged."""
     if isinstance(value, (list, tuple)):
         return [to_plain(v) for v in value]
     return value.tolist() if hasattr(value, "tolist") else value
@@ -64,8 +65,8 @@ def to_plain(value):
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
     """Return {val_NAME: number} over `n_batches` validation batches of `loader` (always the same
-    ones), or all if it has fewer. For a mixture of data sources there is also val_loss_SOURCE, the
-    loss of each source.
+    ones), or all if it has fewer. For a mixture of data sources, n_batches is the number per
+    source, and val_loss_SOURCE is the loss of each source.
 
     model: must be in eval mode; the hook numbers(sums) turns sums into numbers. forward(*batch) ->
     (loss, sums): called in the context manager that autocast() returns. Rank r computes batches r,

@@ -72,9 +72,9 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with the time before each line. Print `line` on the console,
-        if it is not `None`. live: new text of the status line at the bottom of a terminal (`None`:
-        unchanged)."""
+        """Append `text` to train.log, with the time before each line; before start(), it may be
+        held. Print `line` on the console, if it is not `None`. live: new text of the status line at
+        the bottom of a terminal (`None`: unchanged)."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             add = self.log_file.write if self.held is None else self.held.append
@@ -83,7 +83,8 @@ class Logger:
 
     def samples(self, iter, text, whole=False):
         """Append a generated `text` to samples.txt under the heading of step `iter`, unless the run
-        is eval_only, and print the first MAX_SAMPLE_CHARS characters of it (all if `whole`)."""
+        is eval_only. Log its first MAX_SAMPLE_CHARS characters, in one line, or all of it,
+        unchanged, if `whole`."""
         if self.writes_files:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
         line = " ".join(text.split())
@@ -95,8 +96,9 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step. record: {name: number} with "iter", the number of the step;
-        max_iters and eta_s in it are printed, but not stored in metrics.jsonl."""
+        """Log a training step. record: {name: number}, with "iter", the number of the step,
+        "max_iters" and "unit". max_iters, eta_s and the unit "tok" are not stored in metrics.jsonl.
+        """
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record)
         live = self.console.live
@@ -119,10 +121,10 @@ class Logger:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Prepare the log for a run that starts at step `iter`: write the held lines to train.log,
-        remove the numbers of steps that will be repeated from metrics.jsonl, and open the trackers.
-        If nothing is complete yet (iter 0 and not `evaluated`), metrics.jsonl is renamed to
-        metrics.jsonl.old instead.
+        """Prepare the log for a run that starts at step `iter`: write the lines that write() has
+        held to train.log, remove the numbers of steps that will be repeated from metrics.jsonl, and
+        open the trackers. If nothing is complete yet (iter 0 and not `evaluated`), metrics.jsonl is
+        renamed to metrics.jsonl.old instead.
 
         Step k is logged as iter k when it is complete, so lines with a number below `iter` stay.
         The evaluation with the number `iter` precedes that step: it stays if `evaluated`, i.e. if
@@ -239,8 +241,8 @@ LINE_NAMES = FORMATS.keys() | {"iter", "tokens", "unit", "count", "max_iters", "
 
 def format_line(start, record):
     """Return a log line, "iter 120: loss 3.2104, time 48.7ms, ..." for `start` "iter 120". record:
-    {name: number}. First the numbers in FORMATS are shown, in this order, then those that the model
-    defines."""
+    {name: value}. First the names in FORMATS are shown, in this order, then all other floats, which
+    the model defines. Values that are `None` are left out."""
     own = {name: name.removeprefix("val_").replace("_", " ") + " {:.4f}"
            for name, value in record.items() if isinstance(value, float) and name not in LINE_NAMES}
     texts = []
@@ -277,8 +279,8 @@ def peak_memory(device):
 
 
 class Clock:
-    """Stopwatch for training steps. lap() returns the mean time per step since the previous lap()
-    or start(), without the time in the context away(), e.g. evaluations and saves."""
+    """Stopwatch for training steps. lap() returns the mean time per step, without the time in the
+    context away(), e.g. evaluations and saves."""
     numbers = {}  # for the log line, of a subclass
 
     def __init__(self):
@@ -304,8 +306,8 @@ class Clock:
             self.total_away += seconds
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last call (or start()), without the time in
-        away(), to be called at the end of step `it`. Call warn(text) if get() of `batches`, a
+        """Return the mean seconds per step since the last lap() or start(), without the time in
+        away(). To be called at the end of step `it`. Call warn(text) if get() of `batches`, a
         Prefetcher, has waited for more than SLOW_INPUT_SHARE of the whole time, and for more than a
         second. Sets batches.seconds to 0."""
         seconds = time.perf_counter() - self.started_at
@@ -376,6 +378,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 def resume_command(config, ranks):
     """Return the text of the shell command that resumes this run: the arguments of this process,
     with torchrun if there are several ranks; with several nodes, it must be started on each node.
+    In a notebook, a text about the call of train() instead. The text is indented by two spaces.
     config: TrainConfig; ranks: a Ranks."""
     if hasattr(sys, "ps1"):  # a notebook or a prompt
         return "  the same call, with resume='auto'"

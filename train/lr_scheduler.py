@@ -17,8 +17,8 @@ def get_lr(it: int, args) -> float:
 
     cosine (arXiv:1608.03983), linear, and wsd (constant, then linear in the last part,
     arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there. step multiplies by
-    lr_factor every step_iters steps, down to min_lr. constant, none and plateau are constant; for
-    plateau the caller multiplies by the scale of ReduceOnPlateau.
+    lr_factor every step_iters steps (default: max_iters // 3), down to min_lr. constant, none and
+    plateau are constant; for plateau the caller multiplies by the scale of ReduceOnPlateau.
     """
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
@@ -78,8 +78,8 @@ class EarlyStopping:
         self.sign = 1 if self.mode == "min" else -1
 
     def check(self, val_loss: float) -> bool:
-        """Add the value of an evaluation: the loss, or another number if `mode` is set accordingly.
-        Return whether to stop."""
+        """Add `val_loss`, the value of an evaluation: the loss, or a different metric that `mode`
+        fits. Return whether to stop."""
         # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
         if self.sign * val_loss < self.best_loss - self.min_delta:
             self.best_loss = self.sign * val_loss
@@ -114,7 +114,7 @@ class ReduceOnPlateau:
         self.waiting = EarlyStopping(patience + 1)
 
     def update(self, value):
-        """Add the loss of an evaluation. Return whether `scale` was reduced."""
+        """Add `value`, the loss of an evaluation. Return whether `scale` was reduced."""
         if not self.waiting.check(value):
             return False
         self.waiting.counter = 0  # count from zero for the next drop
@@ -132,17 +132,17 @@ class ReduceOnPlateau:
 
 class SpikeDetector:
     """Detector of loss spikes: update(loss) returns whether the loss is more than `sigma` standard
-    deviations above the mean of the last `window` normal losses (OLMo 2's criterion,
-    arXiv:2501.00656). It always returns False until half of the window is filled, and while the
-    window has positive and negative losses: a loss around 0, e.g. of GRPO, does not measure the
-    fit."""
+    deviations (each at least 0.1% of the mean) above the mean of the last `window` normal losses
+    (OLMo 2's criterion, arXiv:2501.00656). It always returns False until half of the window is
+    filled, and while the window has positive and negative losses, as with GRPO."""
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma
         self.losses = collections.deque(maxlen=window)
 
     def update(self, loss):
-        """Return whether `loss` is a spike; otherwise add it to the window of normal losses."""
+        """Return whether `loss`, a float, is a spike. If it is not, add it to the window of normal
+        losses."""
         if len(self.losses) >= self.losses.maxlen // 2 and min(self.losses) * max(self.losses) > 0:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))

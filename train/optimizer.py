@@ -78,9 +78,9 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
 
 
 def muon_parameters(model):
-    """Return the set of names of the parameters of `model` that Muon updates: weights of nn.Linear,
-    except the output layer (a module with a name that ends in "head") and matrices with fewer than
-    16 rows or columns (too thin to orthogonalise)."""
+    """Return the names, a set, of the parameters of `model` that Muon updates: weights of
+    nn.Linear, except the output layer (a module with a name that ends in "head") and matrices with
+    fewer than 16 rows or columns (too thin to orthogonalise)."""
     # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
     return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)
             and not name.endswith("head") and min(m.in_features, m.out_features) >= 16}
@@ -151,7 +151,8 @@ def log_groups(model, groups, muon, log):
 class Muon(AdamW):
     """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
     parameter groups with muon=True, AdamW for groups with muon=False. Each group must have the key
-    muon. kwargs: arguments of AdamW. The ranks share the work: all must call step()."""
+    muon. momentum: for groups without the key momentum. kwargs: arguments of AdamW. The ranks share
+    the work: all must call step()."""
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
@@ -171,7 +172,7 @@ class Muon(AdamW):
 
 def create_state(optimizer):
     """Create the state of `optimizer` that the first step would create, so that the values in a
-    checkpoint can be copied into it. Existing state and gradients are removed. For this it makes a
+    checkpoint can be copied into it. Existing state and gradients are removed. This function does a
     step with zero gradients and a learning rate of 0, and then restores the rates. Parameters do
     not change, unless the optimizer changes them even at a rate of 0."""
     optimizer.state.clear()
@@ -233,11 +234,10 @@ def gathered_numel(n_matrices, size, n_ranks):
 
 
 def orthogonalize_together(matrices):
-    """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together.
-    matrices: list of N >= 1 matrices of equal (or transposed) shape, the same on every rank. The
-    elements of all results are divided into one part per rank: ceil(N / ranks) whole matrices or,
-    if N < ranks, a part of one or two matrices. Each rank computes the matrices of its part and
-    sends the part, so that all ranks have the same bits. All ranks must call."""
+    """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together: each
+    rank computes a part of the results and sends it to all, so that all ranks have the same bits.
+    matrices: list of N >= 1 matrices of equal (or transposed) shape, the same on every rank. All
+    ranks must call."""
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)

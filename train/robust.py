@@ -27,8 +27,8 @@ MAX_SPIKES_IN_A_ROW = 32
 @contextlib.contextmanager
 def on_signals(names, handler):
     """Context manager in which the signals `names` (e.g. ["SIGTERM"]) call handler(number, frame).
-    The previous handlers are restored on exit. Signals that the process ignored at the start
-    (nohup) are still ignored. Without effect outside the main thread."""
+    The previous handlers are restored on exit. Signals that are ignored on entry (nohup) are still
+    ignored. Without effect outside the main thread."""
     with contextlib.ExitStack() as stack:
         for name in names:
             with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
@@ -46,9 +46,9 @@ class Signals:
 
     The handler only sets these attributes. The training loop reads them between micro-batches and
     discards a partial step (but completes it if the model has persistent buffers, e.g. BatchNorm).
-    A second request to stop exits the process at once. Under torchrun a second request is ignored,
-    because one request causes two signals there (Slurm signals torchrun and all ranks, torchrun
-    signals the ranks), and torchrun kills slow ranks.
+    A second request to stop exits the process at once (in a notebook, it raises KeyboardInterrupt).
+    Under torchrun a second request is ignored, because one request causes two signals there (Slurm
+    signals torchrun and all ranks, torchrun signals the ranks), and torchrun kills slow ranks.
     """
 
     def __init__(self):
@@ -104,7 +104,7 @@ class Watchdog:
     the last one (0: no limit), the stacks of all threads are printed, with the number `rank`, and
     appended to stacks.txt in `folder`, and the process exits with code 1. The time starts with the
     first restart(). close() stops the thread. Code in C that holds the GIL also blocks this thread;
-    then a timer in C prints the stacks and exits 10 seconds later."""
+    then a timer in C prints the stacks and exits, 10 seconds after the limit."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -157,8 +157,7 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
     A spike: "skip" if on_spike is "skip", "update" if it is "warn"; after more than
     MAX_SPIKES_IN_A_ROW, the losses in `spikes` (a SpikeDetector) are removed, and the action is
     "update". Non-finite numbers: "stop". Exception: if the loss is scaled for float16 (`scaled`),
-    gradients may overflow: "skip", up to MAX_OVERFLOWS_IN_A_ROW times in a row; the scale then
-    decreases.
+    and it is finite and only `norm` is not: "skip", up to MAX_OVERFLOWS_IN_A_ROW times in a row.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         progress.overflows += 1
@@ -177,9 +176,9 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 # errors
 
 def run_reporting_errors(config, job):
-    """Call job(config), print the error if it fails, and return the exit code (under torchrun, exit
-    the process with it). 0: success; 1: a crash, non-finite numbers, or the last save failed; 2:
-    invalid input; 128 + n: stopped by signal n."""
+    """Call job(config), ignore the result, print the error if it fails, and return the exit code
+    (under torchrun, exit the process with it). 0: success; 1: a crash, non-finite numbers, or the
+    last save failed; 2: invalid input; 128 + n: stopped by signal n."""
     try:
         job(config)
         return exit_process(0)

@@ -60,17 +60,17 @@ class Progress:
             setattr(self, name, value if default is None else type(default)(value))
 
     def recent_loss(self):
-        """Return the mean loss of the steps since the last evaluation in which an item counts, or
-        if there are none self.val_loss (0.0 if that is `None`). It is used as the loss of a step in
-        which all items are masked, so that the spike detector does not see a jump."""
+        """Return the mean loss of the steps since the last evaluation, without fully masked steps;
+        if there is no such step, self.val_loss (0.0 if that is `None`). It is used as the loss of a
+        fully masked step, so that the spike detector does not see a jump."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
 class Run:
     """The state of one run: config, ranks, model, optimizer, data, log, progress and monitors.
     open_run() makes a Run and calls open_folder, open_data, open_model, open_optimizer and
-    open_monitors in this order; these methods set the attributes. Only functions in train/train.py
-    have a whole Run as an argument."""
+    open_monitors in this order; these methods set the attributes. on_evaluation: as for train().
+    Only functions in train/train.py have a whole Run as an argument."""
 
     def __init__(self, config, ranks, on_evaluation=None):
         # TrainConfig: with the shape of inherited weights, and lengths in steps.
@@ -91,8 +91,8 @@ class Run:
     def open_folder(self, stack):
         """Create out_dir, lock it until `stack` (an ExitStack) is closed, and set self.start (a
         Start): from scratch, from a checkpoint of the run, or from given weights, from which
-        self.config then takes the architecture. Raises CheckpointError; UserError if a different
-        process has the lock."""
+        self.config then takes the architecture. Raises CheckpointError; UserError if it is already
+        locked."""
         c = self.config
         # out_dir, locked; saves in the background.
         self.folder = RunFolder(c.out_dir, c.keep_last, c.save_precision)
@@ -102,7 +102,8 @@ class Run:
         self.config = c.replace(**self.start.shape)
 
     def note(self, text):
-        """Print a message on rank 0, and keep it in self.notes until train.log is open."""
+        """Print the message `text` on rank 0, and append it to self.notes: open_log() writes these
+        to train.log. Never raises if stdout is closed."""
         if self.ranks.is_main:
             self.notes.append(text)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed stdout
@@ -111,8 +112,8 @@ class Run:
     def open_data(self, data=None):
         """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
         epochs in self.config to steps. Set n_micro (micro-batches per step of this rank),
-        full_count (tokens or rows per micro-batch) and units_per_step (tokens or rows per step,
-        over all ranks). Raises UserError."""
+        full_count (tokens or rows per micro-batch of this rank) and units_per_step (tokens or rows
+        per step, over all ranks). Raises UserError."""
         # Data: loaders train, val, test; spec
         self.data = open_data(self.config, self.ranks, data)
         settings = needing_evaluations(self.config)
@@ -132,8 +133,9 @@ class Run:
 
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
-        Check that the checkpoint fits it, then open the log. stack: an ExitStack; when it is
-        closed, saves are completed and the log is closed. Raises CheckpointError, SetupError."""
+        If the run is resumed, check that the checkpoint fits it. Then open the log. stack: an
+        ExitStack; when it is closed, saves are completed and the log is closed. Raises
+        CheckpointError, SetupError."""
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -264,9 +266,9 @@ class Run:
             self.folder.mirror.finish(self.log)
 
     def parts(self):
-        """Return {name in the checkpoint: object} of all objects with state except model and
-        optimizer, with state_dict() and load_state_dict(): progress, loss scaler, plateau schedule,
-        early stopping, spike detector."""
+        """Return {name in the checkpoint: object} of all objects with a state, except model and
+        optimizer: progress, loss scaler, plateau schedule, early stopping, spike detector. Each has
+        state_dict() and load_state_dict()."""
         return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
                     early_stopping=self.stopping, spikes=self.spikes)
 
@@ -357,7 +359,8 @@ class Run:
     def require_gradients(self, *_):
         """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
         has then not averaged all other gradients, and would fail in the next forward pass. With
-        DDP, it is called before each step of the optimizer, by a hook (register_step_pre_hook)."""
+        DDP, it is called before each step of the optimizer, by a hook (register_step_pre_hook); the
+        arguments are ignored."""
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
@@ -370,9 +373,9 @@ class Run:
                 f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
-        """To be called after the first step: warn about trained parameters that had no update. For
-        an optimizer other than AdamW and Muon, raise CheckpointError if the state cannot be
-        resumed."""
+        """Warn about trained parameters that had no gradient in the first step. To be called after
+        that step. For an optimizer other than AdamW and Muon, raise CheckpointError if the state
+        cannot be resumed."""
         state = self.optimizer.state
         unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
                   if not state.get(p)]
@@ -441,9 +444,9 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the list of options which have ended the run and with larger values would continue
-        it: some of "--max_iters" (or "--max_epochs") and "--early_stopping_patience". []: the run
-        is not finished, or continues without a change."""
+        """Return the list of options that have ended the run and would continue it with larger
+        values: some of "--max_iters" (or "--max_epochs") and "--early_stopping_patience". []: the
+        run is not finished, or the option that ended it has a larger value now."""
         length = "--max_epochs" if self.config.max_epochs else "--max_iters"
         reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
@@ -531,7 +534,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
 
 def validate_config(config):
     """Return a copy of the TrainConfig `config`, checked like a configuration from a file.
-    ConfigError for invalid values, or if the package of a tracker is missing."""
+    ConfigError for invalid values and for dry_run, profile and print_config; SetupError if the
+    package of a tracker is missing."""
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     if options := [n for n in ("dry_run", "profile", "print_config") if getattr(config, n)]:
         raise ConfigError([f"{', '.join(options)}: only for the command line of run_train.py"])
@@ -548,8 +552,9 @@ def validate_config(config):
 
 
 def check_item_names(model, loader):
-    """Raise SetupError if the items of a torch Dataset are dicts whose names are parameters of the
-    model's forward(), but in a different order: the values are passed by position."""
+    """Raise SetupError if the items of `loader`, a DatasetLoader, are dicts, and all keys are
+    parameters of model.forward(), but not the first parameters in order: the values are passed by
+    position. Other loaders are not checked."""
     names = getattr(loader, "names", None)
     parameters = list(inspect.signature(model.forward).parameters) if names else []
     if names and set(names) <= set(parameters) and names != parameters[:len(names)]:

@@ -90,9 +90,9 @@ class ModelHooks:
 
     def initial(self, name, shape, seed):
         """Return the initial value, a tensor of the shape `shape`, of the parameter or persistent
-        buffer `name`. It may depend only on the arguments, so that FSDP can fill a sharded model
-        one tensor at a time. Default: `None`, i.e. the value assigned in __init__; FSDP does not
-        support this."""
+        buffer `name`. seed: an int, the seed of the run. The value may depend only on the
+        arguments, so that FSDP can fill a sharded model one tensor at a time. Default: `None`, i.e.
+        the value assigned in __init__; FSDP does not support this."""
         return None
 
     def adopt(self, weights):
@@ -109,8 +109,8 @@ class ModelHooks:
 
     def after_step(self, it, sums):
         """Called after optimizer step `it`, also if the update was skipped; not called for
-        submodules. sums: {name: CPU tensor}, the sums of forward() over the step and all ranks.
-        Default: nothing."""
+        submodules. sums: {name: CPU tensor}, the sums of forward() over the step and all ranks,
+        with "loss" and "count". Default: nothing."""
 
     def flops_per_unit(self):
         """Return the FLOPs of the forward and backward pass per token (per row if the loader's unit
@@ -130,12 +130,14 @@ class LoaderHooks:
     calls_per_chunk = 1
 
     def locate(self, step):
-        """Return a text that states where in the data the batch of `step` is, for messages."""
+        """Return a text that states where in the data the batch get_batch(device, step) is, for
+        messages."""
         return f"batch {step}"
 
     def source_of(self, index, count):
         """Return the name of the source, e.g. a folder of a mixture, of validation batch `index`,
-        if `count` batches are requested. Default: "", for a loader with a single source."""
+        if `count` batches per source are requested. Default: "", for a loader with a single source.
+        """
         return ""
 
     def merge(self, sums_by_source):
@@ -151,8 +153,9 @@ class LoaderHooks:
 
 
 def hook(owner, name):
-    """Return the attribute or bound method `name` of `owner` (a model or a loader), or if it has
-    none the default, from ModelHooks or LoaderHooks."""
+    """Return the attribute or bound method `name` of `owner`, a model or a loader; if it is not
+    defined, the default in ModelHooks or LoaderHooks. SetupError if `owner` has an attribute that
+    is not callable in place of a method."""
     default = getattr(ModelHooks, name, None) or getattr(LoaderHooks, name)
     if hasattr(owner, name):
         own = getattr(owner, name)
@@ -171,7 +174,7 @@ def bind_before_step(model):
 
 
 def check_batch(batch):
-    """Return `batch`, what get_batch or fixed_batch of a loader returned. SetupError unless it is a
+    """Return `batch`, a result of get_batch or fixed_batch of a loader. SetupError unless it is a
     tuple or list."""
     if not isinstance(batch, (tuple, list)):
         raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
@@ -179,9 +182,9 @@ def check_batch(batch):
 
 
 def check_result(result, previous=None):
-    """Return `result`, what a model's forward(*batch) returned. SetupError unless it is (loss,
-    sums), with sums of the same names as `previous`, the sums of an earlier batch (`None`: the
-    first), none of which is "loss"."""
+    """Return `result`, the result of a model's forward(*batch). SetupError unless it is (loss,
+    sums), a tensor and {name: tensor}, with the same names as `previous`, the sums of an earlier
+    batch (`None`: not compared), and without the name "loss"."""
     example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
         raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")

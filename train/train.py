@@ -32,14 +32,14 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
           data: Data | None = None) -> dict[str, Any]:
     """Resume or start the run that `config` describes, and train it until it is finished. Return a
     dict: iter_num, val_loss and best_val_loss (`None` and inf without an evaluation), finished (the
-    reason), history (a list with a dict of numbers per evaluation) and test (numbers on the test
-    data, {} if not evaluated).
+    reason, a text; "" if it is not finished), history (a list with a dict of numbers per
+    evaluation) and test (numbers on the test data, {} if not evaluated).
 
-    model: an nn.Module to train instead of the one that the model file builds.
+    model: an nn.Module to train, in place, instead of the one that the model file builds.
     on_evaluation(iter_num, numbers): called after each evaluation with {val_NAME: number}, on every
     rank; an exception stops the run.
-    data: Data(train, val, spec, test) to train on instead of config.data_dir, of loaders or of
-    map-style torch Datasets (train.dataloader.DatasetLoader states the requirements).
+    data: Data(train, val, spec, test) to train on instead of config.data_dir; the splits are
+    loaders or map-style torch Datasets (train.dataloader.DatasetLoader states the requirements).
     Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite,
     CollectiveExit if the last save fails; ConfigError, DataError, CheckpointError or SetupError for
     input that cannot be used.
@@ -104,10 +104,12 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch. All ranks must call. Return the mean loss, a
-    float. The weights do not change if the update is skipped (a loss spike, a float16 overflow). If
-    a signal requests a stop between two micro-batches, return `None`: no step is done. lr: learning
-    rate (default: by the schedule). Raises BadNumbers for a non-finite loss or gradient."""
+    """Do one optimizer step on the global batch, log it and increase run.progress.iter_num by one.
+    All ranks must call. Return the mean loss over all ranks, a float. The update of the weights is
+    skipped after a float16 overflow and, with on_spike "skip", for a loss spike. If a signal
+    requests a stop between two micro-batches, return `None`: no step is done. lr: learning rate
+    (default: by the schedule). Raises BadNumbers for a non-finite loss or gradient, except for
+    float16 overflows."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -221,10 +223,10 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Add the loss of a step to the mean of the next evaluation and, every log_interval steps and
-    in the last step, log the step. No effect after a float16 overflow. lr, loss, norm (of the
-    gradients): floats. sums: {name: tensor}, the model's sums over the step and all ranks, with
-    "count"."""
+    """Add the loss of a step to the mean that the next evaluation logs as train_loss. Every
+    log_interval steps and in the last step, also log the step. No effect if the step had a float16
+    overflow. lr, loss, norm (of the gradients): floats. sums: {name: tensor}, the model's sums over
+    the step and all ranks, with "count"."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -304,8 +306,8 @@ def evaluate_validation(run, n_batches):
 
 def evaluate_loader(run, loader, n_batches):
     """Return {val_NAME: number} of the run's model, in eval mode, over `n_batches` validation
-    batches of `loader` (all if it has fewer). `None` if a signal interrupts the evaluation. All
-    ranks must call."""
+    batches of `loader`, per source in a mixture (all if it has fewer). `None` if a signal
+    interrupts the evaluation. All ranks must call."""
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
@@ -314,9 +316,9 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Return whether a signal has requested a stop on this rank. Called in an evaluation before
-    each round (one batch per rank): shows "batch `done` of `total`" on the console, and restarts
-    the time limit (step_timeout)."""
+    """Return whether a signal has requested a stop on this rank. Show the progress on the console,
+    and restart the time limit (step_timeout). Called in an evaluation before each round (one batch
+    per rank). done, total: numbers of validation batches, over all ranks."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
@@ -344,8 +346,8 @@ def update_best_and_schedules(run, numbers):
 
 def check_metric_names(run):
     """Raise SetupError if evaluations of a Run do not have early_stopping_metric as a number, or if
-    two numbers would have the same name. The names are found by an evaluation of one batch. It is
-    skipped if neither can occur. All ranks must call."""
+    two numbers would have the same name. The names are found by an evaluation of one batch, which
+    is skipped if neither can occur. All ranks must call."""
     c = run.config
     # val_loss exists in every evaluation; without options, no second name can be equal.
     if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
@@ -366,10 +368,11 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint of a Run in the background, where a failure is only a warning. With `last`,
-    it is written before this function returns, and a failure raises CollectiveExit. Raises
-    BadNumbers, without saving, if weights or optimizer state are not finite; SetupError before
-    run.take_folder(). All ranks must call."""
+    """Save a checkpoint of a Run as ckpt.pt and, if run.best_due, as ckpt_best.pt, in the
+    background, where a failure is only a warning. With `last`, it is written before this function
+    returns, and a failure raises CollectiveExit. Raises BadNumbers, without saving, if weights or
+    optimizer state are not finite; SetupError if run.take_folder() has not been called. All ranks
+    must call."""
     if not run.is_taken:
         raise SetupError("save() without run.take_folder(): call it before the first step")
     run.watchdog.restart(slow=True)
@@ -411,7 +414,7 @@ def report_finished(run):
 def finish(run):
     """Complete a Run after the last step: save, draw loss.svg, evaluate the test data, log a
     summary and the command that uses the result. All ranks must call. Raises CollectiveExit if the
-    save fails, Stopped after a signal."""
+    save fails, BadNumbers if the weights are not finite, Stopped after a signal."""
     p = run.progress
     # The last save is not in the background: an error is raised.
     save(run, last=True)

@@ -37,9 +37,9 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     """Write a checkpoint durably and atomically to the file `path`, in the format of torch.save,
     followed by the SHA-256 of these bytes. A missing folder is created. state: a nested dict of
     plain tensors and builtin types. links: paths, each of which becomes a hard link to the new
-    file. A previous file `path` is renamed to prev_path(path), e.g. ckpt_prev.pt. Raises
-    CheckpointError if the checkpoint cannot be written: the file `path` is then unchanged, but the
-    links and the previous file may be replaced already."""
+    file. A previous file `path` is kept as prev_path(path), e.g. ckpt_prev.pt, which is replaced.
+    Raises CheckpointError if the checkpoint cannot be written: the file `path` is then unchanged,
+    but `links` and prev_path(path) may be replaced already."""
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -52,9 +52,9 @@ def replace_checkpoint(path, write, links=(), size=0):
     """Replace the file `path`, durably and atomically, with the bytes that write(file) writes to a
     binary file. A missing folder is created. links: paths, each of which becomes a hard link to the
     new file. size: expected number of bytes, for the message about a full disk; 0: unknown. A
-    previous file `path` is renamed to prev_path(path). Raises CheckpointError after any error, also
-    of write(): the file `path` is then unchanged, but links and previous file may be replaced
-    already."""
+    previous file `path` is kept as prev_path(path), which is replaced. Raises CheckpointError after
+    any error, also of write(): the file `path` is then unchanged, but `links` and prev_path(path)
+    may be replaced already."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -237,7 +237,7 @@ def check_match(tensors, expected, path, dtypes=True):
 def describe_mismatches(tensors, expected, dtypes=True):
     """Compare two dicts {name: tensor} by names, shapes and, if `dtypes`, dtypes; values are not
     compared. Return a list of texts, one per name that differs, e.g. "wte: no tensor, expected
-    shape (9, 4)"; [] without differences."""
+    shape (9, 4) torch.float32"; [] without differences."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}

@@ -79,8 +79,8 @@ class LineFile:
 
 
 def compact(n):
-    """Return the number `n` as a text with three digits and, from 1,000, a unit k, M, B (1e9) or T:
-    950.2 -> 950, 12345 -> 12.3k."""
+    """Return the number `n` as a text with three significant digits and, from 1,000, a unit k, M, B
+    (1e9) or T: 950.2 -> 950, 12345 -> 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"

@@ -12,8 +12,8 @@ import subprocess
 def environment():
     """Return a dict: versions, {name: text} of Python and of the installed packages torch, numpy,
     tiktoken and pyyaml; git_commit and git_dirty, as from git_state(); host, the name of the
-    machine; platform, a text. The result is cached: if files are edited later, the imported code,
-    which it describes, does not change."""
+    machine; platform, a text. The result is cached, since it describes the code that was imported,
+    also if files are edited later."""
     versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
                 for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()

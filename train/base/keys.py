@@ -300,7 +300,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
 
     def probe(self, **changes):
         """Return a copy, with `changes` {key: value}, for a short run that only measures steps:
-        without evaluations, trackers and mirror."""
+        without evaluations, trackers and mirror, and with resume "auto"."""
         return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
                             eval_interval=0, early_stopping_metric="val_loss", **changes)
 
@@ -315,8 +315,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
 
     def has_effect(self, f):
         """Return a true value if the key of the dataclass field `f` has an effect: the condition
-        f.metadata["needs"] holds, or there is none. "NAME": the key NAME is set. "NAME=A|B": the
-        value of NAME is A or B, or contains the letter A or B."""
+        f.metadata["needs"] holds, in the format of unused_keys(), or there is none."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return {str(value), *str(value)} & {*values.split("|")} if values else value

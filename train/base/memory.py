@@ -7,8 +7,9 @@ import pathlib
 
 
 def memory_available():
-    """Return the number of bytes of memory that are still free for this process: the smaller of the
-    free memory of the machine and of the container (cgroup v2). Linux only; 2**62 if unknown."""
+    """Return the number of bytes of memory that are still free for this process: the free memory of
+    the machine or, if it is less, that of the container (cgroup v2). Linux only; 2**62 if unknown.
+    """
     free = 2**62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
         free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
@@ -31,9 +32,8 @@ def keep_freed_memory():
     """Configure malloc to keep the memory that a step on the CPU frees for the next step.
 
     By default glibc returns large blocks, and the free end of the heap, to the system, which then
-    provides memory page by page: 160,000 page faults per step of the model of train/config.yaml, 5
-    to 15% of the time (train/LOG.md). Without effect for other C libraries (the constants are
-    defined in glibc's malloc.h), or if environment variables configure malloc.
+    provides memory page by page: 5 to 15% of the time of a step (train/LOG.md). Without effect for
+    other C libraries, or if environment variables configure malloc.
     """
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4

@@ -242,8 +242,7 @@ def snapshot(state):
     """Return a copy of a nested state (dicts and lists with tensors), in which all tensors are
     copies on the CPU that training does not change. Return `None` if memory does not suffice.
 
-    Tensors on a GPU are copied to pinned memory, at the speed of the bus. PyTorch reserves the
-    memory for the next save.
+    Tensors on a GPU are copied to pinned memory, which PyTorch keeps for the next save.
     """
     # Factor 2: PyTorch rounds the size of each pinned tensor up to a power of two (GPT-2 124M with
     # AdamW: 1.39 GiB take 2.45).

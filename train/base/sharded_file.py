@@ -298,7 +298,7 @@ def link_shards(path, target):
 
 def unnamed_shards(root):
     """Return a list of the folders of shards (pathlib.Path) in `root`, a run's folder, that no
-    checkpoint ckpt*.pt in `root` uses: of failed saves or replaced checkpoints, or copied."""
+    checkpoint ckpt*.pt in `root` uses, e.g. of failed saves or replaced checkpoints."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()
