@@ -86,12 +86,13 @@ class ChatTemplate:
 
     spec: a dict (default: DEFAULT_SPEC), {"system", "user", "assistant": text with {} in place of
     the message}, or for a published model {"jinja": text of the template, "ends": [ids],
-    "bos_token": text and other special tokens}. Raises DataError if it is invalid.
+    "bos_token": text and other special tokens}. Raises DataError if the dict is invalid; the Jinja
+    text is not checked.
 
     Attributes: spec; jinja, the Jinja text; ends, the list of ids that end an answer ([] for the
     built-in template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
-    implicit_start, the text of bos_token if the Jinja text contains this name, otherwise "" (if it
-    is not empty, llama.cpp adds this token to prompts for an exported .gguf file).
+    implicit_start, the text of bos_token if "bos_token" occurs in the Jinja text, otherwise ""
+    (llama.cpp adds this token to prompts for an exported .gguf file).
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -128,9 +129,9 @@ class ChatTemplate:
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
         """Render and encode messages, [(role, text), ...]. Return (rendered text with marks, list
         of token ids). add_prompt, tokenizer (required), variables, errors: as for `render`. answer:
-        text to append to the rendered text: the first words of the answer that `add_prompt` starts.
-        Also raises DataError if the template changes a special token in a message, or forms one
-        from the texts of messages, e.g. by deleting a word between the two halves of the token."""
+        the first words of the next answer, a text to append to the rendered text. Also raises
+        DataError if the template changes a special token in a message, or forms one from the texts
+        of messages, e.g. by deleting a word between the two halves of the token."""
         text = self.render(messages, add_prompt, tokenizer, variables)
         text += mark_special(answer, tokenizer)
         ids = encode_marked(text, tokenizer)
@@ -159,10 +160,10 @@ class ChatTemplate:
         `max_tokens` tokens.
 
         messages: [(role, text), ...], not empty. If the last message is the assistant's, the prompt
-        ends with it, and the model continues it. The oldest messages are left out, up to a message
-        of the user; system messages at the start and the last message of the user are always
-        included, even if the prompt is then longer than `max_tokens`. variables: {name: text,
-        number or bool} for the template. Raises DataError if the template fails.
+        ends with it, and the model continues it. The oldest messages are left out, so that the rest
+        begins with a message of the user; system messages at the start, and the last message of the
+        user, are always included, even if the prompt is then longer than `max_tokens`. variables:
+        {name: text, number or bool} for the template. Raises DataError if the template fails.
         """
         answer = ""
         if messages[-1][0] == "assistant":
@@ -187,8 +188,9 @@ class ChatTemplate:
         assistant and the end token after it. There is one sequence; or several, each from the first
         message on, if the template writes an earlier answer differently when a message follows
         (e.g. without the reasoning); or [] if there is no answer. Messages after the last answer
-        are left out, and so are those after the first prompt of more than max_tokens tokens. Raises
-        DataError for a conversation that the template cannot represent.
+        are left out, as well as messages after the first answer to a prompt of more than max_tokens
+        tokens; sequences are not cut to max_tokens. Raises DataError for a conversation that the
+        template cannot represent.
         """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
@@ -213,9 +215,9 @@ class ChatTemplate:
     def encode_answer(self, messages, tokenizer):
         """Encode a conversation whose last message is the answer to learn. Return (list of ids of
         the prompt, list of ids of the answer, n): the first n ids of the answer are to be learned,
-        up to and including the end token; the template may write others after it. messages: [(role,
-        text), ...]. Raises DataError unless the rendered conversation begins with the rendered
-        prompt, followed by the unchanged answer and an end token."""
+        up to and including the end token; the template may write further tokens after that.
+        messages: [(role, text), ...]. Raises DataError unless the rendered conversation begins with
+        the rendered prompt, followed by the unchanged answer and an end token."""
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
@@ -262,10 +264,11 @@ class ChatTemplate:
 
 def builtin_jinja(spec):
     """Return the Jinja text that renders messages by a spec of the built-in kind, {"system",
-    "user", "assistant": text with one {} in place of the message}. An answer is followed by the end
-    of text, the only special token in the template. Message texts are stripped. A line in a message
-    that looks like the header of a message is escaped with a backslash, so that a message cannot
-    imitate a different role. Raises DataError for an invalid spec."""
+    "user", "assistant": text with one {} in place of the message}. After an answer, the end of
+    text, the only special token in the template, replaces the text after {}. Message texts are
+    stripped. A line in a message that looks like the header of a message is escaped with a
+    backslash, so that a message cannot imitate a different role. Raises DataError for an invalid
+    spec."""
     if not all(role in spec and spec[role].count("{}") == 1 for role in DEFAULT_SPEC):
         raise DataError(f"its template is {spec!r:.80}, expected a text around {{}} for each of "
                         f"{', '.join(DEFAULT_SPEC)}")
@@ -319,9 +322,9 @@ def match_any(texts):
 
 
 def mark_special(text, tokenizer):
-    """Return `text`, of a message, with OPEN_MARK and CLOSE_MARK around the text of each special
-    token of `tokenizer`, so that encode_marked() encodes it as ordinary text. Marks that `text`
-    already has are removed. tokenizer: `None` to add no marks."""
+    """Return the text of a message, with OPEN_MARK and CLOSE_MARK around the text of each special
+    token of `tokenizer` in it, so that encode_marked() encodes these texts as ordinary text. Marks
+    that `text` already has are removed. tokenizer: `None` to add no marks."""
     pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
     return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
@@ -337,15 +340,16 @@ def count_special(ids, tokenizer):
 def count_template_special(template, messages, add_prompt, tokenizer, variables):
     """Return a Counter {id: number of occurrences} of the special tokens that `template`, a
     ChatTemplate, writes around messages. messages: a tuple of (role, text) without special tokens.
-    add_prompt: as for ChatTemplate.render. variables: the dict of the template's variables as a
-    JSON text, because all arguments are the key of the cache."""
+    add_prompt, variables: as for ChatTemplate.render, but variables is a JSON text, because all
+    arguments are the key of the cache."""
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
-    """Return `text` without white space, backslashes, OPEN_MARK and CLOSE_MARK. A template may
-    change these; without them, the text of a message can be found in a rendered text."""
+    """Return `text` without white space, backslashes, OPEN_MARK and CLOSE_MARK. Templates may
+    change these characters; without these, the text of a message can be found in a rendered text.
+    """
     return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 

@@ -70,7 +70,7 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder, ending):
-    """Delete the invalid files of a downloaded model, and raise DataError if there were any. A file
+    """Delete the invalid files of a downloaded model, and raise DataError if any was found. A file
     is invalid if it is cut off or has wrong content, e.g. the HTML page of a mirror. name: of the
     model, for the message. folder: the model's folder in the cache. ending: .json, .jinja or
     .safetensors, of the files to check."""
@@ -98,9 +98,10 @@ def check_files(name, folder, ending):
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path that it
     returns, a text. name: of the model or data set, for error messages. function: name of the
-    function, e.g. "snapshot_download". max_bytes: limit of the size of each file. Raises DataError
-    if the download fails, exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https
-    address; SetupError without the package."""
+    function, e.g. "snapshot_download". arguments: values of JSON types, with repo_id and without
+    endpoint. max_bytes: limit of the size of each file. Raises DataError if the download fails,
+    exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https address; SetupError without
+    the package."""
     require("huggingface_hub", name)
     endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     if not re.match(TRUSTED_URL, endpoint):
@@ -119,9 +120,9 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 
 def check_write(folders, event, *args):
-    """Raise PermissionError if an audit event is a write outside of all `folders`, a list of Paths,
-    or moves or links a file from outside. event, args: name and arguments of the event, as for
-    sys.addaudithook."""
+    """Raise PermissionError if an audit event writes outside of all `folders`, a list of Paths, or
+    moves or links a file from outside of these. event, args: name and arguments of the event, as
+    for sys.addaudithook."""
     # O_WRONLY is 1, O_RDWR 2; a file that is opened by its number exists.
     if event in WRITES and (event != "open" or args[2] & 3 and not isinstance(args[0], int)):
         new = Path(args[WRITES[event]])

@@ -29,9 +29,9 @@ ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
-    """A text with an optional label and optional evidence. spans: [(start, end), ...] of the
-    evidence, i.e. the parts text[start:end] that support the label; [] without evidence. group:
-    texts of the same group are in the same split."""
+    """A text with an optional label and optional evidence. spans: [(start, end), ...], the parts
+    text[start:end] that support the label; [] without evidence. group: a text; texts of the same
+    group are in the same split. id: the field `id` of the record, or `None`."""
     text: str
     label: str | None
     spans: list         # [(start, end)] of the evidence, text[start:end] each
@@ -62,9 +62,9 @@ class Fields:
 
 def parse_labelled_text(record, fields):
     """Return the LabelledText of a record, a dict. The label is `None` if the record has no label;
-    spans is [] without evidence. fields: a Fields, the names of the record's fields. Raises
-    ValueError for a missing or invalid text, an invalid label or invalid evidence, and a missing
-    group if fields.group is set."""
+    spans is [] without evidence. The group is the text itself if fields.group is `None`. fields: a
+    Fields, the names of the record's fields. Raises ValueError for a missing or invalid text, an
+    invalid label or invalid evidence, and a missing group if fields.group is set."""
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
@@ -91,14 +91,14 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return the spans of the evidence in `text`, [(start, end), ...], i.e. text[start:end] of
-    each; [] if the record has no evidence.
+    """Return the spans of the evidence in `text`, [(start, end), ...], which are the parts
+    text[start:end]; [] if the record has no evidence.
 
-    record: a dict. fields: a Fields, the names of the record's fields for words, start and end; the
-    value of each is a single one or a list. If the record has both start and end, words are
-    ignored. Otherwise the span of words is the first match in `text`, preferably of whole words.
-    Raises ValueError for offsets that are not integers or not inside the text, for start without
-    end or end without start if there are no words, and for words that do not occur in the text.
+    record: a dict. fields: a Fields, the names of the record's fields for words, start and end;
+    each value is a single one or a list. If the record has both start and end, words are ignored.
+    Otherwise the span of words is the first match in `text`, preferably of whole words. Raises
+    ValueError for offsets that are not integers or not inside the text, for start without end or
+    end without start if there are no words, and for words that do not occur in the text.
     """
     words, starts, ends = (
         value if isinstance(value, list) else [] if value in (None, "") else [value]
@@ -118,9 +118,9 @@ def locate_evidence(text, record, fields):
 
 
 def find_words(text, part):
-    """Return (start, end) of the first occurrence of the words `part` in `text`, as whole words if
-    there is one, otherwise also inside a word. Raises ValueError if there is no occurrence, or
-    `part` is empty or `None`."""
+    """Return (start, end) of the first occurrence of the words `part` in `text`, preferably as
+    whole words, otherwise also inside a word. Raises ValueError if `part` does not occur, or is
+    empty or `None`."""
     words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
@@ -133,8 +133,8 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=None):
     """Read all records and return a list of LabelledTexts. sources: a list of names of files or
     data sets, or of iterables of (location, record). fields: a Fields, the names of the record's
     fields. skip_bad: see parse_records(). Raises DataError for bad records, for a source that
-    cannot be read, if there are no rows, and if no record has a field whose name is not the
-    default."""
+    cannot be read, if there are no rows, and if a name in `fields` that is not a default occurs in
+    no record."""
     seen = set()
 
     def parse(record):
@@ -169,11 +169,12 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
         spans (N, 2S)     first, last, first, last, ...: tokens of the evidence, padded with -1
         groups (N,)       hash of the group, from which folds are made
 
-    Texts are cut to max_tokens tokens. framed: add the tokens that the tokenizer puts before and
-    after a text, e.g. BERT's [CLS] and [SEP]; they count for lengths, spans and max_tokens. Spans
-    that share a token are merged. spans is -1 for a row without evidence, and for a row in which a
-    span is cut off or has no token. Raises DataError for a text without tokens, and if max_tokens
-    leaves none for a text.
+    tokens is of uint16 or uint32, the others are of int64. Texts are cut to max_tokens tokens.
+    framed: add the tokens that the tokenizer puts before and after a text, e.g. BERT's [CLS] and
+    [SEP]; these count for lengths, spans and max_tokens. Spans that share a token are merged. spans
+    is -1 for a row without evidence, and for a row in which a span is cut off or has no token.
+    Raises DataError for a text without tokens, and if max_tokens is too small for any token of a
+    text.
     """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
@@ -238,17 +239,18 @@ def read_labels_meta(folder):
 
 def open_labels(folder, split, spec):
     """Open the arrays of a split, "train", "val" or "test". Return [tokens (N, T), lengths (N,),
-    labels (N,), spans (N, 2S)], see to_arrays; memory-mapped, or in memory for cross-validation.
-    spec: a dict {"vocab_size": int, "classes": list of names, ...} of a model: ids must be below
-    vocab_size, and labels below the number of classes. "fold": [k, n] in it: see open_fold. Raises
-    DataError for other ids or labels, and for missing files."""
+    labels (N,), spans (N, 2S)], see to_arrays, memory-mapped. spec: a dict {"vocab_size": int,
+    "classes": list of names, ...} of a model: ids must be below vocab_size, and labels below the
+    number of classes. If `spec` has "fold": [k, n], the split is that of open_fold, in memory.
+    Raises DataError for other ids or labels, and for missing files."""
     return open_fold(folder, split, spec) if spec.get("fold") else open_split(folder, split, spec)
 
 
 def open_split(folder, split, spec, **more):
     """Return the memory-mapped arrays of a split as data.prepare.labels wrote it, without
     cross-validation. folder, split, spec, result, errors: as for open_labels. more: NAME=(shape of
-    a row, low, limit) of further arrays, which are opened by open_rows and follow the others."""
+    a row, low, limit) of further arrays, which are opened by open_rows and appended to the result.
+    """
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),

@@ -40,8 +40,8 @@ class Meta:
     extra: dict = field(default_factory=dict)
 
     def to_dict(self):
-        """Return the content of meta.json, a dict: format_version, the fields that are not `None`,
-        and the keys in `extra`."""
+        """Return the content of meta.json, a dict: the key format_version, the fields that are not
+        `None`, and the keys in `extra`."""
         common = {k: v for k, v in vars(self).items() if k != "extra" and v is not None}
         return {"format_version": 1} | common | self.extra
 
@@ -101,7 +101,7 @@ def read_meta_for(model, folder, how_to_prepare, **types):
     """Return the Meta of a folder that was prepared for the model type `model`, a value of --model.
     types: KEY=TYPE for each key that must be present: a type, [type] for a list, {str: type} for a
     dict. Raises DataError if a key is missing or of a different type, or the folder is for a
-    different model. how_to_prepare: a text, the end of this error's message."""
+    different model. how_to_prepare: the end of the error message, a text."""
     meta = read_meta(folder)
     values = meta.to_dict()
     problems = [f"{name} is {reprlib.repr(values[name])}" if name in values else f"no {name}"
@@ -125,8 +125,8 @@ def has_type(value, kind):
 
 
 def is_prepared(folder):
-    """Return whether a folder has a train.bin, and its meta.json, if any, does not state that its
-    preparation was interrupted. Raises DataError if, besides a train.bin, meta.json is damaged."""
+    """Return whether a folder has a train.bin, and meta.json, if it exists, does not state that the
+    preparation was interrupted. Raises DataError if both exist and meta.json is damaged."""
     return (os.path.exists(os.path.join(folder, "train.bin"))
             and not read_meta(folder, allow_incomplete=True).incomplete)
 
@@ -154,8 +154,8 @@ def model_hint(folder):
 # pickles
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickler of dict, list, tuple, str, int, float, bool and None. load() raises ValueError if
-    the pickle names a class or a function, which could run code."""
+    """Unpickler of builtin types, e.g. dict, list, str and int. load() raises ValueError if the
+    pickle names a class or a function, which could run code."""
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")

@@ -68,7 +68,7 @@ def is_saved(folder):
 
 def is_hub_name(source):
     """Return whether `source` is the name of a data set on the Hugging Face hub: hf:..., or
-    OWNER/NAME that is no path and has no extension of a data file."""
+    OWNER/NAME that is not an existing path and has no extension of a data file."""
     return source.startswith("hf:") or bool(
         re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
         and not re.search(EXTENSIONS, source.lower()))
@@ -90,8 +90,8 @@ def open_bytes(path):
 def walk(folder, skipped_folder, skipped_names):
     """Return the list of paths of the regular files below `folder`, in an order that is the same on
     every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
-    folder `skipped_folder` (a real path), and links to files outside `folder`, except to those of
-    the hub's cache. Raises DataError for a folder that cannot be read."""
+    folder `skipped_folder` (an absolute path without links), and links to files outside `folder`,
+    except to files in the hub's cache. Raises DataError for a folder that cannot be read."""
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     paths = []
@@ -155,7 +155,7 @@ def json_values(stream, name, columns):
 
 def check_columns(names, columns, option="--field"):
     """Raise ValueError unless `names`, the columns of a table or the fields of a record, contain
-    all of `columns`; `None`: no check. option: the command-line option by which the user chooses
+    all of `columns` (`None`: no check). option: the command-line option by which the user chooses
     columns, for the message."""
     for column in columns or ():
         if column not in (names or ()):
@@ -166,8 +166,8 @@ def check_columns(names, columns, option="--field"):
 def csv_rows(stream, name, columns):
     """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
     row is a dict, or a ValueError, not raised, if it is invalid. name: of the file; the extension
-    selects the delimiter. columns: names of columns that must exist (`None`: no check); otherwise
-    raises ValueError."""
+    selects the delimiter. columns: names of columns that must exist (`None`: no check). Raises
+    ValueError if one is missing."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -244,11 +244,12 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 
 def records(source, columns=None):
-    """Yield (location, record) for each record of a source: a file, "-" (standard input), or the
-    saved folder or name of a data set. A record is a dict, or a ValueError, not raised, if it
-    cannot be read. columns: names of columns that a table (.csv, .tsv, .parquet) must have (`None`:
-    any); of a parquet file, only these are read. Raises one of READ_ERRORS if the source cannot be
-    read, SetupError without a package that it needs."""
+    """Yield (location, record) for each record of a source: a file, "-" (standard input), or a data
+    set, as a saved folder or a name on the hub. A file with an unknown extension has one JSON
+    record per line. A record is a dict, or a ValueError, not raised, if it cannot be read. columns:
+    names of columns that a table (.csv, .tsv, .parquet) must have (`None`: any); of a parquet file,
+    only these are read. Raises one of READ_ERRORS if the source cannot be read, SetupError without
+    a package that it needs."""
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
@@ -286,7 +287,8 @@ def parse_each(stream, parse, problems, max_problems=MANY):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record). If a
     record is a ValueError, or `parse` raises one, (location, message) is appended to the list
     `problems` instead; the generator returns when this list has max_problems entries. A UserError
-    is such a problem, too, but it is raised if the first three records are bad."""
+    of `parse` is such a problem, too, but it is raised if there are three problems and no record
+    was good."""
     is_good = False  # whether a record was
     for where, record in stream:
         try:
@@ -311,9 +313,9 @@ def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
     sources: an iterable of names (see records) or of iterables of (location, record). parse: a
     function that raises ValueError for a bad record. Bad records are reported after the last
     result. skip_bad True: call log(text), with the number of bad records and the first one. False:
-    raise a DataError that lists them and names the option --skip_bad; reading stops after MANY
-    (1000) bad records. `None`: as False, for a command without this option. Raises DataError for a
-    source that cannot be read.
+    raise a DataError that lists the bad records and names the option --skip_bad; reading stops
+    after MANY (1000) bad records. `None`: as False, for a command without this option. Raises
+    DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)

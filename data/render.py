@@ -30,8 +30,8 @@ MAX_BYTES = 1 << 26     # of the child
 
 class Renderer:
     """A child process that renders Jinja templates with limits on time and memory, by the method
-    render(). It is started by the first call, and again after it was ended. Threads may share a
-    Renderer; their calls wait for each other. Raises SetupError without the package jinja2."""
+    render(). The first call starts the process; if it was ended, the next call starts a new one.
+    Thread-safe: calls wait for each other. Raises SetupError without the package jinja2."""
 
     def __init__(self):
         require("jinja2", "this model's chat template")

@@ -43,10 +43,10 @@ def open_rows(folder, split, **limits):
 
 
 def check_array(path, array, shape, limit, low=0):
-    """Raise DataError unless `array` has the shape `shape` (`None` in it: any size) and integers
-    with low <= value < limit, or, if `limit` is `None`, float32 numbers or NaN. Of a large array,
-    only a part of the rows is checked. path: of the file, for the message. Without this check, an
-    id outside the vocabulary would crash a process with a GPU without naming the file."""
+    """Raise DataError unless `array` has the shape `shape`, which includes the first dimension
+    (`None` in it: any size), and integers with low <= value < limit, or, if `limit` is `None`,
+    float32 numbers or NaN. Of a large array, only a part of the rows is checked. path: of the file,
+    for the message."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
         kind = "float32 numbers (NaN: missing)"
@@ -67,8 +67,8 @@ def check_array(path, array, shape, limit, low=0):
 
 def pad_rows(rows, width, value, dtype):
     """Return a NumPy array (n, width) of `dtype` with the numbers of `rows`, n sequences of at most
-    `width` numbers each (else ValueError), filled up at the end with `value`: a number, or a list
-    that broadcasts to (n, width)."""
+    `width` numbers each (otherwise raises ValueError), filled up at the end with `value`: a number,
+    or a list that broadcasts to (n, width)."""
     padded = np.full((len(rows), width), value, dtype)
     for target, row in zip(padded, rows):
         target[:len(row)] = row
@@ -83,10 +83,10 @@ def save_arrays(folder, split, **arrays):
 
 
 def pack_chats(chats, width):
-    """Pack conversations into rows of at most `width` tokens, without dividing them. Return the
-    list of rows, each a list of conversations. chats: a list of (ids, mask) of at most `width`
-    tokens each. A conversation is added to the fullest of the last MAX_OPEN_ROWS rows that has
-    enough room (best fit); if no row has, to a new row."""
+    """Pack conversations into rows of at most `width` tokens, without dividing a conversation.
+    Return the list of rows, each a list of conversations. chats: a list of (ids, mask) of at most
+    `width` tokens each. A conversation is added to the fullest of the last MAX_OPEN_ROWS rows that
+    has enough room (best fit); if no row has, to a new row."""
     def used(row):
         return sum(len(ids) for ids, _ in row)
 
@@ -103,15 +103,16 @@ def pack_chats(chats, width):
 # train and validation splits. The split of a sample does not change when data are added.
 
 def documents_in_val(first, count, fraction):
-    """Return bool (count,): for each of the documents with indices first, first + 1, ..., whether
-    it is for validation. About `fraction` of the documents are, chosen by a hash (splitmix64) of
-    the index."""
+    """Return a bool array (count,): whether each of the documents with the indices first, first +
+    1, ... is for validation. About `fraction` of all documents are, chosen by a hash (splitmix64)
+    of the index."""
     index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 
 def hash_group(group):
-    """Return a hash of the text `group`, an int: 0 <= hash < GROUPS (2**56)."""
+    """Return a hash of the text `group`, an int from 0 to GROUPS - 1 (GROUPS = 2**56), which is the
+    same on every machine."""
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
@@ -128,9 +129,9 @@ def split_by_prompt(samples, fraction):
     """Split samples by a hash of the prompt, so that samples with the same prompt are in the same
     split. Return {"train": list of samples, "val": list of samples}, about `fraction` of the
     samples in val. samples: a list; sample[0] is (ids, mask), arrays (n,). The prompt is the ids
-    before the first answer, a run of 1 in the mask; if all samples have the same prompt, the ids
-    before the second or third answer are used instead, or all ids if there are fewer answers. The
-    sample with the lowest hash is always in val."""
+    before the first answer, i.e. before consecutive 1s in the mask; if all samples have the same
+    prompt, the ids before the second or third answer are used instead, or all ids if there are
+    fewer answers. The sample with the lowest hash is always in val."""
     for n in range(3):  # e.g. every conversation begins with the same greeting
         prompts = [ids[(np.diff(mask.astype(np.int8), prepend=0) > 0).cumsum() <= n].tobytes()
                    for (ids, mask), *_ in samples]
@@ -146,10 +147,11 @@ def split_by_prompt(samples, fraction):
 
 
 def runs_in_val(runs, fraction, whose=""):
-    """Return bool (n,), True for the rows of the validation split: whole runs, evenly spread over
-    the sorted runs, about `fraction` of the runs and at least one, but not all. runs: (n,) the
-    number of the run of each row; rows of a run are nearly equal. whose: text for the message, e.g.
-    " of subject 3". Raises DataError if there is only one run."""
+    """Return a bool array (n,), True for the rows of the validation split: whole runs, evenly
+    spread over the sorted runs, about `fraction` of the runs and at least one, but not all. A run
+    is a set of rows that must not be divided, e.g. one recording. runs: (n,), the number of each
+    row's run. whose: text for the message, e.g. " of subject 3". Raises DataError if there is only
+    one run."""
     labels, index = np.unique(runs, return_inverse=True)
     n = len(labels)
     if n < 2:

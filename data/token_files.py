@@ -33,8 +33,8 @@ def mix64(x):
 @dataclass
 class Shard:
     """The place of the tokens in one file: path, dtype, n_tokens (number of tokens), offset (bytes
-    before the first token), and identity, the result of identify() when the file was opened. By the
-    identity, TokenStream, which reads the tokens, notices that the file was changed."""
+    before the first token), and identity, the result of identify() when the file was opened, by
+    which TokenStream notices that the file was changed."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -51,9 +51,9 @@ def identify(stat):
 def find_files(data_dir, split):
     """Return the sorted list of paths of the token files of a split, e.g. "train"; at least one.
     data_dir: a file or a glob pattern, in which the text {split} is replaced by the split; or a
-    folder, with SPLIT.bin or else shards *SPLIT*.bin and *SPLIT*.npy (with no letter before SPLIT).
-    Raises DataError if there is no such file, and for a file or pattern without {split} if the
-    split is not "train"."""
+    folder, with SPLIT.bin or, without this file, shards *SPLIT*.bin and *SPLIT*.npy (with no letter
+    before SPLIT). Raises DataError if there is no such file, and for a file or pattern without
+    {split} if the split is not "train"."""
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         shards = [f"*{split}*.bin", f"*{split}*.npy"]
@@ -92,11 +92,11 @@ def open_npy(path):
 
 def read_layout(path, f, raw_dtype):
     """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of a token file.
-    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of raw_dtype
-    (`None`: unknown, uint16 is assumed). f: this file, open in binary mode. Raises DataError for
-    text, for a .npy array that is not one-dimensional or has a dtype other than uint16, uint32,
-    int32 or int64, for an unknown version of llm.c's shards, and for raw tokens that seem to be
-    uint32 although raw_dtype is `None`."""
+    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of the dtype
+    raw_dtype, e.g. "uint16" (`None`: unknown, uint16 is assumed). f: this file, open in binary
+    mode. Raises DataError for text, for a .npy array that is not one-dimensional or has a dtype
+    other than uint16, uint32, int32 or int64, for an unknown version of llm.c's shards, and for raw
+    tokens that seem to be uint32 although raw_dtype is `None`."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -121,9 +121,9 @@ def read_layout(path, f, raw_dtype):
 
 def open_shard(path, raw_dtype):
     """Read the header of the token file `path`, check the size of the file, and return a Shard.
-    raw_dtype: the dtype of the tokens in a file without a header. Raises DataError for a file that
-    cannot be read, has no tokens, has a different size than the header states, or is not accepted
-    by read_layout."""
+    raw_dtype: name of the dtype of the tokens in a file without a header, or `None`, see
+    read_layout. Raises DataError for a file that cannot be read, has no tokens, has a different
+    size than the header states, or is not accepted by read_layout."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
@@ -147,7 +147,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
     Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
     below `least`, and for ids outside the vocabulary. In large files, only samples of the ids are
-    checked here; reading checks all ids.
+    checked here; TokenStream.read() checks all ids that it returns.
     """
     paths = find_files(data_dir, split)
     meta = read_meta(os.path.dirname(paths[0]))
@@ -170,10 +170,10 @@ class TokenStream:
     of it. shards: a list of Shards of the same dtype. Attributes: n_tokens, dtype, vocab_size (all
     ids must be smaller; `None`: unknown).
 
-    Each read maps the files that it needs anew, one at a time: the pages of earlier reads do not
-    remain in the memory of the process, so a terabyte can be read on a laptop. Before each read the
-    files are checked: DataError if one has changed since it was opened. If a file is truncated
-    during a read, or the disk fails, the process is killed by SIGBUS.
+    Each read maps the necessary files for a short time, so that memory use does not grow with the
+    size of the files. Before each read the files are checked: DataError if one has changed since it
+    was opened. If a file is truncated during a read, or the disk fails, the process is killed by
+    SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):
@@ -217,8 +217,8 @@ class TokenStream:
         return tokens
 
     def _copy(self, starts, length):
-        """Return the windows (n, length) for `read`, without a check of the ids. Raises DataError
-        if a file has changed."""
+        """Return the windows (n, length) as `read`, but without a check of the ids. Raises
+        DataError if a file has changed."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         for i in np.unique(which).tolist():

@@ -30,8 +30,8 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 def open_tokenizer(source) -> Tokenizer:
     """Return the tokenizer that `source`, a text, names: byte, gpt2, a rank file in tiktoken's
     format, a folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, or a checkpoint (.pt).
-    Raises DataError if there is none or it cannot be read, CheckpointError for a checkpoint that
-    cannot be read."""
+    Raises DataError if there is no tokenizer or it cannot be read, CheckpointError for a checkpoint
+    that cannot be read."""
     if source == "byte":
         return tokenizer_from_spec({"kind": "byte"})
     if source == "gpt2":
@@ -59,8 +59,8 @@ def open_tokenizer(source) -> Tokenizer:
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
     """Return the tokenizer in the file or folder `path`, as open_tokenizer(path). If `path` is
     `None`, return open_tokenizer(name). With both, a name byte, char, gpt2 or bpe is the expected
-    kind of the tokenizer in `path`. Raises DataError if it cannot be read or is of a different
-    kind."""
+    kind of the tokenizer in `path`, and any other name is ignored. Raises DataError if it cannot be
+    read or is of a different kind."""
     tokenizer = open_tokenizer(os.fspath(path or name))
     kind = "ranks" if name == "bpe" else name
     if path and name in NAMES and kind != tokenizer.kind:
@@ -82,7 +82,7 @@ def gpt2_ranks():
 def is_same_tokenizer(spec_a, spec_b):
     """Return whether two tokenizers have the same number of ids, the same id for the end of text,
     and the same bytes for every id that is special in neither. spec_a, spec_b: dicts of
-    `Tokenizer.spec`; they may differ although the tokenizers are the same, e.g. GPT-2's as a rank
+    `Tokenizer.spec`; these may differ although the tokenizers are the same, e.g. GPT-2's as a rank
     file and as a tokenizer.json."""
     if spec_a == spec_b:
         return True
@@ -136,10 +136,11 @@ def find_vocabulary(data_dir, name=None, size=None):
     """Return (vocabulary size, tokenizer or `None`) for the token files of data_dir, see
     find_files.
 
-    The tokenizer is the one that the data describe; if they describe none, open_tokenizer(name), or
-    `None` if name is empty. The vocabulary size is the first known one of: `size`, the size of the
-    tokenizer, vocab_size in meta.json, GPT-2's 50257. Raises DataError if `size` is smaller than
-    the tokenizer's vocabulary, or if neither a tokenizer nor token files are found.
+    The tokenizer is the one in meta.json or meta.pkl of the data; without this,
+    open_tokenizer(name), or `None` if name is empty. The vocabulary size is the first known one of:
+    `size`, the size of the tokenizer, vocab_size in meta.json, GPT-2's 50257. Raises DataError if
+    `size` is smaller than the tokenizer's vocabulary, or if neither a tokenizer nor token files are
+    found.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if tokenizer is None and name:

@@ -26,7 +26,7 @@ def token_text(token):
 
 def list_merges(ranks):
     """Return the merges for a tokenizer.json, [(left, right), ...]: all pairs of tokens (bytes)
-    whose concatenation is a token, in the order of the rank of this token. ranks: {bytes of a
+    that form a token if concatenated, in the order of the rank of this token. ranks: {bytes of a
     token: rank}. Raises DataError if the tokens are so long that this would be too slow."""
     if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
         raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
@@ -129,7 +129,7 @@ def end_of_text(folder, content):
 
 def special_tokens(folder):
     """Return {"bos_token": "<s>", ...}: all keys in tokenizer_config.json in `folder` that end with
-    _token, and the texts of these tokens. {} if there is no such file."""
+    _token, and the texts of these tokens. Return {} if the file is missing."""
     config = read_optional_json(folder, "tokenizer_config.json")
     tokens = {name: value.get("content") if isinstance(value, dict) else value
               for name, value in config.items() if name.endswith("_token")}
@@ -138,9 +138,9 @@ def special_tokens(folder):
 
 def read_template_spec(folder, tokenizer):
     """Return the spec of the chat template of the Hugging Face model in `folder`, a dict {"jinja":
-    text, "ends": [ids], "bos_token": text, ...} for ChatTemplate. `None` if the model has no chat
-    template, or if `tokenizer` is `None` or has no end of text. Raises DataError for a file that
-    cannot be read."""
+    text, "ends": [ids], "bos_token": text, ...} for ChatTemplate. Return `None` if the model has no
+    chat template, or if `tokenizer` is `None` or has no end of text. Raises DataError for a file
+    that cannot be read."""
     if tokenizer is None or tokenizer.eot_token is None:
         return None
     given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")

@@ -48,9 +48,9 @@ def split_long_spaces(text):
 
 
 def encode_within(text, encode):
-    """Return the ids of `text`, the continuation of a text: encode(text), but without the space
-    that some tokenizers add before the first word. encode: a function that returns a list or an
-    array of ids."""
+    """Return the ids of `text`, which continues an earlier text: encode(text), but without the
+    space that some tokenizers add at the start of a text. encode: a function that returns a list or
+    an array of ids."""
     newline, with_newline = encode("\n"), encode(f"\n{text}")
     separable = list(with_newline[:len(newline)]) == list(newline)
     return with_newline[len(newline):] if separable else encode(text)
@@ -59,9 +59,8 @@ def encode_within(text, encode):
 @contextlib.contextmanager
 def data_errors(message):
     """Context manager that converts every exception in the block to a DataError with the text
-    `message`, a colon and the exception. For files and descriptions that may have any content, and
-    for calls of Rust libraries, whose panics are not subclasses of Exception. KeyboardInterrupt and
-    SystemExit are not converted."""
+    `message`, a colon and the exception. Panics of Rust libraries, which are not subclasses of
+    Exception, are converted, too; KeyboardInterrupt and SystemExit are not."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -97,8 +96,8 @@ class Tokenizer:
         return self.encode_array(text, special=True).tolist()
 
     def begin(self, ids):
-        """Return the list of ids of a prompt: `ids`, a list, preceded by the attribute `start`,
-        unless `ids` already begins with it."""
+        """Return the list of ids of a prompt: `ids`, a list, preceded by the ids in the attribute
+        `start`, unless `ids` already begins with these."""
         return ids if ids[:len(self.start)] == self.start else self.start + ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -138,8 +137,9 @@ class Tokenizer:
 
 
 class RankTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken. Attributes: kind ("byte": one token per byte; "gpt2";
-    "ranks": any other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding)."""
+    """Byte pair encoding by tiktoken. Attributes: kind ("byte": one token per byte; "gpt2": the
+    tokenizer of GPT-2; "ranks": any other), ranks, pattern and added (see __init__), enc (the
+    tiktoken.Encoding)."""
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
         """kind: "byte", "gpt2" or "ranks". ranks: {bytes of a token: rank}; the rank is the id.
@@ -304,9 +304,9 @@ class JsonTokenizer(Tokenizer):
 
 def hide_special(content):
     """Return a copy of `content`, the dict of a tokenizer.json, with the character HIDDEN before
-    each special token, so that the model does not find these tokens in ordinary text, as Unigram
-    and WordLevel do. All ids stay the same. Return `content` itself if the vocabulary of the model
-    has no special token."""
+    each special token, because Unigram and WordLevel models would otherwise find these tokens in
+    ordinary text. All ids stay the same. Return `content` itself if the vocabulary of the model has
+    no special token."""
     tokens, model = content.get("added_tokens") or [], content["model"]
     hidden = {token["content"]: HIDDEN + token["content"] for token in tokens if token["special"]}
     unknown, vocab = model.get("unk_token"), model["vocab"]
@@ -323,8 +323,8 @@ def hide_special(content):
 
 
 def find_frame(content):
-    """Return (list of ids before, list of ids after) every text, as a tokenizer's post-processor
-    adds them. content: the dict of a tokenizer.json."""
+    """Return (before, after): the lists of the ids that a tokenizer's post-processor adds before
+    and after every text. content: the dict of a tokenizer.json."""
     before, after = [], []
     processor = content.get("post_processor") or {}
     for part in processor.get("processors", [processor]):
@@ -342,8 +342,7 @@ def find_frame(content):
 
 def check_growth(content):
     """Raise DataError if the replacements in a tokenizer.json can make a text more than MAX_GROWTH
-    times as long. For example, 30 replacements that double the length would use all memory.
-    content: the dict of the tokenizer.json."""
+    (1000) times as long. content: the dict of the tokenizer.json."""
     growth = 1
     parts = [content.get("normalizer"), content.get("decoder")]
     while parts and growth <= MAX_GROWTH:
@@ -359,8 +358,8 @@ def check_growth(content):
 
 @functools.cache
 def byte_table():
-    """Return the dict {printable character: byte} with 256 entries, the inverse of GPT-2's
-    bytes_to_unicode."""
+    """Return the dict {printable character: byte as an int} with 256 entries, the inverse of
+    GPT-2's bytes_to_unicode."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -58,9 +58,9 @@ class Options(FolderOptions):
 
 def choose_tokenizer(o):
     """Return the Tokenizer that o.tokenizer names; `None` for char and bpe, which are made from the
-    text later, by make_tokenizer(). o: Options. Raises UserError if it cannot be read, if
-    o.vocab_size is missing for bpe, or given for a different tokenizer; SetupError for bpe without
-    the package rustbpe."""
+    text later, by make_tokenizer(). o: Options. Raises UserError if the tokenizer cannot be read,
+    or if o.vocab_size is missing for bpe or set for a different tokenizer; SetupError for bpe
+    without the package rustbpe."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -70,9 +70,10 @@ def choose_tokenizer(o):
 
 def make_tokenizer(o, documents):
     """Return a tokenizer made from the text of `documents`, a Documents. If o.tokenizer is "bpe": a
-    RankTokenizer of up to o.vocab_size tokens, trained on a sample of at most BPE_BYTES. Otherwise:
-    a CharTokenizer of all characters in the text and, if there are several documents, of the
-    newline, which is written after each. o: Options. SetupError if bpe needs a missing package."""
+    RankTokenizer of up to o.vocab_size tokens, trained on a sample of about BPE_BYTES (500 MB) or
+    less. Otherwise: a CharTokenizer of all characters in the text and, if there are several
+    documents, of the newline, which is written after each. o: Options. Raises SetupError for bpe
+    without the package rustbpe."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")
@@ -83,10 +84,10 @@ def make_tokenizer(o, documents):
 
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
     """Write train.bin, val.bin and meta.json to the folder `out`. Return the content of meta.json,
-    a dict. sources: a list of names of files, folders or data sets. tokenizer: a name, as
-    --tokenizer. log: a function that is called with each line of the report. options: other fields
-    of Options, e.g. val_fraction, force. Raises UserError for sources that cannot be read or have
-    too little text, and the errors of choose_tokenizer and new_folder."""
+    a dict. sources: a list of names of files, folders or data sets. tokenizer: a name or path, as
+    for the option --tokenizer. log: a function that is called with each line of the report.
+    options: other fields of Options, e.g. val_fraction, force. Raises UserError for sources that
+    cannot be read or have too little text, and the errors of choose_tokenizer and new_folder."""
     start = time.monotonic()
     o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
                 tokenizer=tokenizer or "byte", **options)

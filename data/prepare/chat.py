@@ -51,13 +51,14 @@ class ChatOptions(SampleOptions):
 def to_messages(record, fields=(), prompt_only=False):
     """Return the conversation [(role, text), ...] of a record, a dict.
 
-    fields: names of fields of the record; default: the first entry of FORMATS of which the record
-    has all fields. One name: the field with the list of messages. Several names: the fields of the
-    question, whose texts are joined by a blank line, and last the field of the answer; or fields
-    with lists of messages, which are concatenated. The text of the field `system`, if it exists,
-    becomes the first message unless the messages begin with a system message. prompt_only: also
-    accept a question without an answer (a text in the only field; default: `prompt`). Raises
-    ValueError for a record without these fields, or with values other than text and messages.
+    fields: names of fields of the record; default: the first entry of FORMATS for which all fields
+    are in the record and not `None`. One name: the field with the list of messages. Several names:
+    the fields of the question, whose texts are joined by a blank line, and last the field of the
+    answer; or fields with lists of messages, which are concatenated. The text of the field
+    `system`, if it exists, becomes the first message unless the messages begin with a system
+    message. prompt_only: also accept a question without an answer (one name, of a field with a
+    text; by default also "prompt"). Raises ValueError for a record without these fields, or with
+    values other than text and messages.
     """
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
@@ -81,8 +82,7 @@ def to_messages(record, fields=(), prompt_only=False):
 
 
 class ChatWriter(SampleWriter):
-    """The steps of the command data.prepare.chat: encode() converts a record, write_split() writes
-    packed rows. args: a ChatOptions."""
+    """The command data.prepare.chat; run() does all the work. args: a ChatOptions."""
     noun = "chat"
     model = "chat"
     n_shown = 0
@@ -139,8 +139,7 @@ def cut(ids, mask, width):
 
 
 def bracket_answers(ids, mask, tokenizer):
-    """Return the text of `ids` (n,), for --show. Each part in which `mask` (n,) is 1 is in
-    brackets."""
+    """Return the text of `ids` (n,), with each part for which `mask` (n,) is 1 in brackets."""
     parts = np.split(ids, np.flatnonzero(np.diff(mask, prepend=0)))  # every second one is learned
     texts = map(tokenizer.decode, parts)
     return "".join(f"[{text}]" if i % 2 else text for i, text in enumerate(texts))

@@ -26,7 +26,7 @@ CORPORA = {"fineweb10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
 
 def download_shakespeare():
     """Return the path of the tiny-shakespeare text, data/bin/shakespeare.txt, which is downloaded
-    if it does not exist. Raises DataError if that fails."""
+    if it does not exist. Raises DataError if the download fails."""
     path = os.path.join("data", "bin", "shakespeare.txt")
     if not os.path.exists(path):
         try:

@@ -32,13 +32,14 @@ THREADS = min(16, os.cpu_count() or 1)
 
 def choose_split(documents, fraction):
     """Choose the part of the text for validation: about `fraction` of the bytes. Return (in_val,
-    cut). Validation has each document i for which in_val[i], bool (n,), is True, and all text from
-    byte `cut` on, so that a document may be divided there. documents: a Documents, of n documents.
+    cut). The validation split is each document i for which in_val[i] is True, and all text from
+    byte `cut` on, so that a document may be divided there. in_val: a bool array (n,). documents: a
+    Documents, of n documents.
 
-    Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS and have 0.5
-    to 2 times the requested size; cut is then the size of the text. Otherwise the end of the text
-    is chosen. It begins between two documents if 0.5 to 2 times the requested size is possible in
-    this way, otherwise inside a document; if there are records, which are never divided, always
+    Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS (10) and have
+    0.5 to 2 times the requested size; cut is then the size of the text. Otherwise the end of the
+    text is chosen. It begins between two documents if 0.5 to 2 times the requested size is possible
+    in this way, otherwise inside a document; if there are records, which are never divided, always
     between two. If it would then be more than half of the text, and more than 2 times the requested
     size, the single record nearest to that size is chosen instead.
     """
@@ -73,7 +74,7 @@ def seek_character(f, position):
 def find_cut(f, position):
     """Return a byte position at which the text in the open binary file `f` can be divided without
     changing a token: the first one after `position` that is before a space or newline and after a
-    visible character (no token of GPT-2 extends over it). If there is no such position in
+    visible character (no token of GPT-2 extends over it). Without such a position in the next
     LOOKAHEAD_BYTES (4096): the start of the character that contains the byte `position`."""
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
@@ -82,8 +83,8 @@ def find_cut(f, position):
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one: the bytes from start to end (exclusive) of the file of
-    all documents. split: "train" or "val". closes: whether the document ends at `end`. continues:
+    """A document, or a part of a long one: the bytes from start to end (exclusive) in
+    Documents.path. split: "train" or "val". closes: whether the document ends at `end`. continues:
     whether it begins before `start`."""
     split: str
     start: int
@@ -93,7 +94,7 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Divide all text into byte ranges of about PIECE_BYTES (1 MiB) or less; yield them as Pieces,
+    """Divide all text into byte ranges of about PIECE_BYTES (1 MiB) or less; yield these as Pieces,
     in order. documents: a Documents. in_val, cut: the result of choose_split(). A piece is "val" if
     in_val of the document is True or if it begins at byte `cut` or later, otherwise "train"; a
     document that extends over `cut` is divided there."""
@@ -114,14 +115,14 @@ def cut_pieces(documents, in_val, cut):
 
 def batches(pieces):
     """Return an iterator of lists of Pieces; each list is the task of a thread. pieces: an iterable
-    of Pieces in order; those that begin in the same block of PIECE_BYTES (1 MiB) of the text are
+    of Pieces in order; Pieces that begin in the same block of PIECE_BYTES (1 MiB) of the text are
     grouped."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
 
 def read_piece(f, piece):
-    """Return the text of a Piece from the open binary file `f` of the documents."""
+    """Return the text of a Piece from `f`, the file Documents.path, open in binary mode."""
     f.seek(piece.start)
     return f.read(piece.end - piece.start).decode("utf-8")
 
@@ -142,8 +143,7 @@ def sample_texts(documents, max_bytes):
 def train_bpe(texts, vocab_size):
     """Train byte pair encoding on `texts`, an iterable of strings. Return a RankTokenizer of
     `vocab_size` tokens, including the end of text, or fewer if the texts contain too few pairs.
-    Text is split by GPT-2's pattern, so that a rank file describes the tokenizer completely. Raises
-    SetupError without the package rustbpe."""
+    Text is split by GPT-2's pattern. Raises SetupError without the package rustbpe."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)

@@ -59,7 +59,7 @@ def open_array(path):
 
 
 class Mean:
-    """The mean of several recordings of the same rows, without NaN. repeats: a list of arrays
+    """The mean of several recordings of the same rows; NaN is ignored. repeats: a list of arrays
     (rows, dims). Indexed by rows, like a memory-mapped array: mean[i] computes the mean of the rows
     i only, in float64. Attributes: shape, repeats. Raises DataError if the shapes of the repeats
     differ."""
@@ -87,7 +87,7 @@ def noise_ceiling(repeats, chosen):
     with the signal that the repeats share. repeats: a list of arrays (rows, dims). chosen: indices
     (m,) of the rows to use. The ceiling is sqrt(n r / (1 + (n - 1) r)), the root of the reliability
     (Spearman and Brown); r is the correlation of two repeats, averaged over all pairs, without rows
-    that are NaN in either. 0 if r is negative, NaN if a repeat is constant."""
+    that are NaN in either. The ceiling is 0 if r is negative, NaN if a repeat is constant."""
     r = []
     for pair in itertools.combinations(repeats, 2):
         x = np.stack([array[chosen] for array in pair]).astype(np.float64)
@@ -107,11 +107,12 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
     meta.json that only this model has (modalities, target, mean, std, rows, ...).
 
     arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or `None`.
-    val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,) the number
-    of each row's run. force: replace features of other sources in `out`. sources: names of the
-    files, for meta.json. subjects: (rows,) the subject of each row, integers from 0 (default: there
-    is one subject). Every run must be of one subject. Raises DataError for different numbers of
-    rows, infinite values, and the errors of rows_in_val and new_folder.
+    val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,), the number
+    of each row's run, which is never divided between the splits. force: replace prepared data of
+    other sources in `out`. sources: names of the files, for meta.json. subjects: (rows,) the
+    subject of each row, integers from 0 (default: there is one subject). Every run must be of one
+    subject. Raises DataError for different numbers of rows, infinite values, and the errors of
+    rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})
@@ -149,12 +150,11 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 
 def rows_in_val(runs, subjects, fraction):
-    """Return bool (rows,), True for the rows of the validation split: whole runs, about `fraction`
-    of the runs of each subject and at least one, but not all, chosen without randomness by
-    runs_in_val(); no rows if `fraction` is 0. runs, subjects: arrays (rows,) of numbers, the run
-    and the subject of each row. Raises DataError for subjects other than integers from 0 to
-    2**31 - 1, a run of several subjects and, unless `fraction` is 0, a subject with only one run.
-    """
+    """Return a bool array (rows,), True for the rows of the validation split: whole runs, about
+    `fraction` of the runs of each subject and at least one, but not all, chosen without randomness
+    by runs_in_val(); no rows if `fraction` is 0. runs, subjects: arrays (rows,) of numbers, the run
+    and the subject of each row. Raises DataError for subjects other than integers from 0 to 2**31 -
+    1, a run of several subjects and, unless `fraction` is 0, a subject with only one run."""
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
@@ -268,8 +268,8 @@ def open_arrays(args):
     (rows,) or `None`. Default of args.runs: about 20 equal runs, divided where the subject changes.
 
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
-    names of modalities that are equal, reserved, or contain other characters than letters, digits
-    and _, a letter first.
+    names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
+    followed by letters, digits and _.
     """
     arrays = {source_name(path): open_array(path) for path in args.arrays}
     names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"

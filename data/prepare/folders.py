@@ -35,7 +35,8 @@ class FolderOptions:
 
 
 def absolute(sources):
-    """Return the list `sources` of names with absolute paths in place of the relative ones."""
+    """Return a list of the names in `sources`, in which existing paths are made absolute. Other
+    names, e.g. hf:NAME, are unchanged."""
     return [os.path.abspath(name) if os.path.exists(name) else name for name in sources]
 
 
@@ -110,7 +111,7 @@ def move_files(folder, out):
 def read_settings(path):
     """Return the settings {key: value as text} of the YAML configuration `path`, a Path. If it has
     the key `base`, the name of a file in the same folder, the settings of that file are included,
-    with lower priority. {} if `path` does not exist."""
+    with lower priority. Return {} if `path` does not exist."""
     if not path.exists():
         return {}
     settings = yaml.load(path.read_text("utf-8"), PlainLoader)
@@ -121,8 +122,8 @@ def read_settings(path):
 def is_too_long(numbers, path):
     """Return whether training with the configuration `path`, a Path of a YAML file, would take more
     than WARN_EPOCHS (20) epochs; False if the configuration sets max_epochs. numbers: {name:
-    number} of the training split; the samples of an epoch are counted by "rows", "pairs" or
-    "questions", otherwise computed from "tokens"."""
+    number} of the training split; the number of samples in an epoch is the value of "rows", "pairs"
+    or "questions", otherwise "tokens" / block_size."""
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
@@ -142,7 +143,7 @@ def start_option(source):
 
 def report(out, splits, config, options=""):
     """Print the numbers of each split, and the command that trains on the folder `out`. splits:
-    {split: {name: number}}. config: the configuration for this command, a path below train/ without
+    {split: {name: number}}. config: the configuration for this command, a path in train/ without
     .yaml, e.g. "configs/chat". options: text to append to the command."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()

@@ -56,7 +56,7 @@ class LabelOptions(FolderOptions, Fields):
 
 def prepare_labels(args):
     """Run the command: write the folder of labelled texts and print a summary. args: LabelOptions;
-    with args.example, args.files and args.group are overwritten. Raises UserError for invalid
+    if args.example is True, args.files and args.group are overwritten. Raises UserError for invalid
     options or files."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
@@ -150,8 +150,8 @@ def missing_words(source):
 def example_records():
     """Yield (location, record) of example data: records {"text", "label", "start", "end", "file"}
     from missing_words() in the sources of numpy and torch; location and "file" are the name of the
-    source file. There are at most EXAMPLE_ROWS_PER_WORD records for each label. All texts are
-    different: a copy could be in another split."""
+    source file. There are at most EXAMPLE_ROWS_PER_WORD (1200) records for each label. All texts
+    are different: a copy could be in another split."""
     files = {}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])

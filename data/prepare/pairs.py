@@ -62,10 +62,10 @@ def join_messages(prompt, answer, name):
     """Return the conversation [(role, text), ...] of a prompt and an answer.
 
     prompt: a text, a list of messages, or `None`. answer: a text (only with a prompt); a list of
-    messages that begins with the assistant's, which follow the prompt, if any; or a list with the
-    whole conversation, which is returned. Messages are dicts, as for parse_messages. name: the
-    field of the answer, for error messages. Raises ValueError for other values, and if the whole
-    conversation lacks a message of the prompt.
+    messages that begins with the assistant's, which are appended to the prompt, if any; or a list
+    with the whole conversation, which is returned without the prompt. Messages are dicts, as for
+    parse_messages. name: the field of the answer, for error messages. Raises ValueError for other
+    values, and if the whole conversation lacks a message of the prompt.
     """
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
@@ -92,9 +92,8 @@ def mask_last_answer(ids, mask):
 
 
 class PairWriter(SampleWriter):
-    """The steps of the command data.prepare.pairs: encodes pairs of conversations and computes the
-    log probabilities of a reference model. args: a PairOptions. The constructor loads the model
-    args.reference; it raises DataError if this is not a chat model."""
+    """The command data.prepare.pairs; run() does all the work. args: a PairOptions. The constructor
+    loads the reference model args.reference, and raises DataError if this is not a chat model."""
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"
@@ -121,9 +120,9 @@ class PairWriter(SampleWriter):
 
     def encode(self, record):
         """Return [(ids, mask) of the chosen conversation, (ids, mask) of the rejected one], arrays
-        (n,), of a record, a dict. The mask is 1 for the last answer. Return `None`, and count the
-        reason in self.notes, if one of both is longer than block_size + 1 tokens. Raises ValueError
-        for an invalid record."""
+        (n,), of a record, a dict. The mask is 1 for the tokens of the last answer. Return `None`,
+        and count the reason in self.notes, if one of the two is longer than block_size + 1 tokens.
+        Raises ValueError for an invalid record."""
         pair = [mask_last_answer(*self.template.sequences(side, self.tokenizer)[-1])
                 for side in to_pair(record)]
         width = self.block_size + 1
@@ -134,9 +133,9 @@ class PairWriter(SampleWriter):
 
     def write(self, folder, splits):
         """Write the encoded pairs and the log probabilities of the reference model to `folder`.
-        splits: {"train": list of results of encode(), "val": list}. self.block_size is first
-        reduced, if possible, to the longest conversation. Return {split: {name: number}}, for
-        meta.json."""
+        splits: {"train": list of results of encode(), "val": list}. First, self.block_size is
+        reduced to the length of the longest conversation, rounded up to a multiple of
+        LENGTH_MULTIPLE (16), if that is smaller. Return {split: {name: number}}, for meta.json."""
         import torch
 
         from train.device import choose_dtype

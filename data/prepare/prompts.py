@@ -35,8 +35,8 @@ class PromptOptions(SampleOptions):
 
 
 def to_question(record, fields=()):
-    """Return (messages, answer, record) of a record, a dict: messages are [(role, text), ...] up to
-    the last question; answer is the reference answer, a text or `None`.
+    """Return (messages, answer, record) of a record, a dict, which is returned unchanged. messages:
+    [(role, text), ...] up to the last question. answer: the reference answer, a text or `None`.
 
     The reference answer is the answer to the last question in the record or, without this, the
     field `answer`. fields: the field of the prompt, or the fields of the question and, last, of the
@@ -54,20 +54,20 @@ def to_question(record, fields=()):
 
 
 class PromptWriter(SampleWriter):
-    """The steps of the command data.prepare.prompts: encodes prompts and writes rows. args: a
-    PromptOptions."""
+    """The command data.prepare.prompts; run() does all the work. args: a PromptOptions."""
     noun = "question"
     model = "grpo"
     suffix = "-prompts"
 
     def encode(self, record):
         """Return [(ids, mask), prompt, line] of a record, a dict. Return `None`, and count the
-        reason in self.notes, if the prompt is too long. Raises ValueError for an invalid record.
+        reason in self.notes, if the prompt has more than args.block_size tokens (default:
+        self.block_size - 1). Raises ValueError for an invalid record.
 
-        (ids, mask): arrays (n,) for split_by_prompt, which then chooses the same split as in
+        (ids, mask): arrays (n,) from which split_by_prompt chooses the same split as in
         data.prepare.chat: the conversation before the second answer, and one token in place of this
-        answer; the mask is 1 where the two answers begin. prompt: the list of token ids to write.
-        line: a dict, the line of SPLIT_rows.jsonl.
+        answer; the mask is 1 only at the first token of each of the two answers. prompt: the list
+        of token ids to write. line: a dict, the line of SPLIT_rows.jsonl.
         """
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token

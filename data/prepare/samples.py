@@ -33,10 +33,10 @@ class SampleOptions(FolderOptions):
 
 def example_records(source):
     """Yield (location, record) of example data, records {"prompt", "response", "chosen",
-    "rejected"}. For each snake_case name in the source of Python's standard library: a question
-    about another spelling of the name, e.g. CamelCase; the correct answer, as response and chosen;
-    and as rejected a wrong answer, in which one letter has the other case. source: "example", or
-    "example-more" for further spellings."""
+    "rejected"}. For each snake_case name in the source of Python's standard library: prompt
+    requests a different spelling of the name, e.g. in CamelCase; response and chosen are the
+    correct answer; in rejected, one letter of it is changed between upper and lower case. source:
+    "example", or "example-more" for further spellings."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -92,8 +92,8 @@ class SampleWriter:
 
     def run(self):
         """Run the command: write the folder of prepared samples, args.out or by default a folder in
-        data/bin, and print a summary. Raises DataError for a tokenizer without an end of text, the
-        errors of `read`, and for a folder with other data unless args.force is True."""
+        data/bin, and print a summary. Raises DataError for a tokenizer without an end of text, and
+        for a folder with other data unless args.force is True; also the errors of read()."""
         args = self.args
         name = source_name(args.sources[0]) + self.suffix
         out = args.out or os.path.join("data", "bin", name)
@@ -116,10 +116,10 @@ class SampleWriter:
         return {split: self.write_split(folder, split, part) for split, part in splits.items()}
 
     def read(self):
-        """Read and encode the records of args.sources, and split them by a hash of the prompt.
-        Return {"train": list of results of encode(), "val": list}. Prints how many records were
-        left out, and why. Raises DataError for bad records (unless args.skip_bad) and for an empty
-        split."""
+        """Read and encode the records of args.sources, and split the results by a hash of the
+        prompt. Return {"train": list of results of encode(), "val": list}. Prints how many records
+        were left out, and why. Raises DataError for bad records (unless args.skip_bad) and for an
+        empty split."""
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source
@@ -139,7 +139,7 @@ class SampleWriter:
         return splits
 
     def pad_tokens(self, ids, width):
-        """Return an array (n, width) of token ids: n sequences, each filled up with end tokens.
-        ids: n sequences of at most `width` ids."""
+        """Return an array (n, width) of token ids, uint16 or uint32: n sequences, each filled up at
+        the end with end tokens. ids: n sequences of at most `width` ids."""
         dtype = id_dtype(self.tokenizer.n_vocab)
         return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

@@ -28,9 +28,9 @@ MIN_BYTES = 4  # of text: two for each split
 
 def find_files(source, skipped_folder):
     """Return the list of paths to read for a source, a name. For a folder: the files in it and in
-    folders below, in a fixed order, without hidden ones and without `skipped_folder` (a real
-    path). For dataset:stdlib: the .py files of Python's library. For any other source (a file,
-    hf:NAME, -, a folder that the package datasets saved): [source]."""
+    folders below, in a fixed order, without hidden ones and without `skipped_folder` (an absolute
+    path without links). For dataset:stdlib: the .py files of Python's library. For any other source
+    (a file, hf:NAME, -, a folder that the package datasets saved): [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -86,8 +86,8 @@ def read_text(path, separator):
 
 def record_text(record, fields):
     """Return the text of a record, a dict: the texts of `fields`, a list of names, joined by
-    newlines. null counts as no text. Raises ValueError if a field is missing or has a different
-    value."""
+    newlines. A value `None` counts as no text. Raises ValueError if a field is missing or has any
+    other value."""
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -96,11 +96,11 @@ def record_text(record, fields):
 
 
 class Documents:
-    """The documents of all sources, one after the other in a new UTF-8 file, `path`. Call
-    add_file() for each file of a source, then file.close(). Attributes: path; file; ends, the
-    position after each document in bytes; size, in bytes; kinds, the set of kinds of the sources
-    ("records", which are never divided, and "text files"); is_damaged, whether reading the last
-    file failed in the middle."""
+    """The documents of all sources, concatenated in a new UTF-8 file, `path`. Call add_file() for
+    each file of a source, then file.close(). Attributes: path; file; ends, the position after each
+    document, in bytes; size, in bytes; kinds, the set of kinds of the sources ("records", which are
+    never divided, and "text files"); is_damaged, whether the last file could not be read to the
+    end, e.g. a damaged .gz."""
 
     def __init__(self, path):
         self.path = path
@@ -153,7 +153,8 @@ def read_sources(o, path):
     """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
     (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
     link, and files in a folder that are not text. Raises a DataError that lists the problems of all
-    sources, also if there is almost no text."""
+    sources; also for almost no text, and for o.field or o.separator without a source to which it
+    applies."""
     documents = Documents(path)
     skipped = []
     problems = []

@@ -43,8 +43,9 @@ from train.system import load_model_type
 class Source:
     """A model to export. path: of the checkpoint. weights: {name in this program: tensor}. shape:
     the GPTConfig or MoEConfig. tokenizer: the Tokenizer, or `None`. template: the ChatTemplate, or
-    `None`. formulas: {"DEFINITION (FILE)": digest} of the definitions for the logits that had been
-    edited when the checkpoint was written, or `None` if unknown (model/core/formulas.py)."""
+    `None`. formulas: {"DEFINITION (FILE)": digest} of the functions and classes for the logits that
+    had been edited when the checkpoint was written, or `None` if unknown (model/core/formulas.py).
+    """
     path: str
     weights: dict
     shape: object
@@ -57,7 +58,7 @@ def read_source(state, path, backbone=None, for_others=True):
     """Return the Source of a checkpoint, with adapters merged into the weights. state: the
     checkpoint, a dict. path: the file it was read from. backbone: the present path of the frozen
     model that adapters need, if it was moved. for_others: whether a different program will compute
-    the logits; then the code that computes them here must not have been edited. Raises
+    the logits; then the code of this program for the logits must not have been edited. Raises
     CheckpointError for a model that cannot be exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
@@ -95,8 +96,9 @@ def write_json(folder, name, content):
 def export_folder(source, to, precision):
     """Write a Source to the folder `to` in the format of Hugging Face, for transformers, vLLM and
     llama.cpp's converter. Files of an earlier model in the folder are deleted or replaced.
-    precision: name of the dtype of the weights. Return a description, e.g. "a LlamaForCausalLM".
-    Raises CheckpointError for options that no model class of transformers in FAMILIES has."""
+    precision: name of the dtype of the weights. Return a description, a text, e.g. "a
+    LlamaForCausalLM". Raises CheckpointError for options that no model class of transformers in
+    FAMILIES has."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -127,8 +129,8 @@ def export_folder(source, to, precision):
 def export_weights(source, to, precision):
     """Write a Source to the .safetensors file `to`: weights by the names of this program;
     configuration, formulas, tokenizer and chat template as JSON in the header. precision: name of
-    the dtype of the weights. Return a description of the file. Raises CheckpointError for values
-    that are too large for this dtype."""
+    the dtype of the weights. Return a description of the file, a text. Raises CheckpointError for
+    values that are too large for this dtype."""
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
@@ -138,7 +140,7 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a Source, without its tokenizer, to the file `to`, a checkpoint for nanoGPT's
+    """Write a Source, without the tokenizer, to the file `to`, a checkpoint for nanoGPT's
     sample.py. precision is ignored: weights keep the dtype. Return a description of the file, a
     text. Raises CheckpointError for options that nanoGPT does not have."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
@@ -150,11 +152,12 @@ def export_nanogpt(source, to, precision):
 
 
 def export_merged(state, path, to, precision, backbone):
-    """Write a model with a backbone as one checkpoint of this program, which does not need the
-    backbone's file, to the file `to`. Adapters are merged into the weights; memory layers
-    (model/memory) are stored as they are. state: the checkpoint, a dict. path: the file it was read
-    from. precision: name of the dtype of the weights. backbone: the present path of the backbone,
-    if it was moved. Return a description of the file and the command to use it."""
+    """Write a model with a backbone (a frozen model in a different file) to the file `to`, as a
+    checkpoint of this program that does not need the other file. Adapters are merged into the
+    weights; memory layers (model/memory) are stored unchanged. state: the checkpoint, a dict. path:
+    the file it was read from. precision: name of the dtype of the weights. backbone: the present
+    path of the backbone, if it was moved. Return a text: a description of the file, and the command
+    to use it."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -180,8 +183,9 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
     """Run the command: write a model in the format that the name `to` implies: FILE.pt (nanoGPT's
-    format; this program's for a sharded checkpoint, adapters and memory layers), FILE.safetensors,
-    FILE.gguf, otherwise a Hugging Face folder. Prints a description of the result.
+    format; but a checkpoint of this program if `ckpt` is sharded or has adapters or memory layers),
+    FILE.safetensors, FILE.gguf, otherwise a Hugging Face folder. Prints a description of the
+    result.
 
     ckpt: a path that read_model() accepts. save_precision: name of the dtype of the weights,
     ignored for nanoGPT's format. backbone: the present path of the frozen model, if it was moved.

@@ -282,9 +282,9 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(config_json):
-    """Return {field: value} of a GPTConfig that config_json implies, except the fields in SIZES.
-    config_json: the text of a config.json, which older checkpoints have as "family" in model_args,
-    together with the fields in SIZES."""
+    """Return the fields of a GPTConfig that a config.json describes, {field: value}, except the
+    fields in SIZES. config_json: the text of the file, which older checkpoints have in model_args
+    under the key "family", together with the fields in SIZES."""
     _, new = read_config(json.loads(config_json), "family")
     new["max_positions"] = new["max_positions"] or new["block_size"]
     return {k: v for k, v in new.items() if k not in SIZES}
@@ -295,9 +295,10 @@ def upgrade_fields(config_json):
 
 def find_family(shape, path, kinds=WRITTEN):
     """Return the model_type, a key of FAMILIES, whose models compute the same logits as a model
-    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from. path:
-    of the model, for messages. Raises CheckpointError if there is no such model_type; the message
-    names the options that the most similar one does not have."""
+    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from
+    (default: all that can be exported to `transformers`). path: of the model, for messages. Raises
+    CheckpointError if there is no such model_type; the message names the options that the most
+    similar one does not have."""
     wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds
              if FAMILIES[kind].experts == hasattr(shape, "n_experts") or len(kinds) == 1}
     kind = min(wrong, key=lambda k: len(wrong[k]))
@@ -315,9 +316,9 @@ def refuse(wrong, name, path):
 
 def mismatches(shape, family, changes=()):
     """Return a list of texts, one for each option that changes when the configuration of a model is
-    written in the keys of a Family and read back, because the Family cannot represent it. []: other
-    programs compute the same logits. shape: the GPTConfig or MoEConfig. changes: {key: value} to
-    replace after writing, e.g. keys that a program does not read."""
+    written in the keys of a Family and read back, because the Family cannot represent it. An empty
+    list: other programs compute the same logits. shape: the GPTConfig or MoEConfig. changes: {key:
+    value} to replace after writing, e.g. keys that a program does not read."""
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
     except ValueError as error:  # before the comparison: further options may differ
@@ -357,8 +358,8 @@ def write_config(shape, kind, dtype, end):
 
 def write_fields(shape, family):
     """Return the keys of a config.json, {key: value}, on which the logits depend (sizes,
-    activation, positions, windows). shape: a GPTConfig or MoEConfig. family: the Family whose keys
-    are used. write_config adds the other keys."""
+    activation, positions, windows). shape: a GPTConfig or MoEConfig. family: the Family that
+    defines the keys. write_config adds the other keys."""
     out = family.constants | {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     if "mlp" in family.keys:
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
@@ -370,7 +371,7 @@ def write_fields(shape, family):
 
 def attention_keys(shape, family):
     """Return the keys of a config.json, {key: value}, for rotary positions and attention windows.
-    shape: a GPTConfig or MoEConfig. family: the Family whose keys are used."""
+    shape: a GPTConfig or MoEConfig. family: the Family that defines the keys."""
     out = {}
     factors = shape.rope_factors
     if factors:

@@ -28,11 +28,12 @@ FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch
 
 
 def read_model(path, state=None):
-    """Read a model of this program or of others. Return a dict with the keys of a checkpoint:
-    "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer", and perhaps
-    others. path: a checkpoint of this program or nanoGPT's, a .safetensors file, a Hugging Face
-    folder, or hf:OWNER/NAME. state: the content of the checkpoint file, if it was already read.
-    Raises CheckpointError if the model cannot be read, DataError if a download fails."""
+    """Read a model of this program or of a different one. Return a dict with the keys of a
+    checkpoint: "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer",
+    and possibly more. path: a checkpoint of this program or nanoGPT's, a .safetensors file, a
+    Hugging Face folder, or hf:OWNER/NAME. state: the content of the checkpoint file, a dict, if it
+    was already read. Raises CheckpointError if the model cannot be read, DataError if a download
+    fails."""
     path = local_folder(str(path))
     if os.path.isdir(path) and not is_sharded(path):
         return read_folder(path)
@@ -53,10 +54,10 @@ def read_model(path, state=None):
 
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
-    """Return a dict with the keys of a checkpoint. path: of the weights, for messages. weights:
-    {name in this program: tensor}. shape: the configuration, a GPTConfig or MoEConfig. tokenizer: a
-    Tokenizer or `None`. template: the spec of a ChatTemplate (a dict) or `None`. Raises
-    CheckpointError if weights and shape do not fit."""
+    """Return a dict with the keys of a checkpoint, see read_model. path: of the weights, for
+    messages. weights: {name in this program: tensor}. shape: the configuration, a GPTConfig or
+    MoEConfig. tokenizer: a Tokenizer or `None`. template: the spec of a ChatTemplate (a dict) or
+    `None`. Raises CheckpointError if weights and shape do not fit."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -66,9 +67,9 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """Raise CheckpointError unless `weights` have exactly the names and shapes of a model with the
-    configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for messages. weights:
-    {name in this program: tensor}."""
+    """Raise CheckpointError unless the tensors in `weights` have exactly the names and shapes of a
+    model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for
+    messages. weights: {name in this program: tensor}."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
     try:
@@ -96,9 +97,9 @@ def read_safetensors_model(path):
 
 
 def read_safetensors(path):
-    """Return ({name: tensor}, description) of a .safetensors file. description: a dict, the keys
-    model_args, config, spec, tokenizer and formulas as far as the header of the file has them. The
-    tensors are memory-mapped, without a copy in memory. Raises CheckpointError for a file that
+    """Return ({name: tensor}, description) of a .safetensors file. description: a dict with those
+    of the keys model_args, config, spec, tokenizer and formulas that the header of the file has.
+    The tensors are memory-mapped, without a copy in memory. Raises CheckpointError for a file that
     cannot be read, and for NaN or infinity in a tensor; SetupError without the package safetensors.
     """
     safetensors = require("safetensors", str(path))

@@ -35,10 +35,10 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 
 def export_gguf(source, to, precision):
     """Write a model with the tokenizer and chat template to the GGUF file `to`, for llama.cpp.
-    source: a Source. precision: float32, float16, bfloat16 or q8_0, for matrices; other tensors are
-    float32. Return a description of the file. Raises CheckpointError for models, options and
-    tokenizers that llama.cpp does not have, DataError for a tokenizer with very long tokens, and
-    SetupError without the package gguf."""
+    source: a Source. precision: "float32", "float16", "bfloat16" or "q8_0", for most matrices;
+    other tensors are float32. Return a description of the file, a text. Raises CheckpointError for
+    models, options and tokenizers that llama.cpp does not have, DataError for a tokenizer with very
+    long tokens, and SetupError without the package gguf."""
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
     if kind not in ARCHITECTURES:

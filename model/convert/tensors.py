@@ -84,11 +84,11 @@ def rename(name, table, known_only=True):
 # writing
 
 def complete_weights(weights, shape, kind):
-    """Return the weights {our name: tensor} with the tensors that other programs have. The padding
-    of the vocabulary is removed. Norms of queries and keys without weights get weights of ones. For
-    "gpt2" and "nanogpt", q, k and v are concatenated; for "gpt2", missing biases are zeros.
-    weights: {our name: tensor}. shape: the GPTConfig or MoEConfig. kind: a key of NAMES, e.g.
-    "llama"."""
+    """Return {name in this program: tensor}: `weights` with the tensors that other programs have.
+    The padding of the vocabulary is removed. Norms of queries and keys without weights get weights
+    of ones. For "gpt2" and "nanogpt", q, k and v are concatenated; for "gpt2", missing biases are
+    zeros. weights: {name in this program: tensor}. shape: the GPTConfig or MoEConfig. kind: a key
+    of NAMES, e.g. "llama"."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -105,9 +105,9 @@ def complete_weights(weights, shape, kind):
 
 def write_weights(weights, shape, kind):
     """Convert weights for an export. Return {name in transformers or nanoGPT: tensor}, in the
-    layout that is used there (e.g. q, k, v concatenated, experts separate). weights: {our name:
-    tensor}. shape: the GPTConfig or MoEConfig of the model. kind: a key of NAMES, e.g. "llama".
-    Raises CheckpointError for a tensor that does not exist in that program."""
+    layout that is used there (e.g. q, k, v concatenated, experts separate). weights: {name in this
+    program: tensor}. shape: the GPTConfig or MoEConfig of the model. kind: a key of NAMES, e.g.
+    "llama". Raises CheckpointError for a tensor that does not exist in that program."""
     out = {}
     for name, t in complete_weights(weights, shape, kind).items():
         if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
@@ -127,13 +127,14 @@ def write_weights(weights, shape, kind):
 # reading
 
 def read_weights(tensors, kind, path):
-    """Convert weights of other programs. Return {our name: tensor}, with q, k, v as separate
-    tensors and the vocabulary padded with zeros to a multiple of 128 rows.
+    """Convert weights of other programs. Return {name in this program: tensor}, with q, k, v as
+    separate tensors and the vocabulary padded with zeros to a multiple of 128 rows.
 
     tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". path: of
     the weights, for messages. Buffers, the output layers of encoders and the vision part of Gemma 3
-    are left out. A name that is not in the table is kept, at most with a prefix like "model.".
-    Raises CheckpointError if tensors are missing or have shapes that cannot be converted.
+    are left out. Unknown names are kept, except for a prefix, e.g. "model.". Raises CheckpointError
+    for shapes that cannot be converted, and for some missing tensors, e.g. experts; check_complete
+    finds all.
     """
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
@@ -168,11 +169,11 @@ def read_weights(tensors, kind, path):
 
 
 def fold_bert(weights, is_roberta):
-    """Return the weights {our name: tensor} of a BERT model without the parts that a GPTConfig
-    lacks. The embedding of the first segment is added to the position embedding. The norm after
-    each layer ("out") becomes the norm before the next layer, or the final norm, which is the same
-    with norm_position "stream". weights: {our name: tensor}. is_roberta: remove the first rows of
-    the position embedding, which RoBERTa does not use. Raises KeyError if a tensor is missing."""
+    """Return `weights`, {name in this program: tensor}, of a BERT model, without the parts that a
+    GPTConfig lacks. The embedding of the first segment is added to the position embedding. The norm
+    after each layer ("out") becomes the norm before the next layer, or the final norm, which is the
+    same with norm_position "stream". is_roberta: remove the first rows of the position embedding,
+    which RoBERTa does not use. Raises KeyError if a tensor is missing."""
     out = {n: t for n, t in weights.items() if not n.startswith("token_type") and ".out." not in n}
     first = ROBERTA_POSITIONS if is_roberta else 0
     out["wpe.weight"] = out["wpe.weight"][first:] + weights["token_type.weight"][0]
@@ -185,9 +186,9 @@ def fold_bert(weights, is_roberta):
 
 
 def stack_experts(weights):
-    """Return `weights`, {our name: tensor}, with the experts of each layer, e.g.
+    """Return `weights`, {name in this program: tensor}, with the experts of each layer, e.g.
     h.0.mlp.up.0.weight, h.0.mlp.up.1.weight, ..., stacked as one tensor, h.0.mlp.up.weight (E, out,
-    in). Raises KeyError if an expert is missing."""
+    in). Raises KeyError if the numbers of the experts are not 0, 1, 2, ... without a gap."""
     out = {}
     experts = {}
     for name, t in weights.items():

@@ -31,10 +31,11 @@ class Average:
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
     def evaluate(self, evaluate_weights):
-        """Call evaluate_weights() with the weights in the model, and again with the averages in
-        place of the weights, which are then restored. evaluate_weights() returns {NAME: number}, or
+        """Call evaluate_weights() with the weights in the model, then with the averages in place of
+        the weights, which are restored afterwards. evaluate_weights() returns {NAME: number}, or
         `None` if a signal stopped the evaluation. Return {NAME: number, NAME_ema: number}, or
-        `None` if one of the results is `None`. Raises SetupError if a name occurs in both."""
+        `None` if one of the results is `None`. Raises SetupError if the model already has a number
+        NAME_ema."""
         numbers = evaluate_weights()
         if numbers is None:
             return None

@@ -37,8 +37,8 @@ LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=
 
 def read_metrics(path, limit=None):
     """Return the records of the file `path`, a metrics.jsonl: a list of dicts, one per training
-    line or evaluation, in the order of the file. Lines that are incomplete, or have no number
-    "iter", are left out. [] if the file is missing.
+    line or evaluation, in the order of the file. Lines that are invalid, or have no number "iter",
+    are left out. Return [] if the file is missing.
 
     limit: about this many training lines, evenly spaced, and all evaluations. `None`: all lines.
     """
@@ -154,8 +154,8 @@ def tick_label(value):
 
 class Curve(NamedTuple):
     """A line of a chart. points: [(x, y), ...]. color: an SVG color. name: in the legend; "": not
-    in it. line: "solid", "faint" or "dashed". start: a fraction of the largest x; points before it
-    are ignored when the range of the vertical axis is chosen, and may be cut off. 0: no points."""
+    in it. line: "solid", "faint" or "dashed". start: points with x below start * (largest x) are
+    ignored when the range of the vertical axis is chosen, and may be cut off."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -169,7 +169,7 @@ def loss_svg(runs, x="iter", metric="loss"):
     records), ...]; records: a result of read_metrics(). x: horizontal axis: "iter", "tokens" or
     "time". metric: a name without val_, e.g. "loss". Parent folders that all names share are left
     out in the legend. With several runs, the vertical axis fits the values after the start (the
-    first 20%), because their differences are small."""
+    first 20%), because the differences between runs are small."""
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -216,7 +216,7 @@ def draw_panel(name, curves, x, top, height):
     name: the title. curves: a list of Curves. x: the horizontal Axis. top, height: of the panel, in
     pixels. The vertical axis is logarithmic if the values span more than a factor of 3, as the
     start of a loss would flatten the rest; for the name "learning rate" it is always linear, from
-    0. Points before Curve.start may be cut off."""
+    0. Points at the start may be cut off, see Curve."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

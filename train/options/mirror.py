@@ -72,10 +72,10 @@ class Mirror:
                                   "have a checkpoint there: try again or choose another") from error
 
     def get(self, path, name, log):
-        """Copy a checkpoint, with the shards to which it refers, from the store to the run's
-        folder. path: of the file in the store. name: of the new file in the run's folder. Return
-        whether the copy is complete and undamaged; if not, the file `name` is unchanged. log(text):
-        for messages."""
+        """Copy a checkpoint, and the shards to which it refers, from the store to the run's folder.
+        path: of the file in the store. name: of the new file in the run's folder. Return whether
+        the copy is complete and undamaged; if not, the file `name` is unchanged. log(text): for
+        messages."""
         log(f"Copying {name} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -89,8 +89,8 @@ class Mirror:
 
     def get_shards(self, manifest):
         """Copy the shards to which a manifest refers from the store to the run's folder; existing
-        files are replaced. manifest: path of a file in the run's folder. Return True; False,
-        without a copy, if the file does not start like a manifest. Raises ValueError if a shard is
+        files are replaced. manifest: path of a file in the run's folder. Return True; or False,
+        without copying, if the file does not start like a manifest. Raises ValueError if a shard is
         missing, or if the manifest or a shard is damaged."""
         folder = sharded_file.folder_named_in(manifest)
         if not folder:
@@ -120,8 +120,8 @@ class Mirror:
                 logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
 
     def copy(self, logger):
-        """The work of the thread of update(): copy ckpt_best.pt and ckpt.pt to the store, if they
-        have changed; then delete all older copies of ckpt.pt except the one before, and shards that
+        """The work of the thread of update(): copy ckpt_best.pt and ckpt.pt to the store, each only
+        if it has changed; then delete all copies of ckpt.pt except the last two, and shards that
         are no longer used. Without effect if a later update() has been called: that thread makes
         the copy. Failures are not raised: logger.warn(text) is called."""
         with self.lock:
@@ -145,7 +145,7 @@ class Mirror:
     def put(self, name, path):
         """Copy the checkpoint `name` in the run's folder to `path` in the store, after the shards
         to which it refers. Files that are equal in the store are skipped. Raises OSError if the
-        size or the end of a copy differs from the original."""
+        size or the last KiB of a copy differs from the original."""
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards

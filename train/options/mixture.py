@@ -26,10 +26,10 @@ MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIO
 
 def samples_per_period(weights):
     """Return a list of ints: the number of samples of each source in one period of the mixture.
-    weights: a list of positive floats, one per source.
+    weights: a list of positive numbers, one per source.
 
-    Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD;
-    otherwise rounded, perhaps to 0.
+    Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD
+    (10,000); otherwise rounded, perhaps to 0.
     """
     exact = [Fraction(str(w)) for w in weights]  # 0.7 is 7 / 10
     shares = [w / sum(exact) for w in exact]
@@ -94,10 +94,10 @@ class Mixture(Loader):
         self.fixed_batches = functools.cache(self.fixed_batches)  # called for every batch
 
     def by_source(self, g):
-        """Find the sources of samples of the mixture. g: sample numbers in the mixture, an int64
-        array (m,). Yield (name, loader, positions, numbers) for each source that has some of these
-        samples. positions: indices into `g` of the samples of this source. numbers: the numbers of
-        these samples in the source. Both are int64 arrays of the same length."""
+        """Find the sources of samples of the mixture. g: indices of samples in the mixture, an
+        int64 array (m,). Yield (name, loader, positions, numbers) for each source that has some of
+        these samples. positions: indices into `g` of the samples of this source. numbers: the
+        indices of these samples in the source. Both are int64 arrays of the same length."""
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -133,7 +133,7 @@ class Mixture(Loader):
 
     def fixed_batches(self, count):
         """Return the list of all validation batches, as (source name, index of the batch in this
-        source). count: number of batches per source; a smaller source has fewer."""
+        source). count: the maximum number of batches per source; a small source has fewer."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -148,10 +148,10 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Combine sums over validation items of each source into sums for the mixture.
-        sums_by_source: {source: {name: tensor}}, with the number of items under "count". Return
-        {name: tensor}, in which "count" is the total number of items, and the other sums are scaled
-        so that sum / count is the mean of the sources' means, weighted by the shares."""
+        """Combine sums over the validation items (e.g. tokens) of each source into sums for the
+        mixture. sums_by_source: {source: {name: tensor}}, with the number of items under "count".
+        Return {name: tensor}: "count" is the total number of items; for any other name, sum / count
+        is the mean of the sources' values of sum / count, weighted by the shares."""
         n = sum(sums["count"] for sums in sums_by_source.values())
         factors = {name: self.shares[name] * n / sums["count"]
                    for name, sums in sums_by_source.items()}
@@ -171,8 +171,8 @@ def source_name(folder):
 def mix(data, weights):
     """Return the Data of a mixture of several data sets. data: {folder: Data}. weights: {folder:
     positive number}. A split (train, val or test) is `None` if one of the folders does not have it.
-    Raises DataError if folders cannot be mixed: a repeated name, a weight that is too small, or see
-    check_compatible()."""
+    Raises DataError for folders with the same name or no name, for a weight below 1 / MAX_PERIOD of
+    all, and for folders that check_compatible() refuses."""
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "

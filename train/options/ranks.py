@@ -39,10 +39,10 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 # before the first step
 
 def check_ranks(config, ranks, log):
-    """Log the nodes and processes of a run with log(text). Warn, also with log(text), if versions
-    or devices differ between ranks, or if a launcher has started more nodes or processes than the
-    run has. Raises SetupError, on all ranks, if code or configuration differ between ranks. config:
-    a TrainConfig; ranks: a Ranks. All ranks must call."""
+    """Log the nodes and processes of a run, with log(text). Log a warning if versions or devices
+    differ between ranks, or if a launcher has started more nodes or processes than the run has.
+    Raises SetupError, on all ranks, if code or configuration differ between ranks. config: a
+    TrainConfig; ranks: a Ranks. All ranks must call."""
     rows = gather_objects(describe_rank(config, ranks) if ranks.world_size > 1 else {}, ranks)
     nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
@@ -66,10 +66,10 @@ def check_ranks(config, ranks, log):
 
 def describe_rank(config, ranks):
     """Return a dict that describes this rank, with the keys host; node, the text in GROUP_RANK;
-    address; device, a name; torch and NCCL, the versions; commit, of git; code and configuration,
-    hashes (hexadecimal). Values that are unknown are `None`. The key "keys" has {name: value} of
-    the configuration keys that must be equal on all ranks: all except paths, which may be local to
-    a node. config: a TrainConfig; ranks: a Ranks."""
+    address, the IP address of this node towards MASTER_ADDR; device, a name; torch and NCCL, the
+    versions; commit, of git; code and configuration, hashes (hexadecimal). Values that are unknown
+    are `None`. The key "keys" has {name: value} of the configuration keys that must be equal on all
+    ranks: all except paths, which may be local to a node. config: a TrainConfig; ranks: a Ranks."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
@@ -211,10 +211,10 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Measure the speed of an all-reduce within a node and between nodes. Log it with log(text),
-    together with the bytes that one training step of `model` sends, and the time for these. config:
-    a TrainConfig; model: not wrapped or sharded; ranks: a Ranks. Without effect for a single rank,
-    or if nodes have different numbers of ranks. All ranks must call."""
+    """Measure the speed of an all-reduce within a node and between nodes, and log it with
+    log(text), with the bytes that one training step of `model` sends, and the time for these.
+    config: a TrainConfig; model: not wrapped or sharded; ranks: a Ranks. Without effect for a
+    single rank, or if nodes have different numbers of ranks. All ranks must call."""
     world_size = ranks.world_size
     per_node = ranks.ranks_per_node
     if world_size == 1 or world_size % per_node:
@@ -249,9 +249,9 @@ def all_reduce_speed(groups, device):
 
 class RankClock(Clock):
     """A Clock that also measures how long each rank works per step, to find slow ranks. It adds
-    hooks to `model` and `optimizer`. The work of a rank in a step is over with the last gradient;
-    then the rank waits for the other ranks. With FSDP, ranks wait for each other in every block:
-    only the time until the forward pass, e.g. for data, is measured. ranks: a Ranks."""
+    hooks to `model` and `optimizer`. The work of a rank in a step ends with the last gradient; then
+    the rank waits for the other ranks. With FSDP, ranks wait for each other in every block: only
+    the time until the forward pass, e.g. for data, is measured. ranks: a Ranks."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -287,12 +287,12 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last call. To be called on all ranks at the
-        end of step `it`. batches: the Prefetcher of the run. warn(text): called if the run waited
-        long for input data, as by Clock.lap, or if one rank has been slow for many steps. Sets the
-        attribute `numbers`, a dict for the log line: work_ms, milliseconds of work per step of the
-        median rank; slowest_rank; slowest_ms, the same for this rank; {} if nothing was measured
-        yet."""
+        """Return the mean seconds per step since the last call, as Clock.lap. All ranks must call,
+        at the end of step `it`. batches: the Prefetcher of the run. warn(text): called if the run
+        waited long for input data, as by Clock.lap, or if one rank has been slow for many steps.
+        Sets the attribute `numbers`, a dict for the log line: work_ms, milliseconds of work per
+        step of the median rank; slowest_rank; slowest_ms, the same for the slowest rank; {} if
+        nothing was measured yet."""
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

@@ -31,8 +31,8 @@ def check_trackers(names):
 
 class Trackers:
     """The experiment trackers of a run. names: a list with "tensorboard", "wandb" or "mlflow". log:
-    the run's Logger. The constructor starts the trackers, call() passes numbers to them. Nothing
-    raises: a tracker that fails is dropped with a warning.
+    the run's Logger. The constructor starts the trackers, call() passes numbers to these. Errors
+    are not raised: a tracker that fails is dropped, with a warning.
 
     If a tracker has an `id`, it is stored in out_dir/tracker.json, so that a resumed run continues
     the same run in the tracker.
@@ -71,7 +71,7 @@ class Trackers:
 
 def tracked_numbers(record):
     """Return {name: float} of the numbers in `record`, a line of metrics.jsonl as a dict, without
-    "iter". The names are as shown in trackers: loss becomes train/loss, val_ppl becomes val/ppl."""
+    "iter". Names are changed for the trackers, e.g. loss to train/loss, and val_ppl to val/ppl."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
     return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}
@@ -79,7 +79,8 @@ def tracked_numbers(record):
 
 class TensorBoard:
     """Tracker that writes event files to out_dir/tensorboard; to view these: tensorboard --logdir
-    out. log: the run's Logger. The other two arguments are not used."""
+    out. log: the run's Logger. The other two arguments, those of the other trackers, are not used.
+    """
     packages = ["tensorboard"]
     id = None
 

@@ -54,8 +54,8 @@ def train_chain(options, arguments):
 
 def table_row(child):
     """Return the row of the table for `child`, a ChildRun, as a tuple of strings: name, seconds,
-    validation loss, and validation loss of the ensemble of all earlier models (nan after a crash,
-    or for the first model)."""
+    validation loss, and validation loss of the ensemble of all earlier models (each "nan" if
+    missing: after a crash, or the ensemble of the first model)."""
     losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
     ensemble = losses[-1][1] if losses else math.nan
     loss = math.nan if child.value is None else child.value

@@ -80,9 +80,9 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 class Case:
     """The model type and configuration under test, the argument of all checks. config: a
-    TrainConfig. folder: contains a folder per training run; "first" is the run with which other
-    runs are compared. Attribute `run`, set by check(): a Run opened from the first run, with
-    changed weights, to examine."""
+    TrainConfig. folder: the path of a folder with a subfolder per training run; "first" is the run
+    with which other runs are compared. Attribute `run`, set by check(): the first run, resumed as a
+    Run, with changed weights."""
 
     def __init__(self, config, folder):
         self.config = config
@@ -96,8 +96,9 @@ class Case:
         return data, load_model_type(config.model).build_model(config, data)
 
     def loss(self, model, batch, seed=1, it=0):
-        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. First the
-        methods before_step(it) are called, and the random number generators seeded with `seed`."""
+        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. Before
+        this, the methods before_step(it) of the model are called, and the random number generators
+        are seeded with `seed`."""
         bind_before_step(model)(it)
         seed_step(seed, 0, self.run.ranks)
         return model(*batch)
@@ -124,9 +125,9 @@ def compare(actual, expected, tolerance=0.0):
 
 def train_rank(rank, config, environment, log, killed_at):
     """Train as rank `rank` of a run, in this process, which start_processes() has forked. config: a
-    TrainConfig. environment: {variable: value}, set in this process. log: path without the ending
-    of two files, LOG.log and LOG.err, to which stdout and stderr are appended. killed_at: the
-    process is killed (SIGKILL) at the evaluation of this step; `None`: never."""
+    TrainConfig. environment: {variable: value}, set in this process. log: a path without extension;
+    stdout is appended to the file `log` + ".log", stderr to `log` + ".err". killed_at: the process
+    is killed (SIGKILL) at the evaluation of this step; `None`: never."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -141,7 +142,7 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
     """Train a run in `ranks` new processes, with the output folder case.folder / name, and wait for
     the end. changes: {key: value} in the configuration of `case`, a Case. killed_at: the processes
     are killed at the evaluation of this step, which is no error; `None`: never. Raises SetupError
-    if the run is refused (invalid input), AssertionError if it crashes or is not resumed."""
+    if the run is refused (invalid input), AssertionError if it crashes or refuses to resume."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -239,9 +240,9 @@ def check_batches(case):
 
 class FixedChoices(TorchFunctionMode):
     """Context manager that repeats the choices of torch.topk and Tensor.topk, because different
-    choices would make the loss jump. The n-th call in each pass of a model returns the current
-    values at the indices that the n-th call in the first pass chose. Attribute n_used: number of
-    calls in this pass; set it to 0 before each pass."""
+    choices would make the loss discontinuous. The n-th call in each pass of a model returns the
+    current values at the indices that the n-th call in the first pass chose. Attribute n_used:
+    number of calls in this pass; set it to 0 before each pass."""
 
     def __init__(self):
         super().__init__()
@@ -260,11 +261,11 @@ class FixedChoices(TorchFunctionMode):
 
 
 def check_gradients(case):
-    """Compare the gradients of the loss with central differences, for one parameter of each kind
-    (parameters with names that differ in digits only are of one kind). The direction of the
-    difference is a random half of the elements of the gradient. Return a text for the report.
-    Raises AssertionError if the check fails, or a trained parameter has no gradient; SetupError if
-    the loss is too flat."""
+    """Compare the gradients of the loss with central differences, for one parameter tensor of each
+    kind (names that differ only in digits are of one kind). The direction of the difference is a
+    random half of the elements of the gradient. Return a text for the report. Raises AssertionError
+    if the check fails, or a trained parameter has no gradient; SetupError if the loss is too flat.
+    """
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
     model.zero_grad()
@@ -345,11 +346,11 @@ def check_evaluation(case):
 
 
 def check_decoding(case):
-    """Compare the logits of a forward pass with those of every form of decoding: with a cache, in
-    rows of equal and of different lengths, with packed layers, compiled, and those of two answers
-    that are packed into one row, as in GRPO, where a token is not at the column of its position.
-    Return a text for the report. Raises AssertionError if the check fails; SetupError if the model
-    is not a GPT, or if it refuses a cache."""
+    """Compare the logits of a forward pass with the logits of every form of decoding: with a cache,
+    in rows of equal and of different lengths, with packed layers, compiled, and with two answers
+    packed into one row, as in GRPO, where a token is not at the column of its position. Return a
+    text for the report. Raises AssertionError if the check fails; SetupError if the model is not a
+    GPT, or if it refuses a cache."""
     def decode(model, *lengths):  # a prompt of this length for each row, then single tokens
         cache, logits = create_cache(model, len(lengths)), full.clone()
         for i, n in enumerate(lengths):
@@ -396,10 +397,9 @@ def check_decoding(case):
 
 
 def check_initial(case):
-    """Check that initial(name, shape, seed), the method of a model that returns the initial values
-    of a parameter to fill a sharded model, returns the same values as a new model has. Return a
-    text for the report. Raises AssertionError if the check fails; SetupError if the model has no
-    initial()."""
+    """Check that initial(name, shape, seed), the method of a model by which a sharded model is
+    filled, returns the initial values of a new model. Return a text for the report. Raises
+    AssertionError if the check fails; SetupError if the model has no initial()."""
     model = case.build()[1]
     # Of the names of a shared tensor the last one counts, as in fill() and under FSDP.
     names = {t: name for name, t in model.state_dict(keep_vars=True).items()}
@@ -452,9 +452,9 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a list of values, different from `value`, to try for a configuration key: the choices,
-    the opposite of a bool, or larger and smaller numbers; [] for other types. field: the dataclass
-    field of the key, with limits that may refuse some of the values."""
+    """Return a list of values to try for a configuration key, different from the present `value`:
+    the choices, the opposite of a bool, or larger and smaller numbers; [] for other types. field:
+    the dataclass field of the key. Some of the numbers may be outside the limits of the key."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", (False, True) if kind is bool else ())
     if kind is int:
@@ -467,8 +467,8 @@ def candidates(field, value):
 def fingerprint(case, changes):
     """Return a list that differs if `changes` {key: value} have an effect on the results of `case`,
     a Case: FLOPs, number of parameters, and from two steps the batches, losses, sums of the model
-    and sums of the gradients. Return `None` if the configuration is refused; AssertionError after
-    any other error."""
+    and sums of the gradients. Return `None` if the configuration is refused. Raises AssertionError
+    after any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]

@@ -32,11 +32,12 @@ class ChildRun:
     """A run of run_train.py in a process, which train_all() starts. Attribute `folder`: the folder
     of the run, inside the folder `out`.
 
-    name: on the console, and the start of the folder's name. arguments: list of arguments for
-    run_train.py. fingerprint: of the data, part of the identity of the run. Raises UserError if the
-    configuration has no evaluations or does not train. Attributes after train_all(): `value`, the
-    last value of the metric, or `None` after a crash or without the metric; `seconds`, the time of
-    training; `test`, {test_NAME: number} on the test data, {} without.
+    name: for messages, and the start of the folder's name. arguments: list of arguments for
+    run_train.py. fingerprint: of the data, a result of Loader.fingerprint(), part of the identity
+    of the run. Raises UserError if the configuration has no evaluations or does not train.
+    Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
+    without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
+    data, {} without.
     """
 
     def __init__(self, name, arguments, fingerprint, out):
@@ -67,8 +68,8 @@ class ChildRun:
     def finish(self, metric, note=""):
         """To be called when the process has exited, or if result.json exists: set `value`,
         `seconds` and `test` from metrics.jsonl and result.json, and print the result, followed by
-        the text `note`. Unless the run has crashed, write value and seconds to result.json. metric:
-        name of the result, e.g. val_loss."""
+        the text `note`. If the run is complete and has the metric, write value and seconds to
+        result.json. metric: name of the result, e.g. val_loss."""
         records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
         values = [None, *(y for _, y in curve(records, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
@@ -131,8 +132,8 @@ def train_all(runs, metric, out, jobs):
 def start_process(arguments, environment, log):
     """Start run_train.py in a new process and return the subprocess.Popen. arguments: list of
     arguments. environment: {name: value} of all environment variables. log: path of a file to which
-    stdout and stderr are appended. The process is in a separate session, as otherwise Ctrl-C in the
-    terminal would reach it too, as a second signal."""
+    stdout and stderr are appended. The process is in a separate session, so that Ctrl-C in the
+    terminal does not reach it."""
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],

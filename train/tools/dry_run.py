@@ -33,7 +33,7 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Measure and print the memory and time of the run that `config`, a TrainConfig, describes. If
+    """Estimate and print the memory and time of the run that `config`, a TrainConfig, describes. If
     config.world_size is set, print a plan for that many GPUs instead. Writes nothing. Raises
     CollectiveExit if the run does not fit into memory. All ranks must call."""
     with distributed.process_group(config) as ranks:
@@ -89,9 +89,9 @@ def check_memory(memory, available, ranks):
 
 def measure_step(config, data, ranks, dtype, compiled, available):
     """Run parts of a training step with a new model, and return (seconds, rest). seconds: per
-    optimizer step, with all micro-batches. rest: peak bytes of memory without weights, gradients
-    and optimizer state, but on a CPU with the memory of the program. config: a TrainConfig. data: a
-    Data. ranks: a Ranks. dtype: of autocast. compiled: whether to compile the model. available:
+    optimizer step, with all micro-batches. rest: peak bytes of memory, without weights, gradients
+    and optimizer state; on a CPU including the memory of the program. config: a TrainConfig. data:
+    a Data. ranks: a Ranks. dtype: of autocast. compiled: whether to compile the model. available:
     bytes of memory that may be used.
 
     On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and then a part of a

@@ -53,7 +53,7 @@ def read_space(path, config):
     """Read the YAML file `path` and return (space, stages). space: {key: Optuna distribution}.
     stages: a list of {"trials": number of trials, "max_iters": steps per trial (0: as in `config`,
     a TrainConfig), "narrow": the fraction of each range, around the best value so far, that this
-    stage searches (not in the first stage)}. Raises ConfigError with a list of all problems."""
+    stage searches (ignored in the first stage)}. Raises ConfigError with a list of all problems."""
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -85,7 +85,8 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 def read_dimension(name, raw, known):
     """Return the Optuna distribution of the configuration key `name`. raw: the value in the YAML
     file: a list of choices, or a dict with low, high and optionally log (true or false) or step.
-    known: {key: dataclass field} of all keys. Raises ValueError, which states the problem."""
+    known: {key: dataclass field} of all keys. Raises ValueError, TypeError or ArithmeticError for
+    an invalid key or value."""
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
@@ -184,7 +185,7 @@ def open_study(config, space, number, stage, start, out):
     space: {key: Optuna distribution}, before narrowing for this stage. number: of the stage, from
     1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
     first trial of a new study. Raises ConfigError if the study was created with a different
-    `config`, `space` or `stage` (max_iters or narrow)."""
+    `config` or `space`, or different max_iters or narrow in `stage`."""
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
@@ -228,7 +229,7 @@ def database_errors(out, others=()):
 
 def finished_trials(study):
     """Return a list of the complete and pruned trials (optuna.FrozenTrial) of the Optuna study
-    `study`. Interrupted and running trials are not in it."""
+    `study`. Interrupted and running trials are left out."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 

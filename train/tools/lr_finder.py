@@ -106,7 +106,7 @@ def draw_sweep(sweep):
 
 def report_sweep(sweep, config):
     """Write `sweep`, a dict returned by find_lr(), to lr_finder.json and lr_finder.svg in
-    config.out_dir, and print the suggestion, or the reason if there is none."""
+    config.out_dir, and print the suggestion, or the reason why it is missing."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(os.path.join(config.out_dir, "lr_finder.json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
@@ -130,8 +130,8 @@ class SweepOptions:
 def run_sweep(options, config):
     """Run the sweep of `options`, a SweepOptions, for the run of `config`, a TrainConfig. Rank 0
     writes and prints the result. Errors of the run are printed. Return the exit code, 0 for
-    success; under torchrun, exit with it instead. Raises UserError unless options.low is below
-    options.high."""
+    success; under torchrun, exit with this code instead. Raises UserError unless options.low is
+    below options.high."""
     if options.low >= options.high:
         raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)

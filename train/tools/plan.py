@@ -19,8 +19,9 @@ from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 @dataclass
 class Gpu:
-    """A type of GPU. name: a key of PEAK_TFLOPS. memory: in GiB. Bandwidths in GB/s per GPU, in
-    one direction: link, to GPUs in the same node; network, to other nodes; host, to host memory."""
+    """A type of GPU. name: a key of PEAK_TFLOPS. memory: in GiB. link, network, host: bandwidths
+    per GPU in one direction, in GB/s, to GPUs in the same node, to other nodes, and to host memory.
+    """
     name: str  # in PEAK_TFLOPS
     memory: float
     link: float
@@ -116,7 +117,7 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 def state_memory(config, model, world_size):
     """Return the bytes per rank that are in use between two steps: {"weights": bytes, "gradients":
-    bytes, "optimizer": bytes}, the last one with the averages of ema. config: a TrainConfig
+    bytes, "optimizer": bytes}. "optimizer" includes the averages of ema. config: a TrainConfig
     (optimizer, ema, distributed). model: on any device, not sharded."""
     shards = config.replica_size(world_size)
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -132,10 +133,11 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes per rank of temporary copies during a step. model: not sharded. shards:
-    number of ranks over which the model is sharded; 1 for DDP. dtype: of matrix products. DDP: all
-    weights in `dtype`, 0 for float32. FSDP: the gathered weights of the root module and of two
-    blocks in `dtype`, and the float32 gradients of the root module and one block."""
+    """Return the bytes per rank of temporary copies of weights and gradients during a step. model:
+    not sharded. shards: number of ranks over which the model is sharded; 1 for DDP. dtype: of
+    matrix products. DDP: all weights in `dtype`, 0 for float32. FSDP: the gathered weights of the
+    root module and of two blocks in `dtype`, and the float32 gradients of the root module and one
+    block."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize

@@ -60,9 +60,8 @@ def compare(values, base, mode="min"):
 
 def student_quantile(freedom):
     """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom (int,
-    1 or more), with a relative error below 0.13%. The formula is the Cornish-Fisher expansion
-    (Abramowitz and Stegun, 26.7.5); it is too low for 1 and 2, for which the values are tabulated.
-    """
+    1 or more), with a relative error below 0.13%. Computed by the Cornish-Fisher expansion
+    (Abramowitz and Stegun, 26.7.5); tabulated for 1 and 2."""
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))

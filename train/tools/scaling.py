@@ -79,9 +79,9 @@ def fit_law(n, d, loss):
 
 
 def prediction_interval(law, n, d, loss, at):
-    """Return an array (low, high): the 95% interval of the loss of one more run, by residual
-    bootstrap. law: the result of fit_law(n, d, loss). n, d, loss: arrays (P,), as for fit_law(), of
-    P > 5 runs. at: (N, D) of the run to predict.
+    """Return an array of two numbers, low and high: the 95% interval of the loss of one more run,
+    by residual bootstrap. law: the result of fit_law(n, d, loss). n, d, loss: arrays (P,), as for
+    fit_law(), of P > 5 runs. at: (N, D) of the run to predict.
 
     The fit is repeated with errors that are sampled from the residuals of the P runs, scaled up
     because five parameters are fitted; an error of this kind is also added to each prediction.
@@ -125,9 +125,10 @@ def depth_keys(depth, width, config):
 
 def plan_run(arguments, config, width, data, budget, depth):
     """Return the SmallRun of a model of `depth` layers that is trained with about `budget` FLOPs.
-    arguments: list of arguments for run_train.py. config: the TrainConfig of these. width: size of
-    each of the depth + 1 heads. data: the Data of the run. Raises UserError if the model does not
-    define the number of FLOPs, ConfigError if the configuration does not permit this depth."""
+    arguments: list of arguments for run_train.py. config: the TrainConfig that these arguments
+    describe. width: size of each of the depth + 1 heads. data: the Data of the run. Raises
+    UserError if the model does not define the number of FLOPs, ConfigError if the configuration
+    does not permit this depth."""
     keys = depth_keys(depth, width, config)
     c = load_config(None, vars(config) | keys)
     with torch.device("meta"):
@@ -148,8 +149,8 @@ def plan_run(arguments, config, width, data, budget, depth):
 def train_runs(runs, fingerprint, options):
     """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
     losses (`None` for a run that crashed). Runs with the same arguments and fingerprint that are
-    complete in options.out are not trained again. fingerprint: of the data. options:
-    ScalingOptions."""
+    complete in options.out are not trained again. fingerprint: of the data, a result of
+    Loader.fingerprint(). options: ScalingOptions."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
                          options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -182,8 +183,8 @@ def scaling(options, arguments):
     """Train a run for each budget and depth, fit the law, and print it with the prediction for a
     larger run. Return the exit code: 1 if options.check is set and the larger run crashed,
     otherwise 0. options: ScalingOptions. arguments: list of arguments for run_train.py. Raises
-    UserError for fewer than two budgets, if fewer than MIN_RUNS runs end with a loss, or if these
-    determine no law."""
+    UserError for fewer than two budgets, if fewer than MIN_RUNS (6) runs end with a loss, or if
+    these determine no law."""
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:

@@ -69,8 +69,8 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES bytes of the file `path`, a Path, decoded as UTF-8. Return "" for
-    a symbolic link, and for a file that is missing, not regular or not readable."""
+    """Return the last TAIL_BYTES bytes (16 KiB) of the file `path`, a Path, decoded as UTF-8.
+    Return "" for a symbolic link, and for a file that is missing, not regular or not readable."""
     with contextlib.suppress(OSError):
         # A named pipe would block, a link may lead out of the run's folder.
         if path.is_file() and not path.is_symlink():
@@ -124,7 +124,8 @@ class Server(ThreadingHTTPServer):
 
     def update(self):
         """Read the files of runs that have changed and, if any run has changed, renew the content
-        of /state and /chart. The page has the newest run first. The caller must hold self.lock."""
+        of /state and /chart. Runs are sorted by start time, the newest first. The caller must hold
+        self.lock."""
         runs = {}
         for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
             old = self.runs.get(folder)
@@ -146,8 +147,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of GET requests to a Server. Status 403 for requests from other web pages, or for a
-    host name other than localhost and 127.0.0.1, 404 for unknown paths."""
+    """Handler of GET requests to a Server. Responds with status 403 to requests from other web
+    pages, or for a host name other than localhost and 127.0.0.1, and with 404 to unknown paths."""
     timeout = 30  # seconds to wait for a request
 
     def handle(self):
