@@ -32,8 +32,8 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 def packed_layout(idx, chat):
     """Return keyword arguments of GPT.trunk() with which conversations in the same row do not
-    affect each other: {"mask": (B, 1, T, T) bool, true where a token sees a token, i.e. the token
-    itself and earlier ones of the same conversation; "positions": (B, T), from 0 in each
+    affect each other: {"mask": (B, 1, T, T) bool, true where a query sees a key, i.e. the same
+    token or an earlier one of the same conversation; "positions": (B, T), from 0 in each
     conversation; "history": (B, T), see histories() of model/core/ops.py}. idx (B, T): token ids.
     chat (B, T): for each token, the number of the conversation in the row."""
     index = torch.arange(idx.size(1), device=idx.device)
@@ -59,9 +59,9 @@ class ChatGPT(GPT):
     def compute_loss(self, idx, targets, chat=None):
         """Return (mean loss, sums {name: 0-dim tensor} for the log). Without `chat`, of text: idx,
         targets (B, T), as for GPT. With `chat`, of conversations, (B, T + 1) each: idx, token ids;
-        targets, a mask with 1 for tokens to learn (answers) and 0 for others; chat, for each token
-        the number of the conversation in the row. In eval mode, sums for conversations include
-        those of count_exact()."""
+        targets, not ids but a mask with 1 for tokens to learn (answers) and 0 for others; chat, for
+        each token the number of the conversation in the row. In eval mode, sums for conversations
+        include those of count_exact()."""
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -173,8 +173,8 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 def sample(model, data, config):
     """Return a list of texts, the samples that a run writes: prompts, each with the greedy answer
     of `model`, a ChatGPT, of at most config.sample_tokens tokens. The prompts are user messages,
-    the texts in config.sample_prompts; if it is empty, the first three prompts of the validation
-    data, data.val."""
+    the texts in config.sample_prompts; if this list is empty, the first three prompts of the
+    validation data, data.val."""
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]

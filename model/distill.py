@@ -65,10 +65,10 @@ class HasTeachers(weights.HoldsFrozen):
     def compare(self, x, states, targets, weights, temperature=1.0):
         """Return two sums over all tokens, a float32 tensor (2,): of the KL divergence,
         KL(teachers, this model) or, if self.reverse, KL(this model, teachers); and of the teachers'
-        cross-entropy. Both are in nats, at the softmax temperature `temperature`, and multiplied by
-        weights (B, T). x (B, T, C): states of this model after the final norm; states: a list of
-        the same, (B, T, C'), one for each model in self.frozen; targets (B, T) int64, -1: not
-        counted in the cross-entropy."""
+        cross-entropy. Both are in nats, at the softmax temperature `temperature`; weights (B, T)
+        are factors of the tokens. x (B, T, C): states of this model after the final norm; states: a
+        list of such states of each model in self.frozen, (B, T, C') with the width C' of the model;
+        targets (B, T) int64, -1: not counted in the cross-entropy."""
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))

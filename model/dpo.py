@@ -40,7 +40,8 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 
     tokens (B, 2, T + 1): token ids of a prompt with the chosen answer, then with the rejected one.
     mask: of the same shape, 1 for tokens of the answer. logps (B, 2): the log probabilities of both
-    answers under the reference model.
+    answers under the reference model. The caller must set the attributes keys, a TrainConfig, and
+    reference_digest, the digest() of the weights of the reference model.
 
     The logged numbers are "chosen", "rejected": the mean implicit rewards dpo_beta * (log
     probability - logps); "margin": the mean difference chosen - rejected; "accuracy": the share of
@@ -65,7 +66,7 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
     def adopt(self, weights):
         """Return `weights` {name: tensor}, the weights from which training starts (init_from), with
         the parameter names of this model: in layers with adapters, weight is renamed to base.
-        Raises CheckpointError if they are not the weights of the reference model of the data."""
+        Raises CheckpointError unless these are the weights of the reference model of the data."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
                                   "run data.prepare.pairs with --reference CKPT.pt again")
@@ -78,8 +79,9 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 def score_answers(model, idx, mask):
     """Compute the log probabilities of B pairs of answers under `model`, a GPT. Return (x, targets,
     logps): the states x (2 B, T, C) after the final norm; the next tokens targets (2 B, T), -1
-    outside of answers; the log probability of each answer, logps (2 B,), with gradients. idx (B, 2,
-    T + 1): token ids; mask, of the same shape: 1 for tokens of an answer."""
+    outside of answers; the log probability of each answer, logps (2 B,), with gradients. Rows 2 i
+    and 2 i + 1 are the two answers of pair i. idx (B, 2, T + 1): token ids; mask, of the same
+    shape: 1 for tokens of an answer."""
     idx = idx.flatten(0, 1)  # (2 B, T + 1)
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
@@ -109,9 +111,9 @@ as_gpt = gpt.as_gpt
 
 def open_data(config, ranks):
     """Return the Data of config.data_dir, a folder that data.prepare.pairs wrote. A batch is
-    (tokens, mask, logps), the arguments of PreferenceGPT. Raises DataError if the folder cannot be
-    used, or if the log probabilities were computed in a different dtype than the dtype of this run.
-    """
+    (tokens, mask, logps), the arguments of PreferenceGPT. config: a TrainConfig; ranks: a Ranks.
+    Raises DataError if the folder cannot be used, or if the log probabilities were computed in a
+    different dtype than the dtype of this run."""
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
     width = meta.block_size + 1
     warn_of_differences(meta.extra, config.data_dir, "dpo")

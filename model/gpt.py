@@ -36,9 +36,9 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a r
 @dataclass
 class GPTConfig(GPTKeys):
     """The architecture of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
-    train/base/keys.py defines the fields, with defaults. Fields n_kv_head, n_hidden and head_dim
-    that are `None` are replaced by their defaults. Raises ValueError if vocab_size is missing or
-    if fields contradict each other."""
+    train/base/keys.py defines the fields, with defaults. Where n_kv_head, n_hidden or head_dim is
+    `None`, it is set to n_head, 4 * n_embd or n_embd // n_head. Raises ValueError if vocab_size is
+    missing or if fields contradict each other."""
 
     def __post_init__(self):
         if self.vocab_size is None:
@@ -61,14 +61,14 @@ class GPTConfig(GPTKeys):
 
     def layer_type(self, layer):
         """Return the attention type of the block with index `layer`, a letter: F full attention, W
-        the last `window` tokens; f, w: the same without rotary positions. The text layer_types has
-        one letter per block, and is repeated up to n_layer."""
+        the last `window` tokens; f, w: the same without rotary positions. The field layer_types, a
+        text with one letter per block, is repeated if it is shorter than n_layer."""
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
         """Return the cosines and sines (n, 2, ..., D / 2), float32, of the rotary angles at
         `positions`, a float tensor (...). n is 1; it is 2 if window_rope_theta is set: index 1 is
-        then for layers with a window."""
+        then for layers of type W, see rope_index()."""
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
             tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
@@ -84,8 +84,8 @@ class GPTConfig(GPTKeys):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding that computes no random initial values on the meta device, for which PyTorch
-    would import torch._dynamo: more than a second whenever a checkpoint is loaded."""
+    """nn.Embedding without random initial values on the meta device, where computing them would
+    import torch._dynamo: more than a second whenever a checkpoint is loaded."""
 
     def reset_parameters(self):
         if not self.weight.is_meta:
@@ -93,7 +93,7 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.Module):
-    """Normalisation over the last dimension, of size dim. kind: "rms" for RMSNorm
+    """Normalisation of x (..., dim) over the last dimension. kind: "rms" for RMSNorm
     (arXiv:1910.07467), "layer" for LayerNorm. bias: add a bias (LayerNorm only). weight: False for
     RMSNorm without a weight. Computed in float32, because in bfloat16 the mean of squares would be
     too imprecise; the result has the dtype of the input."""
@@ -140,7 +140,7 @@ def stream_norm(c, position):
     """Return the norm over C channels for one of two places of a block: position "pre", before
     attention or MLP, or "post", applied to the output of attention or MLP. It is nn.Identity if
     norm_position of the GPTConfig c ("pre", "post", "both", "stream") has no norm there. "stream"
-    (BERT) has only the first one, whose output replaces the residual stream."""
+    (BERT) has "pre" only, and its output replaces the residual stream."""
     if c.norm_position not in dict(pre=("pre", "both", "stream"), post=("post", "both"))[position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
@@ -148,8 +148,8 @@ def stream_norm(c, position):
 
 class Attention(nn.Module):
     """Self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C), causal
-    unless forward() gets a mask. Includes output projection, output norm and dropout. config: a
-    GPTConfig; layer: the index of the block."""
+    unless forward() gets a mask. Includes, depending on `config`, rotary positions, a sliding
+    window, an output norm and dropout. config: a GPTConfig; layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -172,9 +172,11 @@ class Attention(nn.Module):
 
     def forward(self, x, ropes=(), cache=None, mask=None):
         """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables() at the T
-        positions, as a tuple of 1 or 2 tensors; () for models without rotary positions. cache: a
-        KVCache with the earlier tokens, updated in place. mask (B or 1, 1, T or 1, T) bool, only
-        without a cache: true where a query sees a key, instead of the causal mask."""
+        positions, as a tuple of 1 or 2 tensors, each of a shape that apply_rope() accepts; () for
+        models without rotary positions. cache: a KVCache with the earlier tokens, updated in place;
+        start() was called for the T tokens. mask (B or 1, 1, T or 1, T) bool: true where a query
+        sees a key, instead of the causal mask. Raises ValueError for a mask and a cache together.
+        """
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
         qkv = ops.fused_linear(x, self.q, self.k, self.v).unflatten(-1, (-1, c.head_dim))
@@ -203,10 +205,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm.
-    config.mlp selects the activation: swiglu or geglu (gated, arXiv:2002.05202), gelu, or relu2
-    (squared ReLU, arXiv:2109.08668). geglu and gelu use the tanh approximation of GELU, as GPT-2;
-    geglu_exact and gelu_exact use the exact one, as nanoGPT."""
+    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm. The
+    field mlp of config, a GPTConfig, selects the activation: swiglu or geglu (gated,
+    arXiv:2002.05202), gelu, or relu2 (squared ReLU, arXiv:2109.08668). geglu and gelu use the tanh
+    approximation of GELU, as GPT-2; geglu_exact and gelu_exact use the exact one, as nanoGPT."""
 
     activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
                        geglu_exact=F.gelu,
@@ -237,12 +239,12 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 
 
 class Block(nn.Module):
-    """A transformer block: attention and MLP, each added to the residual stream x (B, T, C),
-    through which gradients reach every layer unchanged. forward(x, *context) -> x, where context
-    are the arguments ropes, cache and mask of Attention.forward(). config: a GPTConfig; layer: the
-    index of the block; mlp: class of the feed-forward layer. compute(x, *context, **of_mlp) is the
-    block without gradient checkpointing, which forward() adds in training; of_mlp are keyword
-    arguments for the forward() of the feed-forward layer."""
+    """A transformer block: attention and MLP, each added to the residual stream x (B, T, C).
+    forward(x, *context) -> x, where context are the arguments ropes, cache and mask of
+    Attention.forward(). config: a GPTConfig; layer: the index of the block; mlp: class of the
+    feed-forward layer. compute(x, *context, **of_mlp) is the block without gradient checkpointing,
+    which forward() adds in training if the attribute gradient_checkpointing is not "false"; of_mlp
+    are keyword arguments for the forward() of the feed-forward layer."""
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
@@ -307,7 +309,7 @@ class GPT(nn.Module):
         """Register buffers that move with the model but are not saved. `ropes`:
         GPTConfig.rope_tables() of the positions 0 to block_size - 1; `None` without rotary
         positions. `token_bytes` (V,): the number of bytes of each token, from the numpy array
-        token_bytes, or 0 if it is `None`. They have values also under torch.device("meta"), because
+        token_bytes, or 0 if it is `None`. Both have values also under torch.device("meta"), because
         they are not initialised later."""
         c = self.config
         ropes = None
@@ -322,10 +324,10 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """With `targets`, return (mean loss, sums), the result of compute_loss(idx, targets,
-        *others); others: further tensors of a batch, which subclasses use. Without, return the
-        logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if last_only is true.
-        cache: a KVCache with the earlier tokens, updated in place; only without targets."""
+        """Return (mean loss, sums), the result of compute_loss(idx, targets, *others), or without
+        `targets` the logits (B, T, vocab_size). idx (B, T): token ids; others: further tensors of a
+        batch, for subclasses. last_only: return only the logits (B, 1, vocab_size) of the last
+        token. cache: a KVCache with the earlier tokens, updated in place; only without targets."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
@@ -351,7 +353,7 @@ class GPT(nn.Module):
         """Return the states (B, T, C) of the tokens idx (B, T) after the final norm. cache: a
         KVCache with the earlier tokens, updated in place, which also gives positions and history.
         Without a cache: mask, see Attention.forward(), default: causal; positions (B, T), default:
-        from 0; history (B, T), the encoded up to three tokens before each token, see histories() of
+        from 0; history (B, T): the up to three tokens before each token, encoded by histories() of
         model/core/ops.py, default: computed from idx. Raises ValueError if T, or with a cache the
         length of a row, exceeds block_size, or if no block uses the cache."""
         c = self.config
@@ -393,10 +395,10 @@ class GPT(nn.Module):
 
     def numbers(self, sums):
         """Return {name: number or `None`} for the log: every 0-dim sum except "loss" and "count",
-        divided by the count. In evaluations, "bytes" is replaced by "ppl" (perplexity) and "bpb"
-        (bits per byte), names that no sum may have; they are `None` without targets, or if the
-        bytes of the text are unknown. sums: {name: CPU tensor}, those of compute_loss() added over
-        all batches, and "loss"."""
+        divided by the count (`None` if the count is 0). In evaluations, "bytes" is replaced by
+        "ppl" (perplexity) and "bpb" (bits per byte), for which a sum must not be named
+        (SetupError); they are `None` without targets, or if the bytes of the text are unknown.
+        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss"."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():
             raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")
@@ -465,9 +467,11 @@ class GPT(nn.Module):
 def build_model(config, data, kind=GPT, shape=GPTConfig):
     """Return the model of a run, kind(shape(...), seed, token_bytes), with initial weights.
 
-    config: a TrainConfig; it must have all fields of `shape`. The context of the model is
-    config.context. data: a Data, or an object with the attribute spec, a dict with vocab_size and,
-    for text, the tokenizer. kind: GPT, or a callable with the same arguments. shape: GPTConfig or a
+    config: a TrainConfig; it must have all fields of `shape`. The block_size of the model is
+    config.context, which may be longer than config.block_size, the windows of the run. data: a
+    Data, or an object with the attribute spec, a dict with vocab_size and, for text, the tokenizer;
+    with config.head_samples also the attribute train, the loader of the training data. kind: GPT, a
+    subclass, or a function with the same arguments that returns one. shape: GPTConfig or a
     subclass.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
@@ -486,10 +490,10 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
 
 def use_sampled_loss(model, n_samples, loader, seed):
-    """Replace the loss of `model`, a GPT, in place, by a SampledCrossEntropy with n_samples ids.
-    The frequencies of the ids are those in the first samples of `loader`, the loader of the
-    training data, about 2^20 tokens. Raises SetupError unless n_samples is smaller than the
-    vocabulary."""
+    """Replace the loss of `model`, a GPT, in place, by a SampledCrossEntropy with n_samples ids,
+    sampled with the seed `seed`. The frequencies of the ids are those in the first samples of
+    `loader`, the loader of the training data, about 2^20 tokens. Raises SetupError unless n_samples
+    is smaller than the vocabulary."""
     if n_samples >= model.config.vocab_size:
         raise SetupError(f"head_samples ({n_samples:,}): expected fewer than the "
                          f"{model.config.vocab_size:,} ids of the vocabulary; 0 computes all")

@@ -94,10 +94,11 @@ class AnsweringGPT(chat.ChatGPT):
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
         """Sample samples_per_row answers to each prompt at temperature 1, for a training step.
-        Return them as generate_answers() does. A prompt has one seed, for all answers to it (which
-        usually differ): a function of the seed of the run and of the element of sample_numbers
-        (B,), an int64 tensor, so that the answers do not depend on the batch. Dropout is off during
-        generation; the model is in training mode afterwards."""
+        Return them as generate_answers() does, which also describes prompts and lengths. A prompt
+        has one seed, for all answers to it (which usually differ): a function of the seed of the
+        run and of the element of sample_numbers (B,), an int64 tensor, so that the answers do not
+        depend on the batch. Dropout is off during generation; the model is in training mode
+        afterwards."""
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -124,10 +125,11 @@ class AnsweringGPT(chat.ChatGPT):
                 for ids in answers]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), in n rows that
-        contain all prompts and answers, on the device of `prompts`. prompts (B, P): token ids,
-        right-padded; lengths (B,): true lengths; answers: a list of B * K lists of token ids, those
-        to a prompt next to each other; weights (B, K): one for each answer."""
+        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), on the device of
+        `prompts`. The n rows contain the answers, except those with weight 0, and the prompts of
+        these answers. prompts (B, P): token ids, right-padded; lengths (B,): true lengths; answers:
+        a list of B * K lists of token ids, those to a prompt next to each other; weights (B, K):
+        one for each answer."""
         rows, K = [], weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
         limit = min(block.attn.window or self.keys.block_size for block in self.h)
@@ -163,7 +165,7 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         """Return the loss -sum(weights * ratio) / max(count, 1), a scalar, whose gradient is the
         policy gradient. ratio (n, T) is 1, with the gradient of the log probabilities of the
         targets. tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights;
-        count: a 0-dim tensor."""
+        count: a 0-dim tensor, the divisor."""
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)
@@ -173,8 +175,9 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
         """Sample group_size answers per prompt and compute rewards. Return (batch, sums): batch is
         [tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums {name: 0-dim
-        tensor} are over the prompts, for the log. The arguments are those of forward(). Raises
-        UserError for errors of the reward function."""
+        tensor}, for the log, are over the prompts; sums["count"] is `count`, the divisor of the
+        loss. The arguments are those of forward(). Raises UserError for errors of the reward
+        function."""
         c = self.keys
         K = c.group_size
         answers = self.sample_answers(prompts, lengths, sample_numbers, K)
@@ -230,12 +233,12 @@ def pack_answers(prompt, answers, weights, max_tokens):
     is too long gets a longer row. prompt: a list of token ids; answers: a list of such lists;
     weights: one float for each answer, which applies to all tokens of it.
 
-    Return a list of rows; a row is a list of (token, position, history, target, part, weight).
-    history: the encoded tokens before, see histories() of model/core/ops.py. part: 0 for the
-    prompt, at the start of the row; 1, 2, ... for the answers, each of which attends only to the
-    prompt and itself. The part of an answer starts with the last token of the prompt, which
-    predicts the first token of the answer. Answers with weight 0 are left out. Equal answers are
-    stored once, with the sum of the weights.
+    Return a list of rows ([] if all weights are 0); a row is a list of (token, position, history,
+    target, part, weight). history: the encoded tokens before, see histories() of model/core/ops.py.
+    part: 0 for the prompt, at the start of the row; 1, 2, ... for the answers, each of which
+    attends only to the prompt and itself. The part of an answer starts with the last token of the
+    prompt, which predicts the first token of the answer. Answers with weight 0 are left out. Equal
+    answers are stored once, with the sum of the weights.
     """
     totals = {}  # {answer: sum of the weights}
     for answer, weight in zip(map(tuple, answers), weights):
@@ -288,8 +291,7 @@ def answer_logps(model, tokens):
 
 class RewardFunction:
     """Callable (number, ids) -> reward, a finite float. number: index of the prompt in `lines`;
-    ids: the answer, a list of token ids, from which the end tokens `ends` are removed before
-    decoding.
+    ids: the answer, a list of token ids, which `tokenizer` decodes without the end tokens `ends`.
 
     function: a function (question, answer, row) -> number, reward() of the user's file at `path`;
     `None`: the reward is 1.0 if the answer without surrounding white space equals the reference
@@ -324,7 +326,7 @@ class RewardFunction:
 @contextlib.contextmanager
 def user_code(path, context=""):
     """Return a context manager in which code of the user's file at `path` is called. Any exception
-    except KeyboardInterrupt is raised as a UserError with the line of the file; `context` is
+    except KeyboardInterrupt is raised as a UserError with the line number in the file; `context` is
     appended to the message. At the end, also after an exception, global settings that the code may
     change are reset: the working directory and whether gradients are enabled, to the values at the
     start; PyTorch's default dtype to float32, and its default device to `None` (the CPU)."""
@@ -404,8 +406,9 @@ def read_lines(path, needs_answers):
 def open_prompts(config, ranks, needs_answers):
     """Return the Data of config.data_dir, a folder that data.prepare.prompts wrote, with
     PromptLoaders and the additional attribute reward_function, a RewardFunction for exact match.
-    Raises DataError if the folder cannot be used, if the longest prompt and answer_tokens together
-    exceed block_size, or if needs_answers is true and a prompt has no reference answer."""
+    config: a TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be used, if the
+    longest prompt and answer_tokens together exceed block_size, or if needs_answers is true and a
+    prompt has no reference answer."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size

@@ -116,8 +116,8 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
     """Return a 0-dim tensor to add to the training loss: the sum over layers of the router losses,
-    multiplied by the given weights. router_losses: a list with the result of router_losses() of
-    each layer; a missing loss counts as 0."""
+    multiplied by the three coefficients. router_losses: a list with the result of router_losses()
+    of each layer; a missing loss counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
@@ -129,7 +129,6 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 class Router(nn.Linear):
     """Linear layer that selects k of n groups (e.g. experts) for each token x (..., dim), and
     computes the weights of these groups. In float32, because rounding would change the selection.
-    (With TF32, a GPU rounds to 11 bits, equally in every pass.)
 
     normalise: scale the k weights of a token to sum 1. score: "softmax" or "sigmoid", the function
     of the logits that gives the weights. balanced: create the buffer load_bias (n,), which is added
@@ -212,10 +211,10 @@ class GroupedLinear(nn.Module):
 
 
 def has_grouped_mm(x, w):
-    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): rows must have a multiple
-    of 16 bytes; on a CPU float32 (not in a compiled graph) or bfloat16; on a GPU bfloat16 and
-    capability 8.0 or higher. From 9.0 (H100) it is one kernel. On 8.x (A100) and a CPU it is a loop
-    in C++, which does not break a compiled graph, but on a GPU synchronises per product."""
+    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): `in` and `out` must be
+    multiples of 16 bytes; on a CPU float32 (not in a compiled graph) or bfloat16; on a GPU bfloat16
+    and capability 8.0 or higher. From 9.0 (H100) F.grouped_mm is one kernel, otherwise a loop in
+    C++."""
     if any(size * x.element_size() % 16 for size in w.shape[1:]):
         return False
     if x.is_cuda:
@@ -276,7 +275,7 @@ class RoutedBlock(Block):
 
 
 class MoEBlock(RoutedBlock):
-    """A Block whose feed-forward layer is a mixture of Experts."""
+    """A Block whose feed-forward layer is a mixture of Experts. config: a MoEConfig."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer, mlp=Experts)

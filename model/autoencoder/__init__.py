@@ -131,17 +131,17 @@ class MultimodalAutoencoder(nn.Module):
         return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
 
     def standardise(self, arrays):
-        """Return {name: float32 tensor}: the modalities (N, D) or (N, K, D) and the target (N, T),
-        standardised with the mean and standard deviation of each column over the training rows.
-        Missing values are NaN. "subjects" (N, S), if present, is not changed. arrays: the tensors,
-        in the order of forward()."""
+        """Return {name: float32 tensor}: the modalities (N, D) or, with delays, (N, delays + 1, D)
+        and the target (N, T), standardised with the mean and standard deviation of each column over
+        the training rows. Missing values are NaN. "subjects" (N, S), if present, is not changed.
+        arrays: the tensors, in the order of forward()."""
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
         return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})
 
     def encode(self, x):
         """Return the bottleneck (N, Z) for x, the dict that standardise() returns, of which only
-        the modalities (N, D) or (N, K, D) are used. NaN counts as 0, the mean. In training mode,
+        the modalities are used. Z is the key d_latent. NaN counts as 0, the mean. In training mode,
         dropout is applied."""
         c = self.keys
         hidden = []
@@ -154,9 +154,10 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(self.attend(h, x) if c.time_layers else h)
 
     def attend(self, h, x):
-        """Apply the transformer over time to windows of encoded rows h (N, K, W). Return the output
-        (N, W) at the present row of each window, index 0. x: the dict that standardise() returns.
-        Rows in which all features of all modalities are NaN are masked, except the present row."""
+        """Apply the transformer over time to h (N, K, W), windows of K encoded rows of width W.
+        Return the output (N, W) at the present row of each window, index 0. x: the dict that
+        standardise() returns. Rows in which all features of all modalities are NaN are masked,
+        except the present row."""
         missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
         missing[:, 0] = False  # attention to no row at all is not defined
         return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
@@ -205,11 +206,11 @@ class MultimodalAutoencoder(nn.Module):
         """Return {name: float or `None`} for a log line. sums: the sums of forward(), added over
         all batches.
 
-        recon_NAME of each modality and, with a target, match: the parts of the loss per row,
-        unweighted. correlation (with a target): Pearson's r between predictions and targets over
-        all rows of a subject, averaged over the columns of the target and the subjects for which it
-        is defined; `None` if it is never defined. ridge (in evaluations, with a linear path): the
-        same for the linear path alone.
+        recon_NAME of each modality and, with a target, match: the parts of the loss, means over the
+        rows, without the weights. correlation (with a target): Pearson's r between predictions and
+        targets over all rows of a subject, averaged over the columns of the target and the subjects
+        for which it is defined; `None` if it is never defined. ridge (in evaluations, with a linear
+        path): the same for the linear path alone.
         """
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:

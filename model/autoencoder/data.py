@@ -50,9 +50,9 @@ def array_dims(spec):
 
 def add_delays(array, runs, delays):
     """Return the windows (N, delays + 1, D) of an array (N, D), in memory: [i, k] is row i - k,
-    i.e. k = 0 is row i and larger k are earlier rows. It is NaN if row i - k is of a different run
-    or does not exist. runs (N,): for each row the number of the run (recording session) that it is
-    of, ascending."""
+    i.e. k = 0 is row i and larger k are earlier rows. [i, k] is NaN if row i - k is of a different
+    run or does not exist. runs (N,): the number of the run (recording session) of each row,
+    ascending."""
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
     is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
     return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
@@ -67,8 +67,8 @@ def open_runs(folder, split):
 
 def open_features(folder, split, spec=None, delays=0):
     """Return a list of the arrays of a split ("train" or "val"), in the order of array_dims(spec):
-    the modalities, then the target. They are (N, D), float32 and memory-mapped; with delays > 0,
-    modalities are windows (N, delays + 1, D) in memory, see add_delays(). For data of several
+    the modalities, then the target. The arrays are (N, D), float32 and memory-mapped; with delays >
+    0, modalities are windows (N, delays + 1, D) in memory, see add_delays(). For data of several
     subjects, a further array (N, S) follows, with 1 at the index of the row's subject in
     spec["subjects"] and 0 elsewhere.
 
@@ -108,9 +108,9 @@ def open_features(folder, split, spec=None, delays=0):
 
 
 def of_subject(outs, subjects):
-    """Select the outputs of the subject of each row: return (N, T). outs (N, S * T): outputs for
-    all subjects. subjects (N, S): 1 for the subject of the row, 0 elsewhere; `None`: outs is
-    returned."""
+    """Select the outputs of the subject of each row: return (N, T). outs (N, S * T): T outputs for
+    each of S subjects, one subject after the other. subjects (N, S): 1 for the subject of the row,
+    0 elsewhere; `None`: outs is returned."""
     if subjects is None:
         return outs
     return (outs.unflatten(1, (subjects.shape[1], -1)) * subjects[..., None]).sum(1)
@@ -131,11 +131,11 @@ def scale_of(spec, name):
 
 
 def open_ceiling(folder, split, spec):
-    """Return the noise ceiling, a float32 tensor (S, T): the correlation with the target that a
-    perfect model would have, estimated by data.prepare.features from repeated recordings in the
-    split ("train" or "val"). `None` if there were no repeats, or if the subjects of `folder` differ
-    from those of `spec`, the dict of read_features_meta(). Raises DataError if the file is invalid.
-    """
+    """Return the noise ceiling, a float32 tensor (S, T), for each of S subjects (1 without
+    subjects) and each column of the target: the correlation with the target that a perfect model
+    would have, estimated by data.prepare.features from repeated recordings in the split ("train" or
+    "val"). `None` if there were no repeats, or if the subjects of `folder` differ from those of
+    `spec`, the dict of read_features_meta(). Raises DataError if the file is invalid."""
     own = read_features_meta(folder).get("subjects")
     if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
         return None
@@ -143,10 +143,10 @@ def open_ceiling(folder, split, spec):
 
 
 def design(arrays, spec):
-    """Return (x, y), the float64 arrays of a regression: x (N, K, P) the standardised features of
-    all modalities, in which missing values are 0; y (N, T) the standardised targets, in which
-    missing values are NaN. arrays: the list of open_features(), with a target. spec: the dict of
-    read_features_meta()."""
+    """Return (x, y), the float64 arrays of a regression: x (N, K, P) the standardised features, the
+    P columns of all modalities for the K = delays + 1 rows of a window, in which missing values are
+    0; y (N, T) the standardised targets, in which missing values are NaN. arrays: the list of
+    open_features(), with a target. spec: the dict of read_features_meta()."""
     *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
         arrays, (scale_of(spec, name) for name in array_dims(spec))))
     x = np.concatenate(x, axis=-1, dtype=np.float64)
@@ -183,11 +183,11 @@ def fit_linear_path(folder, spec, delays):
 
 
 def fit_with_delays(x, y, runs):
-    """Fit a ridge regression of y (N, T) on windows x (N, K, P), float64 arrays without NaN. Return
-    [weight (T, K * P), bias (T,)]. For each column of y, two fits are compared: on the whole
-    window, and on the present row x[:, 0] alone (the weights of the other rows are then 0). The one
-    with the smaller error on left-out runs is returned. runs (N,): the number of the run of each
-    row, ascending."""
+    """Fit a ridge regression of y (N, T) on windows x (N, K, P) of K rows with P features, float64
+    arrays without NaN. Return [weight (T, K * P), bias (T,)]. For each column of y, two fits are
+    compared: on the whole window, and on the present row x[:, 0] alone (the weights of the other
+    rows are then 0). The one with the smaller error on left-out runs is returned. runs (N,): the
+    number of the run of each row, ascending."""
     fits = [fit_ridge(x[:, :k].reshape(len(x), -1), y, runs) for k in sorted({1, x.shape[1]})]
     weights, biases, _, errors = zip(*fits)
     weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
@@ -197,10 +197,11 @@ def fit_with_delays(x, y, runs):
 
 def open_data(config, ranks):
     """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
-    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and
-    a target, the ridge regression is fitted here on rank 0, and the attribute linear_path of the
-    Data is the (weight, bias) of fit_linear_path(). Raises DataError for data that cannot be used,
-    and ConfigError for keys that do not suit the data."""
+    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). config: a TrainConfig;
+    ranks: a Ranks. With config.linear_path and a target, the ridge regression is fitted here on
+    rank 0, and the attribute linear_path of the Data is the (weight, bias) of fit_linear_path().
+    Raises DataError for data that cannot be used, and ConfigError for keys that do not suit the
+    data."""
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
     if unknown := weighted - meta["modalities"].keys():

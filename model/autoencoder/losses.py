@@ -83,6 +83,6 @@ def correlations(sums, prefix=""):
 
 def mean_correlation(r):
     """Return the mean, a float, of the finite values of r, a tensor of correlations of any shape;
-    None if there is none."""
+    `None` without such values."""
     r = r[r.isfinite()]
     return float(r.mean()) if len(r) else None

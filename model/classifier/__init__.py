@@ -68,8 +68,9 @@ class Keys:
 def open_data(config, ranks):
     """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.labels
     wrote. A batch is (tokens, lengths, labels, spans), the arguments of Classifier.forward().
-    Raises DataError if files are missing or invalid, if the folder lacks the labels or the evidence
-    that config.task needs, or if learned positions are too few for the longest text."""
+    config: a TrainConfig; ranks: a Ranks. Raises DataError if files are missing or invalid, if the
+    folder lacks the labels or the evidence that config.task needs, or if learned positions are too
+    few for the longest text."""
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
@@ -118,8 +119,9 @@ class Pointer(nn.Module):
 
 
 class NGrams(nn.Module):
-    """Class scores of a text from the n-grams of 1 to MAX_NGRAM tokens in it: logistic regression
-    with n_buckets weights per class. A hash of the n-gram selects the weight (arXiv:0902.2206).
+    """Class scores of a text from the n-grams of 1 to MAX_NGRAM (6) tokens in it: logistic
+    regression with n_buckets weights for each of n_classes classes. A hash of the n-gram selects
+    the weight (arXiv:0902.2206).
 
     Each different n-gram (bucket) of a text has the value 1 / sqrt(number of different ones in the
     text), however often it occurs. Adam scales the gradients of rare n-grams, which replaces the
@@ -158,10 +160,10 @@ class Classifier(nn.Module):
     returns the predictions (class scores, spans).
 
     In a causal model only the state of the last token depends on the whole text, so the label is
-    computed from it. If bidirectional, the mean of all states is used instead. The evidence is
-    located in two steps: this state of the text selects the last token of a span, and the state of
-    the selected token selects the first token of the span. If a text has several spans, their last
-    tokens are equally probable targets.
+    computed from this state. If bidirectional, the mean of all states is used instead. The evidence
+    is located in two steps: the state or mean that represents the text selects the last token of a
+    span, and the state of the selected token selects the first token of the span. If a text has
+    several spans, their last tokens are equally probable targets.
     """
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
@@ -214,11 +216,11 @@ class Classifier(nn.Module):
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
     def forward(self, tokens, lengths, labels=None, spans=None):
-        """With `labels`, return (mean loss, sums {name: tensor}), see losses(). Without, return the
+        """Return (mean loss, sums {name: tensor}), see losses(), or without `labels` the
         predictions (class scores (B, K), spans (B, 2S)), each `None` if the task does not include
         it. tokens (B, T): ids; lengths (B,): number of tokens of each text; labels (B,): class
-        indices; spans (B, 2S): indices of the first and last token of each span of evidence, padded
-        with -1."""
+        indices; spans (B, 2S): indices of the first and last token of each of up to S spans of
+        evidence, padded with -1."""
         position = torch.arange(tokens.size(1), device=tokens.device)
         mask = position < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
@@ -247,8 +249,8 @@ class Classifier(nn.Module):
         """Return the predicted spans (B, 2S), first and last token of each, which do not overlap:
         the best first, padded with -1. A span is the most probable last token and, for this one,
         the most probable first token; the next span is selected from the tokens that are left. A
-        span after the first is predicted only if its last token is at least SPAN_SHARE times as
-        probable as that of the first span. x (B, T, C): states of the tokens; ends (B, T): the
+        span after the first is predicted only if its last token is at least SPAN_SHARE (0.2) times
+        as probable as that of the first span. x (B, T, C): states of the tokens; ends (B, T): the
         score of each token as a last token."""
         position = torch.arange(x.size(1), device=x.device)
         limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)

@@ -57,9 +57,9 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
     labels: (N,) true classes, 0 to K - 1. scores: (N, K), e.g. probabilities; the predicted class
     has the largest score. The result has accuracy; precision, recall and f1, each with the suffixes
     _macro, _weighted and _per_class; auroc (see average_auroc) and auroc_per_class, a list with
-    `None` for classes without samples; confusion_matrix, a nested list (rows: true classes);
-    support, the number of samples of each class. Raises ValueError for other shapes, no rows,
-    labels outside of the range, and scores that are not finite.
+    `None` for a class that no sample or every sample has; confusion_matrix, a nested list (rows:
+    true classes); support, the number of samples of each class. Raises ValueError for other shapes,
+    no rows, labels outside of the range, and scores that are not finite.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
@@ -101,9 +101,8 @@ def scale(scores, temperature):
 
 def fit_temperature(labels, scores):
     """Return the temperature, a float, at which scale(scores, temperature) gives the labels the
-    largest likelihood. It is searched between 1/4 and 16, in steps of 1%; the limits matter for few
-    rows, which may all be predicted correctly. labels (N,): true classes; scores (N, K):
-    probabilities."""
+    largest likelihood. It is searched between 1/4 and 16, in steps of 1%. labels (N,): true
+    classes; scores (N, K): probabilities."""
     def likelihood(temperature):
         p = scale(scores, temperature)[np.arange(len(labels)), labels]
         return np.log(np.maximum(p, 1e-300)).sum()
@@ -121,7 +120,7 @@ def span_sums(truths, guesses):
 
     truths, guesses (N, 2S): first and last token of the true and the predicted spans, padded with
     -1. S may differ between both. The spans of a sample must not overlap, and may be in any order,
-    but a true span must be first in a sample with evidence.
+    but truths[i, 0] must not be -1 if sample i has evidence.
     """
     truth, guess = (spans.view(len(spans), -1, 2) for spans in (truths, guesses))  # (N, S, 2)
     has_span = truths[:, 0] >= 0

@@ -151,9 +151,9 @@ def one_or_all(texts, several):
 
 
 def calibrate(args, own_data, model, tokenizer):
-    """Return the temperature, a float, that fits the probabilities of the model to the validation
-    rows in own_data, the data_dir of the training run, see fit_temperature(). If these rows cannot
-    be read, a message is printed and 1.0 is returned. args: a ReportOptions."""
+    """Return the result of fit_temperature(), a float, for the predictions of `model` on the
+    validation rows in own_data, the data_dir of the training run. If these rows cannot be read, a
+    message is printed and 1.0 is returned. args: a ReportOptions."""
     try:
         arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
     except DataError as error:
@@ -173,7 +173,8 @@ def rate_scores(targets, scores):
 def fit_baselines(arrays, rows, texts, targets, n_classes):
     """Fit two baselines, logistic regression on TF-IDF of words and of characters, to the training
     data (arrays, rows), the result of load_rows(). Evaluate them on `texts`, a list, with class
-    indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with "seconds"}."""
+    indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with "seconds"}; for
+    a baseline that cannot be fitted, a message is printed instead."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     out = {}
@@ -198,7 +199,8 @@ def faithfulness(model, arrays, scores, spans, batch_size):
     (arXiv:1911.03429): the mean decrease of the probability of the predicted class if the evidence
     is deleted from the text (large for good evidence), and if everything else is deleted (small for
     good evidence). {} if no text is longer than the evidence. arrays: (tokens, lengths, ...) of
-    load_rows(); scores (N, K), spans (N, 2S): the result of predict() for these rows."""
+    load_rows(); scores (N, K), spans (N, 2S): the result of predict() for these rows; batch_size:
+    texts per forward pass."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     position = np.arange(arrays[0].shape[1])
     first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
@@ -223,9 +225,9 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 def predict(model, arrays, batch_size):
     """Return [probabilities (N, K), spans (N, 2S)] of `model`, a Classifier, as numpy arrays;
     `None` for one that the model does not predict. spans: first and last token of each span, padded
-    with -1. arrays: tokens (N, T), lengths (N,), ...; further ones are ignored. If a text is longer
-    than in training and positions are rotary, block_size and the rotary table of the model are
-    enlarged in place."""
+    with -1. arrays: tokens (N, T), lengths (N,), ...; further ones are ignored. batch_size: texts
+    per forward pass. If a text is longer than in training and positions are rotary, block_size and
+    the rotary table of the model are enlarged in place."""
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device

@@ -176,8 +176,8 @@ class WithAdapters:
 
 
 class PartialStateDict:
-    """Mixin for a model of which only a part is saved: state_dict() and load_state_dict() have only
-    the tensors for which is_saved(name), a method that the subclass defines, is true.
+    """Mixin for a model of which only a part is saved: state_dict() returns and load_state_dict()
+    accepts only the tensors for which is_saved(name), a method that the subclass defines, is true.
     load_backbone() sets all tensors, including the frozen backbone, which is saved in a separate
     checkpoint."""
 

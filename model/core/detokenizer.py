@@ -6,10 +6,11 @@ from train.base.errors import printable
 
 
 class Detokenizer:
-    """Converts tokens to text during generation, one add(token) at a time. The bytes of an
-    incomplete UTF-8 character, a carriage return, which may begin a line end, and text that may be
-    the beginning of a stop string, are held back until it is complete. stop_strings: texts that end
-    the generation. The attribute `stopped` is true once one was found."""
+    """Converts tokens to text during generation, one add(token) at a time. Held back until later
+    tokens complete or exclude them: the bytes of an incomplete UTF-8 character, a carriage return,
+    which may begin a line end, and text that may begin a stop string. tokenizer: a Tokenizer.
+    stop_strings: texts that end the generation. The attribute `stopped` is true once one was found.
+    """
 
     def __init__(self, tokenizer, stop_strings=()):
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
@@ -40,8 +41,8 @@ class Detokenizer:
 class TextStreamer:
     """Callback that prints the text of a single sequence during generation: pass an instance as the
     argument on_token of generate(), which calls it with a tensor (1,) for each new token.
-    stop_tokens: ids that are not printed. Control characters are escaped. Text that is held back at
-    the end is not printed."""
+    tokenizer: a Tokenizer. stop_tokens: ids that are not printed. Control characters are escaped.
+    Text that is held back at the end is not printed."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens

@@ -65,9 +65,9 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the definitions that were edited, i.e. have other
-    digests than in formulas.json. kind: a model type, of which only the code for the logits is
-    considered; `None`: all code. The result is {} in an unedited repository."""
+    """Return {"DEFINITION (FILE)": present digest} of the definitions that were edited, i.e. whose
+    digest in formulas.json is different or missing. kind: a model type, of which only the code for
+    the logits is considered; `None`: all code. The result is {} in an unedited repository."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 

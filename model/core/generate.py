@@ -50,7 +50,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     stop_token: an id or a list of ids, after which a row is finished. A finished row is padded with
     the stop token; generation ends when all rows are finished.
     on_token: called with the new tokens (rows,) of each step. Generation ends if it returns true.
-    n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled.
+    n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled. `None`: no such ids.
     lengths (B,): true lengths of right-padded prompts; new tokens are in the columns from T on.
     samples_per_row: continuations per prompt, in consecutive rows; the prompt is computed once.
 
@@ -94,10 +94,10 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 def remove_rows(cache, active, is_done, n):
     """Remove finished rows from a cache, in place: unfinished rows from the end overwrite them.
-    Return (cache, active) of the n unfinished rows. Unless at least an eighth of the rows is
-    finished, the arguments are returned unchanged, which saves copies. cache: a KVCache; active
-    (rows,): for each row of the cache, the index in the batch; is_done (rows,) bool: whether the
-    row is finished."""
+    Return (cache, active) of the n unfinished rows; `active` is also changed in place. Unless at
+    least an eighth of the rows is finished, the arguments are returned unchanged, which saves
+    copies. cache: a KVCache; active (rows,): for each row of the cache, the index in the batch;
+    is_done (rows,) bool: whether the row is finished."""
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -108,8 +108,8 @@ def remove_rows(cache, active, is_done, n):
 
 
 def create_generators(seed, device):
-    """Return a list of torch.Generator on `device`, one for each seed. seed: an int, `None` (a
-    random seed), or a list of ints and `None`."""
+    """Return a list of torch.Generator on `device`, one for each seed, in the same order. seed: an
+    int, `None` (a random seed), or a list of ints and `None`."""
     seeds = seed if isinstance(seed, list) else [seed]
     return [torch.Generator(device).manual_seed(secrets.randbits(63) if s is None else s)
             for s in seeds]
@@ -181,9 +181,8 @@ def sample_indices(weights, generators):
     sample_tokens().
 
     On a CPU, one uniform number per row is looked up in the cumulative sum (torch.multinomial uses
-    V random numbers: 0.5 ms for 32,000). On a GPU, the result is argmax(weights / exponential
-    random numbers), which needs no check for NaN; torch.multinomial would end the CUDA context of
-    the process.
+    V random numbers). On a GPU, the result is argmax(weights / exponential random numbers), which
+    needs no check for NaN; torch.multinomial would end the CUDA context of the process.
     """
     shares = weights.chunk(len(generators))
     if weights.device.type != "cpu":

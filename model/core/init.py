@@ -8,12 +8,12 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Initialise `model` in place: set each parameter and persistent buffer to the result of
-    model.initial(name, shape, seed). If this is `None`, the value from __init__ is kept. Names in
-    `filled` and tensors on the meta device are not set.
+    """Initialise `model` in place: set each tensor of model.state_dict(), i.e. parameters and
+    persistent buffers, to the result of model.initial(name, shape, seed). If the result is `None`,
+    the value from __init__ is kept. Names in `filled` and tensors on the meta device are not set.
 
-    Return the set of the names of all parameters and persistent buffers. A later call, after
-    modules were added to the model, sets only the new ones if it gets this set as `filled`.
+    Return the set of all names in the state dict. A later call, after modules were added to the
+    model, sets only the new ones if it gets this set as `filled`.
     """
     tensors = model.state_dict()
     for name, tensor in tensors.items():

@@ -19,8 +19,8 @@ class KVCache:
 
     cache[rows], for a slice, is a view that shares memory with the cache: compute the prompt of row
     r with `model(prompt, cache=cache[r:r + 1])`, decode the first n rows with `model(tokens,
-    cache=cache[:n])`, and remove row r by `cache.copy_rows(last, r)`. If rows have different
-    lengths, only one token per call can be appended.
+    cache=cache[:n])`, and remove row r by `cache.copy_rows(last, r)`, where `last` is the index of
+    the last used row. If rows have different lengths, only one token per call can be appended.
     """
 
     def __init__(self, config, rows, device, dtype, size=None):
@@ -69,7 +69,7 @@ class KVCache:
 
     def start(self, idx):
         """Begin a forward pass over the tokens idx (B, T), which are appended to the rows: increase
-        the lengths of the rows by T. The layers must then store keys and values with update().
+        the lengths of the rows by T. Each layer must then store the keys and values with update().
 
         Return (positions, history): the positions of the tokens, (B, T), or (1, T) if all rows have
         the same length; the histories (B, T) of the tokens, see histories() of model/core/ops.py,

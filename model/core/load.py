@@ -64,10 +64,10 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
     """Load a model. Return (model in eval mode, tokenizer or `None`).
 
     ckpt_path: a checkpoint, ckpt.pt of nanoGPT, a .safetensors file, a Hugging Face folder, or
-    hf:OWNER/NAME. dtype: of the parameters (default: as in the file). backbone: path of the frozen
-    model that the checkpoint needs, e.g. of lora (default: the path in training). ema: use the
-    running averages of the weights. expect: the model type that the caller needs, e.g. "sae"
-    (default: any). Raises CheckpointError if the file is missing, cannot be used, or has a
+    hf:OWNER/NAME. dtype: a torch.dtype for the parameters (default: as in the file). backbone: path
+    of the frozen model that the checkpoint needs, e.g. of lora (default: the path in training).
+    ema: use the running averages of the weights. expect: the model type that the caller needs, e.g.
+    "sae" (default: any). Raises CheckpointError if the file is missing, cannot be used, or has a
     different model type.
     """
     state = read_weights(ckpt_path)
@@ -86,11 +86,12 @@ def saved_model_type(state):
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
     """Build the model of a checkpoint with the weights in it. Return (model in eval mode, tokenizer
-    or `None`). state: the dict of the checkpoint, read from the file `path`. dtype: of the
-    parameters (default: unchanged). backbone: path of the frozen model that the checkpoint needs
-    (default: the path in training). The attribute template of the model is set to a ChatTemplate,
-    or `None` if the checkpoint has none. Raises CheckpointError if the checkpoint or the frozen
-    model cannot be used."""
+    or `None`). state: the dict of the checkpoint, read from the file `path`. dtype: a torch.dtype
+    for the parameters (default: unchanged). backbone: path of the frozen model that the checkpoint
+    needs (default: the path in training). The attribute template of the model is set to a
+    ChatTemplate, or `None` if the checkpoint has none. Raises CheckpointError if the checkpoint or
+    the frozen model cannot be used, and if `backbone` is given for a model without a frozen part.
+    """
     if backbone:
         if not (state.get("config") or {}).get("backbone"):
             raise CheckpointError(f"{path}: --backbone: this model has no frozen part")
@@ -164,8 +165,8 @@ def upgrade_args(args):
 
 def read_model_args(args, weights):
     """Return the GPTConfig of a checkpoint. args: the dict "model_args" of the checkpoint; weights:
-    {name: tensor}. Raises ValueError if `args` does not describe a GPT, uses an option that was
-    removed from this program, or describes a model that is much too large for `weights`."""
+    {name: tensor}. Raises ValueError if `args` does not describe a GPT, uses an option that only
+    earlier versions had, or describes a model that is much too large for `weights`."""
     config_class = load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]

@@ -53,7 +53,7 @@ class SampledCrossEntropy(LinearCrossEntropy):
     """Drop-in replacement for LinearCrossEntropy that is faster in training for a large vocabulary.
     In training mode, the loss is estimated from the logits of the targets and of n_samples sampled
     ids (sampled softmax, arXiv:1412.2007); in eval mode, it is exact. before_step(it) must be
-    called before each step `it`, and samples the ids.
+    called before each step `it`; it samples the ids, a function of `seed` and `it`.
 
     The probability p that an id is sampled is proportional to the frequency of the id in `targets`,
     an int64 tensor of training targets, plus 1 / vocab_size; it is at most 1, and the sum is
@@ -78,9 +78,9 @@ class SampledCrossEntropy(LinearCrossEntropy):
         self.before_step(0)
 
     def before_step(self, it):
-        """Sample the n_samples ids of step `it`, an integer, in place, the same on every rank.
-        Systematic sampling: the ids at points with distance 1 in the cumulative sum of p, from a
-        random start, so that no id is sampled twice."""
+        """Replace the sampled ids by the n_samples ids of step `it`, an integer, in place, the same
+        on every rank. Systematic sampling: the ids at points with distance 1 in the cumulative sum
+        of p, from a random start, so that no id is sampled twice."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
         ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
@@ -198,10 +198,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 class RMSNorm(torch.autograd.Function):
     """RMSNorm without weights for a CPU: RMSNorm.apply(x, eps) returns x / sqrt(mean(x^2) + eps),
-    with the mean over the last dimension of x (..., D) float32. At (4, 512, 384) on 2 cores,
-    forward and backward take 4.8 ms instead of 9.0 ms with PyTorch 2.13, which runs six operations
-    forward and ten backward. The backward pass removes the component of the gradient along the
-    result, because a longer x has the same norm."""
+    with the mean over the last dimension of x (..., D) float32. It takes half the time of PyTorch
+    2.13's. The backward pass removes the component of the gradient along the result, because a
+    longer x has the same norm."""
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -235,8 +234,8 @@ def apply_dropout(x, p, training=True):
 def fused_linear(x, *layers):
     """Apply several linear layers to the same input x (..., C). Return the outputs, concatenated
     along the last dimension. layers: nn.Linear modules; for many tokens they are computed by one
-    matrix product. In a model for decoding, all parts of a ConcatLinear (model/core/packed.py) are
-    computed by it."""
+    matrix product. If they are all PartOfLinear of one ConcatLinear (model/core/packed.py), the
+    ConcatLinear is called once."""
     whole = getattr(layers[0], "whole", None)
     if whole and len(layers) == len(whole.parts) and all(
             layer is part for layer, part in zip(layers, whole.parts)):
@@ -320,9 +319,9 @@ def extend_history(history, ids):
 
 
 def histories(idx, first=0):
-    """Return the histories (B, T) int64 of the tokens idx (B, T), i.e. the encoded up to three
-    tokens before each, see extend_history(). first: the history of the first token of each row, 0
-    (the beginning of a text) or a tensor (B, 1)."""
+    """Return the histories (B, T) int64 of the tokens idx (B, T), each of which encodes the up to
+    three tokens before the token, see extend_history(). first: the history of the first token of
+    each row, 0 (the beginning of a text) or a tensor (B, 1)."""
     T = idx.size(1)
     ids = F.pad(idx + 1, (3, 0))  # (B, 3 + T)
     history = sum(ids[:, 2 - i:2 - i + T] << ID_BITS * i for i in range(3))
@@ -346,10 +345,10 @@ def ngram_rows(idx, history, n_rows):
 def offset_keys(k, mask=None, before=None):
     """Return keys k (B, T, G, D) in which the second and the fourth quarter of the last dimension
     (the slowest rotary frequencies) are replaced by those of the previous token, so that a query
-    can find a token by the token before it; by zeros for the first token. The previous token is the
-    one before, or with `mask` the latest earlier token that the token sees.
+    can find a token by the token before it; by zeros for the first token. The previous token is
+    that at the position before, or with `mask` the latest earlier token that the token sees.
 
-    mask (B or 1, 1, T or 1, T) bool: true where a token sees a token. before (B, 1, G, D): in
+    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key. before (B, 1, G, D): in
     decoding, the original key of the token before the first of k. From modded-nanogpt's "partial
     key offset", where half of the channels are not rotated.
     """
@@ -370,10 +369,11 @@ def offset_keys(k, mask=None, before=None):
 
 def attend(q, k, v, dropout=0.0, mask=None, causal=True):
     """Return the attention output (B, H, T, D) of queries q (B, H, T, D) on keys k and values v (B,
-    G, S, D): softmax(q k^T / sqrt(D)) v. Query i is at position S - T + i. dropout: the
-    probability, applied to the attention weights. mask: (B, 1, T or 1, S) bool, or (B, 1, S) for T
-    = 1, true where a query sees a key; `None`: the causal mask, also if `causal` is false. causal:
-    whether the mask is false for all later keys, which is then used to skip them."""
+    G, S, D), each shared by H / G heads: softmax(q k^T / sqrt(D)) v. Query i is at position S - T +
+    i. dropout: the probability, applied to the attention weights. mask: (B or 1, 1, T or 1, S)
+    bool, or (B, 1, S) for T = 1, true where a query sees a key; `None`: the causal mask, also if
+    `causal` is false. causal: whether `mask` is false for all keys after a query, which are then
+    skipped."""
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -397,10 +397,9 @@ def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
     the probability.
 
     mask (B or 1, 1, T or 1, T) bool: true where a query sees a key; `None`: the causal mask, also
-    if `causal` is false. causal: a mask (B or 1, 1, T, T) is false for all later keys. For bfloat16
-    on a CPU, this takes half the time of PyTorch 2.13's kernel (forward and backward: 18 and 37 ms
-    at B 4, H 6, T 512, D 64, 2 cores), with results that are equal up to rounding. It stores the
-    attention weights, so use it for short T only.
+    if `causal` is false. causal: whether a mask (B or 1, 1, T, T) is false for all keys after a
+    query. For bfloat16 on a CPU, this takes half the time of PyTorch 2.13's kernel, with results
+    that are equal up to rounding. It stores the attention weights, so use it for short T only.
     """
     shape, (B, H, T, D) = q.shape, q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
@@ -430,8 +429,8 @@ def attend_one(q, k, v, mask):
 
     It is computed by matrix products, in which the H / G heads that share keys are the rows. On a
     CPU, F.scaled_dot_product_attention is used where it is faster: for one text in float32, or in
-    bfloat16 with AMX (without AMX it is two to four times slower). On a GPU cuDNN would plan again
-    for every number of keys, and the compiler fuses the products.
+    bfloat16 with AMX. On a GPU cuDNN would plan again for every number of keys, and the compiler
+    fuses the products.
     """
     (B, H, _, D), G = q.shape, k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -15,10 +15,10 @@ class ConcatLinear(nn.Module):
     """Base class of layers for decoding that compute several linear layers with the same input as
     one: x (..., K) -> (..., N), the concatenated outputs. layers: nn.Linear, LoRALinear, or
     nn.Embedding as a tied output layer; either all or none have a bias. Attributes: sizes, a list
-    of the number of outputs of each layer (N in total); bias (N,) or `None`; parts, the
-    PartOfLinear of each layer, in a list that replace_linear_layers() sets. The constructor calls
-    store(weight) with the concatenated weight (N, K). A subclass must define store() and
-    forward(x)."""
+    of the number of outputs of each layer (N in total); bias (N,) or `None`; for q, k, v also
+    parts, a list of the PartOfLinear of each layer, which replace_linear_layers() sets. The
+    constructor calls store(weight) with the concatenated weight (N, K). A subclass must define
+    store() and forward(x)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -45,7 +45,7 @@ class PartOfLinear(nn.Module):
 class PackedLinear(ConcatLinear):
     """ConcatLinear whose weights have the dtype of the original layers.
 
-    For bfloat16 on a CPU that computes in it, the weights are stored in the blocked layout of
+    On a CPU with instructions for bfloat16, weights in bfloat16 are stored in the blocked layout of
     oneDNN, to which F.linear would convert them at every call: 2 to 4 times as fast for one row,
     with the same bits.
     """
@@ -70,10 +70,11 @@ class PackedLinear(ConcatLinear):
 
 def replace_linear_layers(model, linear_class=PackedLinear):
     """Convert `model`, a GPT, for decoding, in place: replace every linear layer by
-    linear_class(layer), and the layers q, k, v of each attention, if their shapes permit it, by
-    the parts of one layer linear_class(q, k, v). If the embedding is tied, a converted copy of it
-    becomes lm_head. linear_class: a subclass of ConcatLinear. Return the model, which can no longer
-    be trained. The experts of a mixture are not nn.Linear, and are not changed."""
+    linear_class(layer), and the layers q, k, v of each attention, if their input sizes are equal
+    and either all or none have a bias, by the parts of one layer linear_class(q, k, v). If the
+    embedding is tied, a converted copy of it becomes lm_head. linear_class: a subclass of
+    ConcatLinear. Return the model, which can no longer be trained. The experts of a mixture are not
+    nn.Linear, and are not changed."""
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:

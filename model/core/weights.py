@@ -32,9 +32,10 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 def inherit_shape(config, model_args):
     """Return ({key: value}, [message]): the shape keys (n_layer, n_embd, ...) whose values a run
-    takes over from a checkpoint, and a message for each contradiction. config: the TrainConfig of
-    the run. model_args: the dict "model_args" of the checkpoint of a GPT; {} for a bare state dict,
-    from which no key is taken over (the shapes of the tensors are checked later in any case).
+    takes over from a checkpoint, and a message for each contradiction, see below. config: the
+    TrainConfig of the run. model_args: the dict "model_args" of the checkpoint of a GPT; {} for a
+    bare state dict, from which no key is taken over (the shapes of the tensors are checked later in
+    any case).
 
     Values of the checkpoint replace defaults and values of a configuration file; a different value
     from the command line is a contradiction. Exceptions: dropout is not taken over; vocab_size only
@@ -68,8 +69,8 @@ def inherit_shape(config, model_args):
 
 
 def take_shape(config, state, path, inherit=None):
-    """Return {key: value}, the shape keys whose values the run takes over from a checkpoint, after
-    all checks. config: the TrainConfig of the run; state: the dict of the checkpoint, read from
+    """Return {key: value}, the shape keys whose values the run takes over from a checkpoint, and
+    check them. config: the TrainConfig of the run; state: the dict of the checkpoint, read from
     `path`. inherit: a function (config, model_args) -> ({key: value}, [contradiction]), see
     inherit_shape(); default: inherit_shape of the run's model type, and {} is returned if it has
     none. Raises CheckpointError with all contradictions, or if the values describe no possible
@@ -104,7 +105,7 @@ def as_gpt(state, path, backbone=None):
     frozen model that the checkpoint needs (default: the path in training). Raises CheckpointError
     if the model cannot be built.
 
-    A function of the model interface: model types whose weights can be exported as a GPT have it.
+    A function of the model interface: a model type has it if its weights can be exported as a GPT.
     """
     model, _ = load.model_of(state, path, backbone=backbone)
     return merge(model), model.config
@@ -141,8 +142,8 @@ def check_same(pairs, path, allowed):
     """Raise CheckpointError if two values in `pairs` {name: (value of the weights, value of this
     run)} differ. These are no difference: a value of `None` (unknown), x and [x], equivalent
     tokenizers (name "tokenizer"), and lists of different lengths, whose tensors are newly
-    initialised. allowed: names that may differ, the value of --allow_change. path: of the weights,
-    for the message."""
+    initialised. allowed: names that may differ, the value of --allow_change. path: the file of the
+    weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and new not in (old, [old])
@@ -153,7 +154,7 @@ def check_same(pairs, path, allowed):
 def check_tokenizer(tokenizer, path, spec, config):
     """Raise CheckpointError if the tokenizer of a model differs from the tokenizer of the data.
     tokenizer: Tokenizer.spec() of the model at `path`; spec: Data.spec of the run, with
-    "tokenizer". No error if one of both is `None` (unknown), or if config.allow_change contains
+    "tokenizer". No error if one of the two is `None` (unknown), or if config.allow_change contains
     "tokenizer"."""
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
@@ -161,8 +162,8 @@ def check_tokenizer(tokenizer, path, spec, config):
 def adopt_weights(model, state, path, log):
     """Return {name in `model`: tensor}, the tensors of a checkpoint with which the training of
     `model` starts; `model` is not changed. state: the dict of the checkpoint, read from `path`.
-    log: called with texts, the number of tensors and the names that are missing or not used. Call
-    it on rank 0 only.
+    log: a function of one text, called with the number of tensors and the names that are missing or
+    not used. Call it on rank 0 only.
 
     Names are translated by the method adopt(weights) of the model, if there is one. Raises
     CheckpointError if no name matches, if a shape differs, or if the checkpoint has adapters that
@@ -196,8 +197,8 @@ def adopt_weights(model, state, path, log):
 def read_backbone(path, key="backbone"):
     """Read the checkpoint at `path`, whose weights become a part of a different model. Return the
     dict of the checkpoint with two changes: "model" {name: tensor} without the name prefixes of DDP
-    and torch.compile, and "digest", the SHA-256 of the weights in hexadecimal. key: the
-    configuration key that gave `path`, for messages. Raises CheckpointError if the file cannot be
+    and torch.compile, and "digest", the SHA-256 of the weights in hexadecimal. key: name of the
+    configuration key with this path, for messages. Raises CheckpointError if the file cannot be
     used."""
     try:
         with torch.device("cpu"):
@@ -211,9 +212,9 @@ def read_backbone(path, key="backbone"):
 def describe_backbone(path, key, ranks):
     """Return a dict that describes the checkpoint at `path`: "digest" (SHA-256 of the weights),
     "kind" (the model type), "shape" (the dict model_args), "tokenizer" (Tokenizer.spec() or
-    `None`). Rank 0 reads the file; all ranks must call this function. key: the configuration key
-    that gave `path`, for messages. ranks: a Ranks. Raises CheckpointError if the file cannot be
-    used."""
+    `None`). Rank 0 reads the file; all ranks must call this function. key: name of the
+    configuration key with this path, for messages. ranks: a Ranks. Raises CheckpointError if the
+    file cannot be used."""
     def describe():
         state = read_backbone(path, key)
         tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
@@ -224,8 +225,8 @@ def describe_backbone(path, key, ranks):
 
 def load_frozen(path, key="backbone", device="cpu"):
     """Load the checkpoint at `path` as a model in eval mode without gradients. Return (model,
-    tokenizer or `None`, dict), where the dict is the result of read_backbone(). key: the
-    configuration key that gave `path`, for messages. Raises CheckpointError if the file cannot be
+    tokenizer or `None`, dict), where the dict is the result of read_backbone(). key: name of the
+    configuration key with this path, for messages. Raises CheckpointError if the file cannot be
     used."""
     with torch.device("cpu"):
         state = read_backbone(path, key)

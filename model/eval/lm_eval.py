@@ -32,10 +32,10 @@ MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
-    """The methods of a language model of the lm-evaluation-harness for a GPT. evaluate() creates a
-    subclass of this class and the harness's TemplateLM. model: a GPT. tokenizer: a Tokenizer.
-    batch_size: texts per forward pass. template: a ChatTemplate to format tasks as conversations,
-    or `None`."""
+    """A GPT with the methods that the lm-evaluation-harness calls on a language model. evaluate()
+    creates a subclass of this class and the harness's TemplateLM. model: a GPT. tokenizer: a
+    Tokenizer. batch_size: texts per forward pass. template: a ChatTemplate to format tasks as
+    conversations, or `None`."""
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
@@ -150,8 +150,8 @@ class HarnessOptions:
 def evaluate(options):
     """Run the harness. Return the dict of results of lm_eval.simple_evaluate() for the model
     options.ckpt on options.tasks. The file options.out, if any, is created before the evaluation,
-    so that an error of the file system is raised early. options: HarnessOptions. Raises UserError.
-    """
+    so that an error of the file system is raised early. options: HarnessOptions. Raises UserError
+    if the model or an option cannot be used."""
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -178,7 +178,7 @@ def evaluate(options):
 
 def report(options):
     """Run the command: evaluate the model options.ckpt, print a table, and write all results to the
-    file options.out, if any. options: HarnessOptions. Raises UserError."""
+    file options.out, if any. options: HarnessOptions. Raises the errors of evaluate()."""
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

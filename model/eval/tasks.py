@@ -47,8 +47,8 @@ class Example(NamedTuple):
     """An example of a task: a question with one or more choices. With several choices, the model is
     correct if the correct choice has the highest log probability; with only one, if greedy decoding
     generates it. sequences: for each choice (ids of the question and the choice, n): the last n
-    ids, i.e. the choice, are scored. lengths: characters of each choice. answer: index of the
-    correct choice. task: index of the task."""
+    ids, i.e. the choice, are scored. lengths: the number of characters of each choice. answer:
+    index of the correct choice. task: index of the task."""
     task: int        # index of the task
     sequences: list  # [(ids, n)] per choice, with the last n ids scored
     lengths: list    # characters per choice
@@ -200,8 +200,9 @@ def get_text(row, name, default=None):
 # evaluation during a run
 
 def batch_by_width(examples, size):
-    """Return batches, lists of Examples of similar width (see Example.width). A batch has at most
-    `size` tokens, including padding, or consists of one example."""
+    """Return a list of batches, lists of Examples of similar width (see Example.width), the widest
+    first. examples: an iterable of Examples. A batch has at most `size` tokens, including padding,
+    or consists of one example."""
     batches = []
     n_free = 0  # sequences that the last batch can still hold
     for example in sorted(examples, key=lambda example: example.width, reverse=True):
@@ -214,10 +215,10 @@ def batch_by_width(examples, size):
 
 
 class Tasks:
-    """The task files config.eval_tasks. Each evaluation of a run calls evaluate(), which adds the
-    metrics of the tasks. An instance is both the data loader (with lists of Examples as batches)
-    and the model that the function evaluate() in train/evaluate.py expects. Attribute summary: a
-    text for the log.
+    """Evaluates the task files config.eval_tasks: each evaluation of a run calls evaluate(), which
+    adds the metrics of the tasks. An instance is both the data loader (with lists of Examples as
+    batches) and the model that the function evaluate() in train/evaluate.py expects. Attribute
+    summary: a text for the log.
 
     config: TrainConfig. data: the Data of the run, with a tokenizer in data.spec and validation
     data. model: the GPT in training. ranks: the Ranks of the run. Raises UserError for invalid
@@ -260,8 +261,8 @@ class Tasks:
         stop(done, total) returns true, which is called between batches.
 
         numbers: {name: number}, the result of the evaluation on `batches` validation batches. All
-        examples are scored if `batches` is config.eval_iters; otherwise one batch, which only shows
-        the names of the metrics. ranks: the Ranks of the run, all of which must call. autocast():
+        examples are scored if `batches` is config.eval_iters; otherwise one batch, only to know the
+        names of the metrics. ranks: the Ranks of the run, all of which must call. autocast():
         returns the context manager of the forward pass.
         """
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)

@@ -126,7 +126,8 @@ class Chapters(nn.Module):
 
 
 class MemoryBlock(RoutedBlock):
-    """A Block that first adds the output of a memory layer, Chapters, to the residual stream."""
+    """A Block that first adds the output of a memory layer, Chapters, to the residual stream.
+    config: a MemoryConfig; layer: the index of the block."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -179,11 +180,13 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Compute the old text idx, targets (B, T), and return the new (loss, sums). In training,
-        old_weight times the KL divergence from the backbone is added to the loss, and "old_kl" to
-        the sums; in eval mode the loss is not changed, and the cross-entropy is added to the sums.
-        n_items (B,): number of targets in each row of the new text, used as the weight of the same
-        row of the old text, so that the split into micro-batches does not matter."""
+        """Add the old text idx, targets (B, T), to the result (loss, sums) of a batch, and return
+        the new (loss, sums). In training, old_weight times the KL divergence from the backbone is
+        added to the loss, and "old_kl" to the sums; in eval mode the loss is not changed, and
+        "old_loss", the sum of the cross-entropy over the old targets, and "old_count", their
+        number, are added to the sums. n_items (B,): number of targets in each row of the new text,
+        used as the weight of the same row of the old text, so that the split into micro-batches
+        does not matter."""
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses

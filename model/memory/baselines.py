@@ -40,9 +40,9 @@ class EvaluationOptions:
 
 def print_comparison(args):
     """Print a table of the validation losses on new and old text: of the backbone, of the model in
-    args.ckpt and, with args.baseline, of LoRA and kNN-LM, which are trained here (LoRA in the
-    folders lora_0, lora_1 of the run's out_dir). args: an EvaluationOptions. Raises CheckpointError
-    if the model has no backbone, DataError without validation data."""
+    args.ckpt and, with args.baseline, of LoRA, which is trained here in the folders lora_0, lora_1
+    of the run's out_dir, and of kNN-LM (not for conversations). args: an EvaluationOptions. Raises
+    CheckpointError if the model has no backbone, DataError without validation data."""
     model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
     values = load_checkpoint(args.ckpt)["config"]
     if not values.get("backbone"):
@@ -72,8 +72,8 @@ def print_comparison(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return a list of floats, one for each loader in `loaders`: the mean loss of `model`, in eval
-    mode, on config.eval_iters batches of validation data."""
+    """Return a list of floats, one for each loader in `loaders`: the mean loss of `model`, which
+    must be in eval mode, on config.eval_iters batches of validation data."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 

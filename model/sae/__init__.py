@@ -103,9 +103,9 @@ def keep_largest(x, k):
 
 class SparseAutoencoder(nn.Module):
     """A sparse autoencoder of one layer: forward(activations (N, D), group) -> (mean loss, sums,
-    reconstruction (N, C) in the units of the activations). sums {name: tensor}: the parts of the
-    loss and statistics for numbers(), summed over N. config: a TrainConfig; spec: Data.spec, with
-    d_in, mean and scale.
+    reconstruction (N, C) in the units of the activations). D is C = d_in; for a transcoder it is 2
+    C, the input before the target. sums {name: tensor}: the parts of the loss and statistics for
+    numbers(), summed over N. config: a TrainConfig; spec: Data.spec, with d_in, mean and scale.
 
     Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
     1, and the squared error is about the share of variance that is not explained. Outliers (in many
@@ -172,8 +172,8 @@ class SparseAutoencoder(nn.Module):
         return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
 
     def encode(self, activations):
-        """Return the features (N, F), after the nonlinearity, of activations (N, D) in the original
-        units."""
+        """Return the features (..., F), after the nonlinearity, of activations (..., D) in the
+        original units."""
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
@@ -266,12 +266,13 @@ class SparseAutoencoder(nn.Module):
         return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
 
     def auxk_loss(self, x, pre, error, W):
-        """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2): the share
-        of the squared `error` that remains if the auxk largest dead features reconstruct the error.
-        If fewer than auxk features are dead, it is multiplied by their number / auxk. x (N, C):
-        centred and scaled activations; pre (N, F): features before the nonlinearity; error (N, C):
-        target minus reconstruction; W (F, C): the result of decoder(); `None`: pre and the decoder
-        are computed here, for the dead features only."""
+        """Return the AuxK loss (N,), which revives features that have not fired for dead_after
+        steps (dead features, arXiv:2406.04093, A.2): the share of the squared `error` that remains
+        if the auxk largest dead features reconstruct the error. If fewer than auxk features are
+        dead, the loss is multiplied by their number / auxk. x (N, C): centred and scaled
+        activations; pre (N, F): features before the nonlinearity; error (N, C): target minus
+        reconstruction; W (F, C): the result of decoder(); `None`: pre and the decoder are computed
+        here, for the dead features only."""
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
@@ -290,11 +291,11 @@ class SparseAutoencoder(nn.Module):
 
         explained_variance: over all activations and dimensions together, because a mean of ratios
         would be biased; `None` if they are constant. l0: mean number of features that fire per
-        activation. dead: number of features that have not fired for dead_after steps, in
-        evaluations of those that never fired. l1, auxk: parts of the loss, if used. In evaluations
-        with a backbone also lm_loss, the loss of the backbone; spliced_loss, the loss with the
-        reconstruction in place of the activations; and loss_recovered: 1 if both are equal, 0 if
-        the reconstruction is no better than zeros.
+        activation. dead: number of features that have not fired for dead_after steps; in
+        evaluations, that do not fire in the evaluation. l1, auxk: parts of the loss, if used. In
+        evaluations with a backbone also lm_loss, the loss of the backbone; spliced_loss, the loss
+        with the reconstruction in place of the activations; and loss_recovered: 1 if both are
+        equal, 0 if the reconstruction is no better than zeros.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -377,12 +378,12 @@ class SAEModel(nn.Module):
     def forward(self, x, targets=None):
         """Return (sum of the mean losses of the layers, sums {name: tensor}).
 
-        Without `targets` (in training, or without a backbone), x is activations (B, T, L D). With
-        `targets` (evaluation), x is token ids (B, T) and targets the next ones (B, T); the backbone
-        computes the activations, and sums also has "count" and the losses of the backbone,
-        multiplied by the count: lm_loss (unchanged), spliced_loss (with the reconstruction in place
-        of the activations) and zeroed_loss (with zeros). With several layers, names have the suffix
-        _N of the layer.
+        Without `targets` (in training, or without a backbone), x is activations (B, T, L D), the D
+        channels of each of L layers. With `targets` (evaluation), x is token ids (B, T) and targets
+        the next ones (B, T); the backbone computes the activations, and sums also has "count" and
+        the losses of the backbone, multiplied by the count: lm_loss (unchanged), spliced_loss (with
+        the reconstruction in place of the activations) and zeroed_loss (with zeros). With several
+        layers, names have the suffix _N of the layer.
         """
         total, sums, rows = 0.0, {}, x
         if targets is not None:

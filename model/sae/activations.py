@@ -42,11 +42,11 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 class Backbone:
     """A frozen GPT whose activations are read by activations(), and replaced in loss().
 
-    path: the checkpoint; layers: a tuple of block indices; device: of the GPT; dtype: the
-    configuration key. target: "input": the residual stream after each block in `layers` is read,
-    and replaced after one of them. Otherwise for a transcoder, which reads an input and a target:
-    "mlp", the input and output of the block's MLP or experts; a number N as text, the output of the
-    block and the output of block N. The target is replaced.
+    path: the checkpoint; layers: a tuple of block indices; device: of the GPT; dtype: a value of
+    the configuration key dtype, for autocast. target: "input": the residual stream after each block
+    in `layers` is read, and replaced after one of them. Otherwise for a transcoder, which reads an
+    input and a target: "mlp", the input and output of the block's MLP or experts; a number N as
+    text, the output of the block and the output of block N. The target is replaced.
 
     It is not an nn.Module: it is in no checkpoint, and not sharded. Raises CheckpointError if the
     checkpoint is missing or not a GPT with such blocks.
@@ -87,9 +87,8 @@ class Backbone:
     @torch.no_grad()
     def activations(self, idx):
         """Return the activations (B, T - N_SKIPPED, L D), float32, for token ids idx (B, T). The
-        first N_SKIPPED (1) tokens of each window are left out, because their activations are far
-        larger than others. The D channels of a layer are contiguous, for a transcoder the input
-        before the target."""
+        first N_SKIPPED (1) tokens of each window are left out. The D channels of a layer are
+        contiguous, for a transcoder the input before the target."""
         seen = {}  # {module: (input, output)}
         def record(module, args, out):
             seen[module] = args[0], out
@@ -104,8 +103,8 @@ class Backbone:
     @torch.no_grad()
     def loss(self, idx, targets, edit, i=0):
         """Return the mean language-model loss, a scalar, for idx, targets (B, T), if the
-        activations x (B, T - N_SKIPPED, C) of layers[i] are replaced by edit(x); for a transcoder,
-        x is the target."""
+        activations x (B, T - N_SKIPPED, C) of layers[i] are replaced by edit(x), a function; for a
+        transcoder, x is the target. -1 in targets is not counted."""
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
         with self.edited[i].register_forward_hook(hook):
@@ -126,9 +125,10 @@ class Backbone:
 
 
 def measure_scale(x, d_in):
-    """Return (mean, scale) of activations x (N, D), computed without outliers. mean: a list of D
-    floats. scale: the factor with which the variances have a mean of 1, a float; for a transcoder
-    (D = 2 d_in) a list of two floats, for input and target."""
+    """Return (mean, scale) of activations x (N, D), computed without outliers, the rows longer than
+    OUTLIER_RATIO times the median. mean: a list of D floats. scale: the factor with which the
+    variances have a mean of 1, a float; for a transcoder (D = 2 d_in) a list of two floats, for
+    input and target."""
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
@@ -238,8 +238,9 @@ class ActivationLoader:
 def open_data(config, ranks):
     """Return the Data (loaders and spec) of config.data_dir, a folder of tokens: activations of the
     backbone for training, an ActivationLoader, and windows of tokens for evaluations. If
-    config.backbone is `None`, return open_activations(). All ranks must call. Raises DataError for
-    data and CheckpointError for a backbone that cannot be used."""
+    config.backbone is `None`, return open_activations(). config: a TrainConfig; ranks: a Ranks. All
+    ranks must call this function. Raises DataError for data and CheckpointError for a backbone that
+    cannot be used."""
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)

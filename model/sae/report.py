@@ -161,9 +161,9 @@ class FeatureOptions:
 def show_features(options):
     """Print the texts in which the features with the largest activations fire, or write them to the
     page options.html. If options.to is set, export the autoencoder to this folder instead; else if
-    options.baseline is set, print how well it and random directions reconstruct activations
-    instead. options: a FeatureOptions. Raises UserError if the checkpoint or the data cannot be
-    used."""
+    options.baseline is set, print how well the autoencoder and random directions reconstruct
+    activations instead. options: a FeatureOptions. Raises UserError if the checkpoint or the data
+    cannot be used."""
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
     model = model.of_layer(model.keys.layer[0] if options.layer is None else options.layer)
     if options.to:

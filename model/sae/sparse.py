@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 
 def sum_rows(W, index, groups, n, weights):
-    """Return weighted sums (n, C) of rows of W (..., C): row g of the result is the sum of
-    weights[e] * W[index[e]] over the entries e with groups[e] = g. index, groups, weights (E,);
-    groups, from 0 to n - 1, must be ascending."""
+    """Return weighted sums (n, C) of rows of W (M, C): row g of the result is the sum of weights[e]
+    * W[index[e]] over the entries e with groups[e] = g. index, groups, weights (E,); groups, from 0
+    to n - 1, must be ascending."""
     starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
     return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
 

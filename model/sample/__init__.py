@@ -100,7 +100,8 @@ def load_compiled(options):
 
 def sample(options):
     """Run the command: load the model options.ckpt and print generated texts, or answer questions
-    if options.chat is True. options: SampleOptions. Raises UserError or ValueError."""
+    if options.chat is True. options: SampleOptions. Raises UserError or ValueError if the model or
+    an option cannot be used."""
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

@@ -55,9 +55,9 @@ class CompiledDecoder(nn.Module):
                                   fullgraph=True, mode=mode)
 
     def forward(self, idx, cache, last_only=True):
-        """Return the logits (B, T, V), or (B, 1, V) of the last token if last_only. idx: (B, T) the
-        ids of new tokens, which continue the texts in the cache. cache: a KVCache, to which the
-        tokens are appended in place."""
+        """Return the logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if
+        last_only. idx: (B, T) the ids of new tokens, which continue the texts in the cache. cache:
+        a KVCache, to which the tokens are appended in place."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -70,11 +70,11 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, history):
-    """Return the logits (1, 1, V) after one token, and store the keys and values of the token in
-    kv, in place. To be compiled: all inputs and outputs are tensors of fixed shapes. model: a GPT.
-    idx: (1, 1) the id of the token. kv: (L, 2, 1, G, S, D), see SingleTokenCache. positions: (1, 1)
-    the position of the token. history: (1, 1), or `None` if the model does not use histories. Both
-    are from KVCache.start()."""
+    """Return the logits (1, 1, vocab_size) after one token, and store the keys and values of the
+    token in kv, in place. To be compiled: all inputs and outputs are tensors of fixed shapes.
+    model: a GPT. idx: (1, 1) the id of the token. kv: (L, 2, 1, G, S, D), see SingleTokenCache.
+    positions: (1, 1) the position of the token. history: (1, 1), or `None` if the model does not
+    use histories. Both are from KVCache.start()."""
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, history))
     logits = model(idx, cache=cache, last_only=True)
@@ -148,8 +148,8 @@ class SharedGraphBlock(nn.Module):
 def compute_block(block, x, ropes, kv, slot, mask):
     """Compute one token by a Block. Return (output, new): the output (1, 1, C), and the keys and
     values of the token, (2, 1, G, 1, D) or, with the option key_offset, (2, 1, G, 2, D), as in
-    SingleTokenCache.new. x: (1, 1, C) the input. ropes: the result of GPTConfig.rope_tables. kv:
-    (2, 1, G, S, D) of this layer. slot, mask: as for SingleTokenCache."""
+    SingleTokenCache.new. x: (1, 1, C) the input. ropes: as for Attention.forward(). kv: (2, 1, G,
+    S, D) of this layer. slot, mask: as for SingleTokenCache."""
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 

@@ -74,7 +74,8 @@ def create_jobs(ids, n_left_out, options, chat, engine):
     seed, seed + 1, ... max_tokens is reduced to the limits of `engine`, an Engine. ids: the prompt,
     a list of token ids. n_left_out: number of messages that were left out of the prompt, for the
     response. options: RequestOptions. chat: whether max_tokens, if it is missing, is the limit of
-    the engine instead of 16. Raises APIError if the prompt is longer than the context."""
+    the engine instead of 16 (-1: always the limit). Raises APIError if the prompt is longer than
+    the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -89,9 +90,9 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 def parse_options(body):
     """Return the RequestOptions of a request. body: the JSON object of the request, a dict, which
-    is changed: "stop" is removed, and "max_completion_tokens", "max_new_tokens" or "n_predict", if
-    present, replaces "max_tokens". Raises APIError for invalid values and for options that are not
-    supported."""
+    is changed: "stop" is removed, and the first of "max_completion_tokens", "max_new_tokens" and
+    "n_predict" that is present replaces "max_tokens". Raises APIError for invalid values and for
+    options that are not supported."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name, neutral in UNSUPPORTED_OPTIONS.items():
@@ -119,8 +120,8 @@ def parse_options(body):
 
 def parse_stop(value):
     """Return the list of stop strings in `value`, the "stop" of a request: a string or a list of
-    strings. Empty strings are left out. Raises APIError for other values, and for too many or too
-    long strings."""
+    strings. Empty strings are left out. Raises APIError for other values, more than 16 strings, or
+    a string of more than 256 characters."""
     strings = [value] if isinstance(value, str) else value
     if not (isinstance(strings, list) and len(strings) <= 16
             and all(isinstance(s, str) and len(s) <= 256 for s in strings)):

@@ -25,7 +25,8 @@ PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longe
 
 class APIError(Exception):
     """An error response: the HTTP status, and the fields of OpenAI's error object. param: the name
-    of the invalid field of the request, if any."""
+    of the invalid field of the request, if any. code: OpenAI's short name of the error, if any,
+    e.g. "context_length_exceeded"."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
@@ -41,12 +42,12 @@ class APIError(Exception):
 @dataclass(eq=False)
 class Job:
     """One text to generate: the ids of the prompt, the RequestOptions, and the state of generation.
-    on_event: a function of one tuple (text, finish_reason), called for each new piece of text, by
-    the engine's thread or by the thread that calls emit() or Engine.close(). finish_reason is
-    `None` except for the last event: "stop", "length" or an exception. ended: whether generation
-    has ended; set it to True to cancel the job, which then has no last event (but events of a step
-    that is already running). n_generated: number of new tokens. token: id of the last one; -1
-    before the first."""
+    n_left_out: number of messages that were left out of the prompt, for the response. on_event: a
+    function of one tuple (text, finish_reason), called for each new piece of text, by the engine's
+    thread or by the thread that calls emit() or Engine.close(). finish_reason is `None` except for
+    the last event: "stop", "length" or an exception. ended: whether generation has ended; set it to
+    True to cancel the job: it then has no event except from a step that is already running.
+    n_generated: number of new tokens. token: id of the last one; -1 before the first."""
     ids: list
     options: object      # model.serve.api.RequestOptions
     n_left_out: int = 0  # messages of a conversation that do not fit in the context
@@ -114,8 +115,9 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Stop the engine: end the jobs of requests of which none has started with an APIError
-        (503) event, finish the other jobs, and wait for the end of the thread."""
+        """Stop the engine, and wait for the end of the thread. If a job of a request has started,
+        all jobs of this request are finished first; the jobs of all other requests end with an
+        event, APIError (503)."""
         with self.changed:
             self.closing = True
             for job in self.waiting:
@@ -174,8 +176,8 @@ class Engine:
 
     def prefill(self):
         """Run the model on waiting prompts, one after the other, each in a free row of the cache,
-        and sample the first token of each text. Stop after PREFILL_TOKENS or more tokens, or when
-        no row is free or no prompt is waiting."""
+        and sample the first token of each text. Stop once these prompts have PREFILL_TOKENS (128)
+        or more tokens, or when no row is free or no prompt is waiting."""
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots and self.waiting:
             with self.changed:

@@ -106,8 +106,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        """Handle a signal: begin a graceful shutdown, in which active requests are finished; at a
-        second SIGINT or SIGTERM end the process at once."""
+        """Handle the signal with the number `sig`: begin a graceful shutdown, in which active
+        requests are finished; at a second SIGINT or SIGTERM end the process at once."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
