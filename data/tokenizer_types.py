@@ -251,6 +251,9 @@ class JsonTokenizer(Tokenizer):
         check_growth(content)
         # Otherwise the texts of tokens are characters, as SentencePiece's.
         self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
+        # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
+        self.inner = content["model"].get("continuing_subword_prefix")
+        self.final = content["model"].get("end_of_word_suffix")
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
@@ -292,6 +295,13 @@ class JsonTokenizer(Tokenizer):
         table = byte_table()
         if token is None or token in self.special:
             return b""
+        # The marks are not text: they say where a word begins or ends.
+        space = "\u0120" if self.is_byte_level else " "
+        if self.inner:
+            is_inner = token.startswith(self.inner)
+            token = token.removeprefix(self.inner) if is_inner else space + token
+        if self.final and token.endswith(self.final):
+            token = token.removesuffix(self.final) + space
         if self.is_byte_level and all(c in table for c in token):
             return bytes(table[c] for c in token)
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):

@@ -116,6 +116,32 @@ def test_a_published_tokenizer_that_an_earlier_version_kept_as_ranks():
     assert theirs.encode("the<end><think>").ids == [257, 259, 260]
 
 
+def test_marks_of_words_are_not_counted_as_text(tmp_path):
+    """Of GPT-1 (</w>, where CLIP's are bytes too) and BERT (##): bits per byte and the text that is
+    printed during generation are those of the words with blanks between them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    text = "the cat and the caf\u00e9 of the catalogue"
+    for kind in ("gpt1", "clip", "bert"):
+        if kind == "bert":
+            theirs = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
+            make, how = tokenizers.trainers.WordPieceTrainer, {}
+        else:
+            how = dict(end_of_word_suffix="</w>")
+            theirs = tokenizers.Tokenizer(tokenizers.models.BPE(**how))
+            make = tokenizers.trainers.BpeTrainer
+        pre = [tokenizers.pre_tokenizers.WhitespaceSplit()]
+        if kind == "clip":
+            pre.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False))
+            theirs.decoder = tokenizers.decoders.ByteLevel()
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(pre)
+        theirs.train_from_iterator([text], make(vocab_size=30, special_tokens=["<unk>"], **how))
+        ours = JsonTokenizer(theirs.to_str(), None)
+        ids = ours.encode(text)
+        assert len(ids) > text.count(" ") + 1
+        assert b"".join(map(ours.bytes_of, ids)).decode().strip() == text
+        assert ours.token_bytes()[ids].sum() == len(text.encode()) + 1  # a blank per word
+
+
 def test_byte_is_tiktoken_and_the_bytes_themselves():
     tok = load_tokenizer("byte")
     assert tok.encode(TEXT) == list(TEXT.encode()) == tok.enc.encode_ordinary(TEXT)
