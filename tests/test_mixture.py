@@ -14,7 +14,8 @@ from conftest import TINY
 from runs import SMALL, Program, assert_same, configure, go, metrics, on_two_ranks, run_program
 
 from data.prepare import chat as data_chat
-from model.gpt import GPT
+from model.chat import ChatGPT
+from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.base.errors import CheckpointError, ConfigError, DataError, SetupError
 from train.base.fields import parse_mixture
@@ -332,6 +333,18 @@ def test_chats_mix_too(tmp_path):
     assert last["val_loss"] == pytest.approx(0.75 * last["val_loss_moo"]
                                              + 0.25 * last["val_loss_boo"])
     assert "### Assistant:" in (tmp_path / "out/samples.txt").read_text()
+
+
+def test_the_share_of_exact_answers_is_the_mean_of_the_sources(folders, tmp_path):
+    """However long the answers of a source are: of one token and right, or of 40 and wrong."""
+    loader = open_data(configure(mixed(folders, web=3, code=1), tmp_path), Ranks()).val
+    sums = dict(web=dict(loss=1.0, count=20, bytes=20, accuracy=20, answers=20, exact=20),
+                code=dict(loss=400.0, count=400, bytes=400, accuracy=100, answers=10, exact=2))
+    sums = {name: {k: torch.tensor(float(v)) for k, v in own.items()} for name, own in sums.items()}
+    model = ChatGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=9))
+    found = model.numbers(loader.merge(sums))
+    assert found["exact"] == pytest.approx(0.75 * 1.0 + 0.25 * 0.2)
+    assert found["accuracy"] == pytest.approx(0.75 * 1.0 + 0.25 * 0.25)
 
 
 # -----------------------------------------------------------------------------

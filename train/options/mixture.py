@@ -22,6 +22,7 @@ from train.base.fields import fields_by_name
 from train.dataloader import Data, Loader
 
 MAX_PERIOD = 10_000  # samples; shares are rounded to multiples of 1 / MAX_PERIOD
+PER_ANSWER = ("exact", "answers")  # sums of conversations that are divided by "answers"
 
 
 def samples_per_period(weights):
@@ -151,11 +152,15 @@ class Mixture(Loader):
         """Combine sums over the validation items (e.g. tokens) of each source into sums for the
         mixture. sums_by_source: {source: {name: tensor}}, with the number of items under "count".
         Return {name: tensor}: "count" is the total number of items; for any other name, sum / count
-        is the mean of the sources' values of sum / count, weighted by the shares."""
+        is the mean of the sources' values of sum / count, weighted by the shares. The same holds
+        for "exact" / "answers", if there are both."""
         n = sum(sums["count"] for sums in sums_by_source.values())
-        factors = {name: self.shares[name] * n / sums["count"]
-                   for name, sums in sums_by_source.items()}
-        return {key: sum(sums[key] * factors[name] for name, sums in sums_by_source.items())
+
+        def scaled(key, name, sums):
+            # An answer of many tokens would otherwise count less than one of few.
+            per = "answers" if key in PER_ANSWER and "answers" in sums else "count"
+            return sums[key] * (self.shares[name] * n / sums[per])
+        return {key: sum(scaled(key, *item) for item in sums_by_source.items())
                 for key in next(iter(sums_by_source.values()))}
 
 
