@@ -1049,8 +1049,11 @@ def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys
     r, ridge = (np.array(numbers[n], float) for n in ("targets", "ridge_targets"))
     for array, values in zip(drawn, (r, ridge, ceiling), strict=True):
         np.testing.assert_allclose(array, values, rtol=1e-6)
+    assert np.isnan(r[4]) and np.isfinite(r[:4]).all()
     draw(figure, r, ridge, ceiling)
     left, right = figure.axes
+    n_better = sum(r[i] > ridge[i] for i in (*range(4), *range(5, len(r))))
+    assert left.get_title() == f"better for {n_better / (len(r) - 1):.0%} of {len(r) - 1} targets"
     np.testing.assert_array_equal(left.collections[0].get_offsets().filled(np.nan),
                                   np.stack([ridge, r], 1))
     lines = {line.get_label(): line.get_ydata() for line in right.lines}

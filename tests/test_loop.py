@@ -149,14 +149,14 @@ def plain_losses(run, steps):
 
 def test_lengths_in_epochs_are_told_in_epochs(run):
     """20,000 tokens: 2,498 windows of 8, 4 a step. An evaluation has the number of the period that
-    ends, which the step before it may exceed."""
+    ends, which the step before it may exceed, and the learning rate of that step."""
     result, told = run(max_epochs=0.0128, eval_epochs=0.0064, lr_decay_iters=None)
     assert result["iter_num"] == 8  # 31.97 samples, rounded up to whole steps
     records = [r for name, r, *_ in told if name == "evaluation"]
     assert [r["iter"] for r in records] == [0, 4, 8]
     assert [r["epoch"] for r in records] == pytest.approx([0, 0.0064, 0.0128])
     assert [r["lr"] for r in records] == pytest.approx(
-        [0.01 / 3, 0.001 + 0.009 * (1 + math.cos(math.pi / 3)) / 2, 0.001])
+        [0.01 / 3, *(0.001 + 0.009 * (1 + math.cos(math.pi * x)) / 2 for x in (1 / 6, 5 / 6))])
     assert result["history"] == records
 
 

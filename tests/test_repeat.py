@@ -178,6 +178,17 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
         assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
 
 
+def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):
+    """A correlation with constant predictions; that of an earlier evaluation is not the run's."""
+    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+    run.folder.mkdir()
+    (run.folder / "metrics.jsonl").write_text('{"iter": 10, "val_correlation": 0.9}\n'
+                                              '{"iter": 20, "val_correlation": null}\n')
+    run.process = SimpleNamespace(poll=lambda: 0)
+    run.finish("val_correlation")
+    assert run.value is None and "a: no val_correlation in" in capsys.readouterr().out
+
+
 def test_a_terminals_ctrl_c_reaches_a_run_once(tmp_path, monkeypatch):
     """A run that is asked twice leaves at once, without a checkpoint."""
     (tmp_path / "run_train.py").write_text("import os; print(os.getpgrp())")

@@ -272,7 +272,8 @@ def validate(run):
         record = dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
                       train_loss=p.loss_sum / p.loss_count if p.loss_count else None, **numbers)
         if c.max_epochs is not None:  # a run in epochs may log no steps in between
-            record |= dict(epoch=run.count_epochs(), lr=get_lr(p.iter_num, c) * run.plateau.scale)
+            lr = get_lr(max(0, p.iter_num - 1), c) * run.plateau.scale  # of the last step
+            record |= dict(epoch=run.count_epochs(), lr=lr)
         # Console, train.log, metrics.jsonl and trackers; the history is returned by train().
         run.log.evaluation(record)
         p.history.append(record)

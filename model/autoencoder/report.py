@@ -68,10 +68,12 @@ def draw(figure, r, ridge, ceiling=None):
     those of ridge regression, and all of them sorted by r. r, ridge, ceiling (n,): numpy arrays of
     correlations for the n columns of the target. ceiling: the noise ceiling, `None`: not drawn."""
     left, right = figure.subplots(1, 2)
+    known = np.isfinite(r - ridge)  # not of a constant target or prediction
+    share = np.mean(r[known] > ridge[known])
     left.axline([np.nanmean(ridge)] * 2, slope=1, color="gray", linewidth=1)
     left.scatter(ridge, r, s=12, alpha=0.6, linewidth=0)
     left.set(xlabel="r of ridge regression", ylabel="r of the model", aspect="equal",
-             adjustable="datalim", title=f"better for {np.mean(r > ridge):.0%} of {len(r)} targets")
+             adjustable="datalim", title=f"better for {share:.0%} of {known.sum()} targets")
     order = r.argsort()
     for name, values, style in (("noise ceiling", ceiling, "k--"), ("model", r, "C0"),
                                 ("ridge regression", ridge, "C1.")):

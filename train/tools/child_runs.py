@@ -70,8 +70,11 @@ class ChildRun:
         `seconds` and `test` from metrics.jsonl and result.json, and print the result, followed by
         the text `note`. If the run is complete and has the metric, write value and seconds to
         result.json. metric: name of the result, e.g. val_loss."""
-        records = read_metrics(self.folder / "metrics.jsonl") + read_metrics(self.result_file)
-        values = [None, *(y for _, y in curve(records, metric))]
+        logged, result = read_metrics(self.folder / "metrics.jsonl"), read_metrics(self.result_file)
+        records = logged + result
+        # Of the last evaluation, even if it has no value: an earlier one is of other weights.
+        values = [None, *(to_number(r[metric]) for r in logged if metric in r),
+                  *(y for _, y in curve(result, metric))]
         seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
                    *(y for _, y in curve(records, "seconds"))]
         complete = self.result_file.exists() or self.process.poll() == 0
