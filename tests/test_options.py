@@ -301,7 +301,7 @@ def test_dry_run_estimates_and_writes_nothing(tmp_path, data_dir, monkeypatch):
                      r"activations and data [\d,]+; total [\d,]+ of [\d,]+", out)
     assert re.search(r"Fits. [\d,]+ ms per step, [\d,]+ tok/s", out)
     for steps in ("8", "5,000", "50,000", "500,000"):
-        assert re.search(rf"^ +{steps} steps: +\S+ tok, [\d:d ]+$", out, re.M)
+        assert re.search(rf"^ +{steps} steps: +\S+ tok, [\day:s, ]+$", out, re.M)
     monkeypatch.setattr("train.tools.dry_run.memory_available", lambda: 1000)
     code, _, err = command("--dry-run", data_dir=data_dir, out_dir=tmp_path / "o")
     assert code == 1 and err.startswith("Does not fit: lower batch_size")
