@@ -327,10 +327,13 @@ class GPT(nn.Module):
         """Return (mean loss, sums), the result of compute_loss(idx, targets, *others), or without
         `targets` the logits (B, T, vocab_size). idx (B, T): token ids; others: further tensors of a
         batch, for subclasses. last_only: return only the logits (B, 1, vocab_size) of the last
-        token. cache: a KVCache with the earlier tokens, updated in place; only without targets."""
+        token. cache: a KVCache with the earlier tokens, updated in place; only without targets.
+        Raises ValueError if no block uses the cache."""
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
+        if cache is not None and not cache.used:  # each token would be the first of a text
+            raise ValueError("no block uses the key-value cache: the model cannot generate text")
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
@@ -355,7 +358,7 @@ class GPT(nn.Module):
         Without a cache: mask, see Attention.forward(), default: causal; positions (B, T), default:
         from 0; history (B, T): the up to three tokens before each token, encoded by histories() of
         model/core/ops.py, default: computed from idx. Raises ValueError if T, or with a cache the
-        length of a row, exceeds block_size, or if no block uses the cache."""
+        length of a row, exceeds block_size."""
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -383,8 +386,6 @@ class GPT(nn.Module):
                      self.ropes[:, :, positions]).to(x).unbind()
         for block in self.h:
             x = block(x, ropes, cache, mask)
-        if cache is not None and not cache.used:  # each token would be the first of a text
-            raise ValueError("no block uses the key-value cache: the model cannot generate text")
         return self.ln_f(x)
 
     def logits(self, x):

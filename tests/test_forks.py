@@ -269,6 +269,19 @@ def test_a_block_that_ignores_the_cache_generates_nothing(monkeypatch):
                 model(torch.zeros(1, 1, dtype=torch.int64), cache=rows)
 
 
+class OwnTrunk(gpt.GPT):
+    """A GPT with states of its own, e.g. of patches of bytes, without a cache."""
+
+    def trunk(self, idx, cache=None, mask=None, positions=None, history=None):
+        return super().trunk(idx)
+
+
+def test_a_trunk_that_ignores_the_cache_generates_nothing():
+    model = OwnTrunk(gpt.GPTConfig(**SHAPE)).eval()
+    with pytest.raises(ValueError, match="no block uses the key-value cache"):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=create_cache(model, 1))
+
+
 class Shared(gpt.GPT):
     """A GPT whose blocks each run twice, as in ALBERT."""
 

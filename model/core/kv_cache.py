@@ -23,6 +23,8 @@ class KVCache:
     the last used row. If rows have different lengths, only one token per call can be appended.
     """
 
+    used = frozenset()  # layers that have stored keys; start() replaces it
+
     def __init__(self, config, rows, device, dtype, size=None):
         """Create an empty cache. config: the GPTConfig of the model. rows: number of texts (B).
         dtype: of keys and values. size: maximum number of tokens per row (default: block_size)."""
