@@ -136,7 +136,9 @@ class SharedGraphBlock(nn.Module):
         super().__init__()
         self.block, self.layer = block, block.attn.layer
 
-    def forward(self, x, ropes, cache, mask=None):
+    def forward(self, x, ropes, cache, mask=None, *others):
+        if others:
+            raise ValueError("--compile: blocks must exchange x only; remove the option")
         if not isinstance(cache, SingleTokenCache):
             return self.block(x, ropes, cache, mask)
         x, new = compute_block(self.block, x, ropes, cache.kv[self.layer], cache.slot, cache.mask)
