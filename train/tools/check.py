@@ -3,10 +3,11 @@
     python -m train.tools.check [--model NAME] [--config FILE] [--key value]...
 
 Runs of 12 steps are compared with a first run: killed and resumed, with other micro-batches, on two
-ranks with DDP and FSDP. Then the model is examined: batches, gradients, evaluation, decoding,
-initial values, FLOPs, export, keys. Each check prints one line: ok, differs or not applicable. The
-exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The runs are on the
-CPU, in float32, not compiled, without dropout; SETTINGS replaces batch size, intervals etc.
+ranks with DDP and FSDP, with gradient checkpointing. Then the model is examined: batches,
+gradients, evaluation, decoding, initial values, FLOPs, export, keys. Each check prints one line:
+ok, differs or not applicable. The exit code is 1 if a check differs. Default of --config:
+train/config_test.yaml. The runs are on the CPU, in float32, not compiled, without dropout; SETTINGS
+replaces batch size, intervals etc.
 """
 
 import contextlib
@@ -181,9 +182,10 @@ def compare_run(case, name, **how):
         compare(read_log(case, name), expected, TOLERANCE)
     except AssertionError as error:
         batch, model = case.run.data.train.get_batch("cpu", 0), case.run.raw_model.train()
-        losses = [case.loss(model, batch, seed)[0].item() for seed in (1, 2)]
-        raise AssertionError(("random numbers in the training loss? " if losses[0] != losses[1]
-                              else "") + str(error)) from None
+        first, again, other = (case.loss(model, batch, seed)[0].item() for seed in (1, 1, 2))
+        reason = ("state that forward() changes? " if first != again else
+                  "random numbers in the training loss? " if again != other else "")
+        raise AssertionError(reason + str(error)) from None
     return f"{len(expected)} numbers agree within rounding"
 
 
@@ -522,6 +524,7 @@ CHECKS = dict(
                   eval_iters=4),
     ddp=partial(compare_run, name="ddp", ranks=2, distributed="ddp"),
     fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
+    recompute=partial(compare_run, name="recompute", gradient_checkpointing="true"),
     weights=check_weights, batches=check_batches, gradients=check_gradients, loss=check_loss,
     evaluation=check_evaluation, decoding=check_decoding, initial=check_initial,
     flops=check_flops, export=check_export, keys=check_keys)
