@@ -391,6 +391,11 @@ def check_decoding(case):
         # The code of --compile, not compiled; some models are refused.
         with torch.compiler.set_stance("force_eager"), contextlib.suppress(ValueError):
             logits["compiled"] = decode(compile_decoder(packed), T // 2)
+        # As in model.sample: parameters in bfloat16, buffers in float32. For errors.
+        half = copy.deepcopy(model)
+        for p in half.parameters():
+            p.data = p.data.bfloat16()
+        decode(replace_linear_layers(half), T // 2)
     compare(logits, dict.fromkeys(logits, full), LOGIT_TOLERANCE)
     # One more form of attention scores in ops.py: that of bfloat16 on a CPU.
     qkv = 2 * torch.randn(3, 1, 1, T, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
