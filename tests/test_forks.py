@@ -676,6 +676,34 @@ def test_weights_that_differ_between_ranks_are_named(data_dir, tmp_path, sigma):
     assert (warning in (tmp_path / "train.log").read_text()) == bool(sigma)
 
 
+class WithStatistics(gpt.GPT):
+    """A GPT with a running mean, which each rank computes from its own batches."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("running", torch.zeros(1))
+
+    def compute_loss(self, idx, targets):
+        self.running.lerp_(idx.float().mean(), 0.1)
+        return super().compute_loss(idx, targets)
+
+
+def train_with_statistics(options):
+    build = gpt.build_model
+    gpt.build_model = lambda config, data: build(config, data, WithStatistics)
+    try:
+        train(load_config(None, options))
+    finally:
+        gpt.build_model = build
+
+
+def test_buffers_that_differ_between_ranks_are_named(data_dir, tmp_path):
+    in_ranks(2, train_with_statistics, options(
+        data_dir, tmp_path, distributed="ddp", max_iters=2, eval_interval=2))
+    assert ("1 weights differ between ranks, e.g. running"
+            in (tmp_path / "train.log").read_text())
+
+
 # -----------------------------------------------------------------------------
 # exports
 

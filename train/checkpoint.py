@@ -438,12 +438,16 @@ def add_bits(tensor):
 
 
 def warn_of_drift(model, iter_num, ranks, warn):
-    """Call warn(text) if trained parameters (requires_grad) of `model` are not the same on all
-    ranks; DTensors are not compared. iter_num: the step, for the text. All ranks must call."""
-    if names := find_drift({n: p for n, p in model.named_parameters() if p.requires_grad}, ranks):
+    """Call warn(text) if trained parameters (requires_grad) or persistent buffers of `model` are
+    not the same on all ranks; DTensors are not compared. iter_num: the step, for the text. All
+    ranks must call."""
+    saved = model.state_dict(keep_vars=True).items()
+    if names := find_drift({name: t for name, t in saved if t.requires_grad
+                            or not isinstance(t, torch.nn.Parameter)}, ranks):
         warn(f"iter {iter_num}: {len(names)} weights differ between ranks, e.g. {names[0]}: the "
-             "checkpoint has those of rank 0. What changes weights, or gradients after their "
-             "average, must be equal on all ranks; torch's random numbers differ between ranks")
+             "checkpoint has those of rank 0. What changes weights, buffers, or gradients after "
+             "their average, must be equal on all ranks; batches and torch's random numbers differ "
+             "between ranks")
 
 
 def make_savable(model):
