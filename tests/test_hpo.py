@@ -403,7 +403,7 @@ def test_ctrl_c_promises_no_checkpoint(search, capfd):
         code, found = search(SPACE, trials(2))
     assert code == 130 and not found
     assert capfd.readouterr().err == (
-        "\nstopping after this step; a second signal quits at once, without saving\n")
+        "\nstopping after this micro-batch; a second signal quits at once, without saving\n")
 
 
 def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search):

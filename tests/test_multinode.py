@@ -200,8 +200,8 @@ def test_sigterm_as_slurm_sends_it_stops_all_ranks_at_one_step(
     stopped = [line for line in output.splitlines() if line.startswith("Stopped at iter")]
     step = last_step(tmp_path) + 1
     assert len(stopped) == 1 and stopped[0].startswith(f"Stopped at iter {step}, saved.")
-    assert output.count("stopping after this step") == 1
-    end = output[output.index("stopping after this step"):]
+    assert output.count("stopping after this micro-batch") == 1
+    end = output[output.index("stopping after this micro-batch"):]
     assert end.count("Saving checkpoint") == 1 and "Traceback (most recent call last)" not in (
         end.split("Stopped at iter")[0])
     in_ranks(1, train_run, options(data_dir, tmp_path, **MANY))  # what is left of the cluster

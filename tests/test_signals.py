@@ -73,7 +73,7 @@ def test_a_second_signal_leaves_within_a_second(tmp_path, data_dir, name):
     out = tmp_path / "out"
     program = Program(data_dir, out, **SAVES,
                       env={"FAULT": f"before_step@7={name.lower()},mid_backward@7=sleep"})
-    program.wait_for("stopping after this step")
+    program.wait_for("stopping after this micro-batch")
     assert program.process.is_alive()
     began = time.monotonic()
     program.send(signal.Signals[name])
@@ -181,7 +181,7 @@ def test_a_rank_that_is_ended_says_first_what_broke(tmp_path):
     assert fork.wait(60) == 1
     text = (tmp_path / "said").read_text()
     assert "[rank 0] RuntimeError: Connection closed" in text and "Another rank died" in text
-    assert "stopping after this step" not in text
+    assert "stopping after this micro-batch" not in text
 
 
 def test_what_all_ranks_have_to_say_is_said_by_one(tmp_path):
@@ -209,7 +209,7 @@ def test_a_run_under_nohup_ignores_the_hangup(tmp_path, data_dir):
     program.send(signal.SIGHUP)
     seen = program.text().count("\niter ")
     program.wait_for(f"iter {seen + 5}:")
-    assert "stopping after this step" not in program.text()
+    assert "stopping after this micro-batch" not in program.text()
     program.send(signal.SIGTERM)
     assert program.wait()[0] == 143
 

@@ -88,7 +88,7 @@ class Signals:
         if env_rank() == 0:
             hint = "" if under_torchrun() else "; a second signal quits at once, without saving"
             with contextlib.suppress(OSError):
-                os.write(2, f"\nstopping after this step{hint}\n".encode())
+                os.write(2, f"\nstopping after this micro-batch{hint}\n".encode())
 
     def agree(self, ranks):
         """Return (stop, save): the number of the signal that requests a stop, or 0, and whether to
