@@ -135,7 +135,9 @@ def read_rows_meta(config, model, command, **types):
     KEY=TYPE of further keys that meta.json must have, as for read_meta_for(). Raises DataError if
     the folder has other data, or if the rows are longer than config.block_size."""
     folder = config.data_dir
-    how = f"prepare some: python -m data.prepare.{command} FILE... --out {quote_path(folder)}"
+    option = {"pairs": " --reference CKPT", "prompts": " --tokenizer CKPT"}.get(command, "")
+    how = (f"prepare some: python -m data.prepare.{command} FILE...{option} --out "
+           f"{quote_path(folder)}")
     meta = read_meta_for(model, folder, how, **types, block_size=int, vocab_size=int, template=dict)
     if meta.block_size > config.block_size:
         raise DataError(f"{folder}: prepared for a block_size of {meta.block_size}, but the "

@@ -401,7 +401,7 @@ def test_pairs_of_other_formulas_are_named(made, tmp_path, capsys):
 @pytest.mark.parametrize("changes, message", [
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(init_from="{other}"), "not the weights with which the pairs were prepared"),
-    (dict(data_dir="{chats}"), "prepare some: python -m data.prepare.pairs"),
+    (dict(data_dir="{chats}"), "data.prepare.pairs FILE... --reference CKPT --out "),
     (dict(dpo_nll=-1.0), "dpo_nll"),
     (dict(block_size=16), "prepare the data with --block_size 16"),
 ])

@@ -558,7 +558,7 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(init_from="scratch"), "init_from: missing"),
     (dict(reward="share"), "share: FileNotFoundError"),
     (dict(reward="nowhere.py"), "nowhere.py: FileNotFoundError"),
-    (dict(data_dir="{chats}"), "prepare some: python -m data.prepare.prompts"),
+    (dict(data_dir="{chats}"), "data.prepare.prompts FILE... --tokenizer CKPT --out "),
     (dict(answer_tokens=60), "exceed the model's context, 64"),
     (dict(group_size=1), "group_size: must be at least 2"),
     (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
