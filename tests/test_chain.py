@@ -1,6 +1,5 @@
 """python -m train.tools.chain: models that learn from those before them, and a student of all."""
 
-import math
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_each_model_learns_from_those_before_it_and_the_student_from_all(
 def test_a_crashed_model_teaches_nobody_and_is_tried_again(go, capsys):
     assert go("--models", "2", "--init_from=nothing.pt") == 1
     assert len(go.started) == 3 and not any("--teacher" in " ".join(a) for a in go.started)
-    assert math.isnan(float(capsys.readouterr().out.splitlines()[-1].split()[-1]))
+    assert capsys.readouterr().out.splitlines()[-1].split()[-2:] == ["-", "-"]
 
 
 @pytest.mark.parametrize("args, message", [

@@ -839,6 +839,6 @@ def test_an_edited_formula_is_recorded_and_named(edit, data_dir, tmp_path, capsy
 
     monkeypatch.setattr(formulas, "RECORD", Path(shutil.copy(formulas.RECORD, tmp_path)))
     edit(*GELU)
-    formulas.record()  # as if the logits were the same
+    formulas.record(None)  # as if the logits were the same
     edit(*GELU)
     assert formulas.edited("gpt") == {} and export("second")[0] == 0

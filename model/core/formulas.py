@@ -14,8 +14,10 @@ import functools
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from train.base.cli import command
 from train.base.errors import CheckpointError, warn_stderr
 from train.system import REPOSITORY
 
@@ -108,13 +110,17 @@ def check_formulas(state, path, kind):
             "if the logits are the same: python -m model.core.formulas, in the edited program")
 
 
-def record():
+@dataclass
+class RecordOptions:
+    """Record that the edited code computes the same logits as before."""
+
+
+def record(options):
     """Write the digests of the source code on disk to formulas.json, and print the names of the
-    definitions that had been edited."""
+    definitions that had been edited. options: a RecordOptions, without content."""
     names = ", ".join(edited()) or "nothing was edited"
     RECORD.write_text(json.dumps(read_record() | dict(digests=digests()), indent=1) + "\n")
     print(f"Recorded: {names}")
 
 
-if __name__ == "__main__":
-    record()
+main = command(RecordOptions, record)

@@ -47,9 +47,9 @@ class RunKeys:
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
                       "and start anew; must: only continue; or a checkpoint", start=True, path=True)
-    init_from: str = free_key("scratch", "or weights to start from: a checkpoint, a Hugging Face "
-                              "folder, hf:OWNER/NAME", path=True, reads=True)
-    allow_change: list[str] = key([], "resume with changes of these keys (data, all)", start=True)
+    init_from: str = free_key("scratch", "scratch, or weights to start from: a checkpoint, a "
+                              "Hugging Face folder, hf:OWNER/NAME", path=True, reads=True)
+    allow_change: list[str] = key([], "resume with changes of these keys, data or all", start=True)
     eval_only: bool = key(False, "evaluate once, print the numbers and exit", start=True)
     profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
     dry_run: bool = key(False, "estimate memory, tokens and time; write nothing", start=True)
@@ -129,9 +129,9 @@ class LearningRateKeys:
 class OptimizerKeys:
     optimizer: str = key("adamw", "muon: for matrices of blocks", choices=["adamw", "muon"])
     weight_decay: float = key(0.1, "decoupled decay of tensors with 2 or more dimensions", ge=0)
-    beta1: float = key(0.9, "adamw: decay of the first moment", ge=0, lt=1)
-    beta2: float = key(0.95, "adamw: decay of the second moment", ge=0, lt=1)
-    adam_eps: float = key(1e-8, "adamw: term added to the denominator", gt=0)
+    beta1: float = key(0.9, "AdamW: decay of the first moment", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW: decay of the second moment", ge=0, lt=1)
+    adam_eps: float = key(1e-8, "AdamW: term added to the denominator", gt=0)
     grad_clip: float = key(1.0, "maximum global norm of the gradients; 0: no clipping", ge=0)
     muon_lr: float = key(0.02, "muon: peak rate of the matrices", gt=0, needs="optimizer=muon")
     muon_momentum: float = key(0.95, "muon: Nesterov momentum", ge=0, lt=1, needs="optimizer=muon")

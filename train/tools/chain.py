@@ -9,7 +9,6 @@ ensemble of all earlier models. A run is a process with a folder in out/chain; t
 resumes, and repeats crashed runs.
 """
 
-import math
 from dataclasses import dataclass
 
 from train.base.cli import command, format_table
@@ -54,12 +53,11 @@ def train_chain(options, arguments):
 
 def table_row(child):
     """Return the row of the table for `child`, a ChildRun, as a tuple of strings: name, seconds,
-    validation loss, and validation loss of the ensemble of all earlier models (each "nan" if
-    missing: after a crash, or the ensemble of the first model)."""
+    validation loss, and validation loss of the ensemble of all earlier models (each "-" if missing:
+    after a crash, or the ensemble of the first model)."""
     losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
-    ensemble = losses[-1][1] if losses else math.nan
-    loss = math.nan if child.value is None else child.value
-    return child.name, f"{child.seconds:.0f}", f"{loss:.4f}", f"{ensemble:.4f}"
+    loss = "-" if child.value is None else f"{child.value:.4f}"
+    return child.name, f"{child.seconds:.0f}", loss, f"{losses[-1][1]:.4f}" if losses else "-"
 
 
 main = command(ChainOptions, train_chain, load=list, interrupt_message="the same command resumes")
