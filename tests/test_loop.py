@@ -129,7 +129,8 @@ def test_every_number_that_the_log_is_told(run):
     for r in steps:
         it = r["iter"]
         assert (r["tokens"], r["max_iters"], r["unit"]) == ((it + 1) * 32, 11, "tok")
-        assert (r["time_ms"], r["tokens_per_sec"], r["eta_s"]) == (500, 64, (10 - it) * 0.5)
+        assert (r["time_ms"], r["tokens_per_sec"]) == (500, 64)
+        assert (10 - it) * 0.5 <= r["eta_s"] < (10 - it) * 1.0 or it == 10  # with evaluations
         assert r["mfu"] is None and r["memory_mib"] > 50
     losses = plain_losses(run, 11)
     evaluations = [r for name, r, *_ in told if name == "evaluation"]

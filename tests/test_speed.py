@@ -70,6 +70,19 @@ def test_slow_batches_are_told_where_they_are_a_share_of_the_time(now, passed, l
     assert not told or said[0].startswith(f"{told} of the time is spent reading batches")
 
 
+def test_the_time_left_has_the_evaluations_that_come(now):
+    """Not the one before the first step, of 60 s; then 5 s for each 10 steps."""
+    clock = logger.Clock()
+    with clock.away():
+        now.move(60.0)
+    assert clock.time_left(0, 99, 0.5) == 99 * 0.5
+    for it in (10, 20):
+        with clock.away():
+            now.move(5.0)
+        assert clock.time_left(it, 99 - it, 0.5) == pytest.approx((99 - it) * (0.5 + 0.5))
+    assert clock.time_left(99, 0, 0.5) == 0.0
+
+
 # --- batches ahead
 
 class Reads:

@@ -285,6 +285,7 @@ class Clock:
 
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run
+        self.first = None      # (it, total_away) of the first call of time_left()
         self.start(0)
 
     def start(self, it):
@@ -318,6 +319,12 @@ class Clock:
         per_step = (seconds - self.seconds_away) / max(1, it + 1 - self.it)
         self.start(it + 1)
         return per_step
+
+    def time_left(self, it, n_steps, per_step):
+        """Return the estimated seconds of n_steps further steps after step `it`: per_step seconds
+        each, and the mean time in away() per step since the first call."""
+        first, before = self.first = self.first or (it, self.total_away)
+        return n_steps * (per_step + (self.total_away - before) / max(1, it - first))
 
 
 # -----------------------------------------------------------------------------

@@ -241,7 +241,8 @@ def log_step(run, lr, loss, norm, sums):
     run.log.step(dict(
         iter=it, max_iters=c.max_iters, tokens=(it + 1) * run.units_per_step, **run.clock.numbers,
         unit=run.data.train.unit, lr=lr, grad_norm=norm, time_ms=seconds * 1000,
-        tokens_per_sec=run.units_per_step / seconds, eta_s=(c.max_iters - it - 1) * seconds,
+        tokens_per_sec=run.units_per_step / seconds,
+        eta_s=run.clock.time_left(it, c.max_iters - it - 1, seconds),
         mfu=run.flops_per_step / seconds / run.peak_flops if run.peak_flops else None,
         memory_mib=logger.peak_memory(run.ranks.device), **to_numbers(run.raw_model, sums)))
 
