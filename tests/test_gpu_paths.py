@@ -20,9 +20,9 @@ from train import device as devices
 from train.base.errors import CollectiveExit
 from train.checkpoint import load_checkpoint
 from train.config import TrainConfig, load_config
-from train.dataloader import open_token_data
+from train.dataloader import open_token_data, seed_step
 from train.device import choose_dtype
-from train.distributed import Ranks, get_device, seed_step
+from train.distributed import Ranks, get_device
 from train.tools import dry_run
 from train.train import train
 

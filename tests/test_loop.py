@@ -1,6 +1,8 @@
 """The loop against a plain one: weights, numbers and moments of a run, computed a second way."""
 
 import math
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -140,6 +142,28 @@ def test_every_number_that_the_log_is_told(run):
     assert means[0] is None and means[1:] == pytest.approx(
         [np.mean(losses[a:b]) for a, b in ((0, 4), (4, 8), (8, 11))], rel=1e-5)
     assert not {"epoch", "lr"} & set(evaluations[1])
+
+
+def test_a_step_stays_in_few_files(data_dir, tmp_path, monkeypatch):
+    """Whoever reads what a step does, logging included, opens these files."""
+    files, step, top = set(), loop.train_step, os.path.dirname(os.path.dirname(loop.__file__))
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(top) and code.co_name[0] != "<":
+            files.add(os.path.relpath(code.co_filename, top))
+
+    def traced(run):
+        sys.setprofile(note if run.progress.iter_num == 2 else None)
+        try:
+            return step(run)
+        finally:
+            sys.setprofile(None)
+    monkeypatch.setattr(loop, "train_step", traced)
+    train(configure(data_dir, tmp_path, max_iters=4))
+    assert files == {"model/core/ops.py", "model/gpt.py", "train/base/console.py",
+                     "train/dataloader.py", "train/evaluate.py", "train/logger.py",
+                     "train/lr_scheduler.py", "train/train.py"}
 
 
 def plain_losses(run, steps):

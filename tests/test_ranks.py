@@ -104,15 +104,14 @@ def test_a_folder_that_another_machine_uses(tmp_path, monkeypatch):
 
 def late_rank(options, late):
     """Train while one rank works 60 ms more per step."""
-    from train import distributed
     from train import train as training
     comparison.SLOW_STEPS = 8
-    seed_step = distributed.seed_step
+    seed_step = training.seed_step
 
     def slow(seed, it, ranks):
         time.sleep(0.06 * (ranks.rank == late))
         seed_step(seed, it, ranks)
-    distributed.seed_step = slow
+    training.seed_step = slow
     training.train(TrainConfig(**options))
 
 

@@ -70,16 +70,6 @@ def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | Non
     torch.backends.cudnn.allow_tf32 = not deterministic
 
 
-def seed_step(seed, it, ranks):
-    """Seed torch's generators, on the CPU and on ranks.device, by (seed, step `it`, rank), so that
-    a resumed run has the same dropout masks as an uninterrupted one."""
-    number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
-    # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
-    torch.default_generator.manual_seed(number)
-    if ranks.device.type != "cpu":
-        getattr(torch, ranks.device.type).manual_seed(number)
-
-
 # -----------------------------------------------------------------------------
 # the process group
 

@@ -11,9 +11,28 @@ import math
 import torch
 
 from train.base.errors import SetupError
+from train.dataloader import check_batch
 from train.distributed import all_gather_vectors
 from train.logger import LINE_NAMES
-from train.system import check_batch, check_result, hook
+from train.system import ModelHooks, hook
+
+
+def check_result(result, previous=None):
+    """Return `result`, the result of a model's forward(*batch). SetupError unless it is (loss,
+    sums), a tensor and {name: tensor}, with the same names as `previous`, the sums of an earlier
+    batch (`None`: not compared), and without the name "loss"."""
+    example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
+    if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
+        raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
+    loss, sums = result
+    if wrong := [name for name, t in {"loss": loss, **sums}.items() if not hasattr(t, "detach")]:
+        raise SetupError(f"forward(*batch): {', '.join(wrong)} is no tensor; {example}")
+    if "loss" in sums:
+        raise SetupError("forward(*batch): rename the sum loss, the name is reserved for logs")
+    if previous is not None and previous.keys() != sums.keys():
+        raise SetupError(f"forward(*batch) returned the sums {', '.join(sums)}, and before "
+                         f"{', '.join(previous)}: expected the same names for every batch")
+    return result
 
 
 def pack(loss, sums, count):
@@ -47,7 +66,8 @@ def to_numbers(model, sums):
     if sums["count"] is 0), and the result of the model's method numbers(sums), with tensors
     converted to numbers or lists. sums: {name: tensor}, added over all batches. SetupError if the
     model uses a reserved name (LINE_NAMES)."""
-    numbers = {name: to_plain(value) for name, value in hook(model, "numbers")(sums).items()}
+    of_model = model.numbers(sums) if hasattr(model, "numbers") else ModelHooks.numbers(model, sums)
+    numbers = {name: to_plain(value) for name, value in of_model.items()}
     if reserved := LINE_NAMES & set(numbers):
         raise SetupError(f"{type(model).__name__}.numbers: {', '.join(sorted(reserved))}: these "
                          "names are reserved for log lines; use others")

@@ -71,14 +71,18 @@ class Logger:
         if self.is_main and self.console.live:
             self.console.show(live=text)
 
+    def write_file(self, text):
+        """Append `text` to train.log only."""
+        self.write(printable(text))
+
     def write(self, text, line=None, live=None):
         """Append `text` to train.log, with the time before each line; before start(), it may be
         held. Print `line` on the console, if it is not `None`. live: new text of the status line at
-        the bottom of a terminal (`None`: unchanged)."""
+        the bottom of a terminal (`None`: unchanged). The texts must be printable()."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             add = self.log_file.write if self.held is None else self.held.append
-            add(stamp + printable(text).replace("\n", f"\n{stamp}"))
+            add(stamp + text.replace("\n", f"\n{stamp}"))
             self.console.show(line, live)
 
     def samples(self, iter, text, whole=False):
@@ -109,7 +113,7 @@ class Logger:
         that are complete; "tokens": tokens until then. Validation: also "train_loss" (mean of the
         steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME."""
         self.store(record)
-        line = format_line(f"step {record['iter']}", record)
+        line = printable(format_line(f"step {record['iter']}", record))
         self.write(line, line)
 
     def store(self, record):

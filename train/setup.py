@@ -21,7 +21,7 @@ from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserE
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, needing_evaluations, to_yaml
-from train.dataloader import Data, Prefetcher, as_loader
+from train.dataloader import Data, Prefetcher, as_loader, seed_step
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import Muon, build_optimizer
@@ -197,7 +197,7 @@ class Run:
                             config=asdict(c), system_info=machine)
         log.held = [] if log.writes_files else None
         for text in self.notes:  # which the console has
-            log.write(text)
+            log.write_file(text)
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
                         device.describe_device(ranks.device), precision, self.flops_per_step)
         return log
@@ -231,8 +231,14 @@ class Run:
             if self.model is not self.raw_model:
                 self.optimizer.register_step_pre_hook(self.require_gradients)
         # forward(*batch) of `model`; before_step(it) calls that of the model and its submodules.
-        self.forward = functools.partial(self.compiler.call, self.model)
+        self.forward = self.model
+        if self.compiler.enabled:
+            self.forward = functools.partial(self.compiler.call, self.model)
         self.before_step = bind_before_step(self.raw_model)
+        hook(self.raw_model, "numbers")  # SetupError if it is not a method
+        # False: the model has no after_step(it, sums).
+        self.after_step = hasattr(self.raw_model, "after_step") and hook(self.raw_model,
+                                                                         "after_step")
 
     def open_monitors(self, stack):
         """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
@@ -338,7 +344,7 @@ class Run:
 
     def prepare_step(self, it):
         """Seed torch for step `it`, and call before_step(it) of the model and its submodules."""
-        distributed.seed_step(self.config.seed, it, self.ranks)
+        seed_step(self.config.seed, it, self.ranks)
         self.before_step(it)
 
     def order_buckets(self, it):

@@ -173,32 +173,6 @@ def bind_before_step(model):
     return lambda it: [method(it) for method in methods]
 
 
-def check_batch(batch):
-    """Return `batch`, a result of get_batch or fixed_batch of a loader. SetupError unless it is a
-    tuple or list."""
-    if not isinstance(batch, (tuple, list)):
-        raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
-    return batch
-
-
-def check_result(result, previous=None):
-    """Return `result`, the result of a model's forward(*batch). SetupError unless it is (loss,
-    sums), a tensor and {name: tensor}, with the same names as `previous`, the sums of an earlier
-    batch (`None`: not compared), and without the name "loss"."""
-    example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
-    if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
-        raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
-    loss, sums = result
-    if wrong := [name for name, t in {"loss": loss, **sums}.items() if not hasattr(t, "detach")]:
-        raise SetupError(f"forward(*batch): {', '.join(wrong)} is no tensor; {example}")
-    if "loss" in sums:
-        raise SetupError("forward(*batch): rename the sum loss, the name is reserved for logs")
-    if previous is not None and previous.keys() != sums.keys():
-        raise SetupError(f"forward(*batch) returned the sums {', '.join(sums)}, and before "
-                         f"{', '.join(previous)}: expected the same names for every batch")
-    return result
-
-
 def load_model_type(name):
     """Import model/NAME.py and return a ModelType with the definitions in it, and defaults for
     missing ones. ConfigError if there is no such model type, or if it has no build_model."""

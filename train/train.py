@@ -19,12 +19,12 @@ import torch.distributed as dist
 from train import checkpoint, distributed, logger
 from train.base.errors import BadNumbers, SetupError, quote_path
 from train.config import TrainConfig
-from train.dataloader import Data
-from train.evaluate import evaluate, pack, to_numbers, unpack
+from train.dataloader import Data, seed_step
+from train.evaluate import check_result, evaluate, pack, to_numbers, unpack
 from train.lr_scheduler import get_lr
 from train.robust import decide_action
 from train.setup import open_run, validate_config
-from train.system import check_batch, check_result, hook
+from train.system import hook
 
 
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
@@ -119,7 +119,8 @@ def train_step(run, lr=None):
     # Each parameter group has a peak rate, `initial_lr` (Muon, lr_groups), scaled in proportion.
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * (lr / c.learning_rate)
-    run.prepare_step(it)  # seeds, before_step() of some models
+    seed_step(c.seed, it, run.ranks)  # for dropout
+    run.before_step(it)  # a method of some models
 
     # The gradient of the step is that of the mean loss over all items that count (tokens that are
     # not masked) in this rank's n micro-batches and those of all other ranks:
@@ -136,9 +137,9 @@ def train_step(run, lr=None):
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
             stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
-            if micro and distributed.max_over_ranks(stop, run.ranks):
+            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 return None
-            batch = check_batch(run.batches.get(it * n + micro))  # tuple of tensors (B, ...)
+            batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
             # step. FSDP (where model is raw_model) reduces them in every micro-batch.
             accumulate_only = run.model is not run.raw_model and micro < n - 1
@@ -174,7 +175,8 @@ def train_step(run, lr=None):
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # None: the next backward() assigns
     p.iter_num += 1  # also after a skipped update: data and schedule follow the step number
-    hook(run.raw_model, "after_step")(it, sums)  # also called if the update was skipped
+    if run.after_step:  # a method of some models; also called if the update was skipped
+        run.after_step(it, sums)
     return loss
 
 
@@ -188,9 +190,10 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
     the multiplied gradients before clipping, a 0-dim tensor. With FSDP all ranks must call."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
-    # FSDP: one collective, and local operations. The scaled gradients do not exist yet.
-    norm = distributed.full(norm) * factor
-    grads = [distributed.local(g) for g in grads]
+    if hasattr(norm, "full_tensor"):  # FSDP: one collective, and local operations
+        norm = norm.full_tensor()
+        grads = [distributed.local(g) for g in grads]
+    norm = norm * factor  # that of the scaled gradients, which do not exist yet
     if max_norm:  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, torch.as_tensor(factor, device=norm.device))

@@ -44,7 +44,8 @@ from train.base.fields import base_type, key
 from train.base.keys import GPTKeys
 from train.base.tensors import named_tensors
 from train.config import load_config, to_yaml
-from train.distributed import process_group, seed_step
+from train.dataloader import seed_step
+from train.distributed import process_group
 from train.evaluate import evaluate
 from train.options.loss_svg import read_metrics
 from train.robust import run_reporting_errors
