@@ -150,7 +150,7 @@ class ChatTemplate:
         """Return the list of token ids of a prompt: messages, [(role, text), ...], and the start of
         the assistant's next answer. answer: the first words of this answer, a text that the model
         continues. variables: {name: text, number or bool} for the template. Raises DataError if the
-        template fails or writes nothing."""
+        template writes nothing, and the errors of encode()."""
         if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")

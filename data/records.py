@@ -199,7 +199,8 @@ def csv_rows(stream, name, columns):
 def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
     a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
-    read (`None`: all); raises ValueError if one is missing, SetupError without the package pyarrow.
+    read (`None`: all); raises ValueError if one is missing or a value does not exist in Python,
+    SetupError without the package pyarrow.
     """
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:

@@ -45,8 +45,8 @@ def open_rows(folder, split, **limits):
 def check_array(path, array, shape, limit, low=0):
     """Raise DataError unless `array` has the shape `shape`, which includes the first dimension
     (`None` in it: any size), and integers with low <= value < limit, or, if `limit` is `None`,
-    float32 numbers or NaN. Of a large array, only a part of the rows is checked. path: of the file,
-    for the message."""
+    finite float32 numbers or NaN. Of a large array, only a part of the rows is checked. path: of
+    the file, for the message."""
     some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
     if limit is None:
         kind = "float32 numbers (NaN: missing)"

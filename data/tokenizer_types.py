@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 import tiktoken
 
-from train.base.errors import DataError, require
+from train.base.errors import DataError, SetupError, require
 
 EOT = "<|endoftext|>"
 GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
@@ -60,10 +60,11 @@ def encode_within(text, encode):
 def data_errors(message):
     """Context manager that converts every exception in the block to a DataError with the text
     `message`, a colon and the exception. Panics of Rust libraries, which are not subclasses of
-    Exception, are converted, too; KeyboardInterrupt and SystemExit are not."""
+    Exception, are converted, too; KeyboardInterrupt, SystemExit and SetupError, for a missing
+    package, are not."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, SetupError):
         raise
     except BaseException as error:
         raise DataError(f"{message}: {error}") from None
@@ -415,7 +416,7 @@ def rank_tokenizer(ranks):
 def tokenizer_from_spec(spec):
     """Return the Tokenizer that a result of `Tokenizer.spec` describes. spec: a dict with "kind"
     (byte, char, gpt2, ranks or json) and further keys of this kind. Raises DataError for an invalid
-    dict."""
+    dict, SetupError for a missing package."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     with data_errors(f"tokenizer of kind {kind!r}: broken description"):
         if kind == "byte":

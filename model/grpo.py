@@ -79,9 +79,10 @@ class AnsweringGPT(chat.ChatGPT):
 
     prompts (B, P): token ids, right-padded; lengths (B,): true lengths; row_numbers (B,): indices
     of the prompts in the data, for reward_function; sample_numbers (B,), in training only: numbers
-    that determine the seeds of the answers. The sums are over prompts, and sums["prompts"] is the
-    number of prompts; numbers() returns means per prompt. The caller must set the attributes keys,
-    a TrainConfig, and reward_function, a RewardFunction.
+    that determine the seeds of the answers. Answers are sampled in training and greedy in
+    evaluations. The sums are over prompts, whose number is sums["prompts"] or, without it,
+    sums["count"]; numbers() returns means per prompt. The caller must set the attributes keys, a
+    TrainConfig, and reward_function, a RewardFunction.
     """
 
     def first_prompts(self, prompts, lengths, *rest):

@@ -25,7 +25,7 @@ from data.tokenizer import (
 )
 from data.tokenizer_hf import end_of_text, tokenizer_json
 from data.tokenizer_types import EOT, CharTokenizer, JsonTokenizer, RankTokenizer
-from train.base.errors import DataError
+from train.base.errors import DataError, SetupError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 CACHE_NAME = hashlib.sha1(R50K_URL.encode()).hexdigest()
@@ -140,6 +140,12 @@ def test_marks_of_words_are_not_counted_as_text(tmp_path):
         assert len(ids) > text.count(" ") + 1
         assert b"".join(map(ours.bytes_of, ids)).decode().strip() == text
         assert ours.token_bytes()[ids].sum() == len(text.encode()) + 1  # a blank per word
+
+
+def test_a_missing_package_is_no_broken_tokenizer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SetupError, match="^this tokenizer.json needs the package tokenizers: pip"):
+        tokenizer_from_spec(dict(kind="json", json="{}", eot_token=None))
 
 
 def test_byte_is_tiktoken_and_the_bytes_themselves():

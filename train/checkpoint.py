@@ -543,9 +543,10 @@ def select_optimizer_state(optimizer, entries, config, warn):
 
 def restore_optimizer(optimizer, state, ranks, path, shards=None):
     """Copy `state` {parameter name: {key: value}} into the state of `optimizer`, in place. The
-    optimizer's state must exist (see create_state). State of parameters that are not in `state` is
-    removed: the next step creates it. ranks, shards: as for fill(). path: of the checkpoint, for
-    messages. All ranks must call. CheckpointError if names, shapes or dtypes differ."""
+    optimizer's state must exist (see create_state), except "ema", which is created. State of
+    parameters that are not in `state` is removed: the next step creates it. ranks, shards: as for
+    fill(). path: of the checkpoint, for messages. All ranks must call. CheckpointError if names,
+    shapes or dtypes differ."""
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})

@@ -64,8 +64,8 @@ def unpack(vector, sums):
 def to_numbers(model, sums):
     """Return {name: number, list or `None`} for a log line: "loss", the mean loss per item (`None`
     if sums["count"] is 0), and the result of the model's method numbers(sums), with tensors
-    converted to numbers or lists. sums: {name: tensor}, added over all batches. SetupError if the
-    model uses a reserved name (LINE_NAMES)."""
+    converted to numbers or lists. sums: {name: tensor}, added over all batches, with "count" and
+    the total "loss". SetupError if the model uses a reserved name (LINE_NAMES)."""
     of_model = model.numbers(sums) if hasattr(model, "numbers") else ModelHooks.numbers(model, sums)
     numbers = {name: to_plain(value) for name, value in of_model.items()}
     if reserved := LINE_NAMES & set(numbers):

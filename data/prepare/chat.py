@@ -131,8 +131,8 @@ class ChatWriter(SampleWriter):
 
 def cut(ids, mask, width):
     """Return (ids, mask), cut after the last exchange (question and answer) that ends within the
-    first `width` tokens; empty if the first exchange does not fit. ids, mask: (n,); the mask is 1
-    for answers."""
+    first `width` tokens; empty if the first exchange does not fit. ids, mask: numpy arrays (n,);
+    the mask is 1 for answers."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]

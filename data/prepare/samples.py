@@ -116,10 +116,10 @@ class SampleWriter:
         return {split: self.write_split(folder, split, part) for split, part in splits.items()}
 
     def read(self):
-        """Read and encode the records of args.sources, and split the results by a hash of the
-        prompt. Return {"train": list of results of encode(), "val": list}. Prints how many records
-        were left out, and why. Raises DataError for bad records (unless args.skip_bad) and for an
-        empty split."""
+        """Read and encode the records of args.sources, at most args.num_samples, and split the
+        results by a hash of the prompt. Return {"train": list of results of encode(), "val": list}.
+        Prints how many records were left out, and why. Raises DataError for unreadable sources, bad
+        records (unless args.skip_bad) and an empty split."""
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source

@@ -53,9 +53,10 @@ def evaluate_rows(model, arrays, rows=1024):
 
 def evaluate_ridge(model, arrays):
     """Fit the baseline, a ridge regression on the same delays as `model`, a MultimodalAutoencoder,
-    to the training rows of the model's data_dir. Return the correlations(), (T,) or (S, T), between
-    the target and the prediction of the baseline on `arrays`, the list of open_features(). Raises
-    DataError if the training data are missing or cannot be fitted."""
+    to the training rows of the model's data_dir. Return the correlations(), a tensor (T,) or, for S
+    subjects, (S, T), between the target and the prediction of the baseline on `arrays`, the list of
+    open_features() with the model's spec and delays. Raises DataError if the training data are
+    missing or cannot be fitted."""
     weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = map(torch.from_numpy, data.design(arrays, model.spec))
     subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None

@@ -101,8 +101,8 @@ def scale(scores, temperature):
 
 def fit_temperature(labels, scores):
     """Return the temperature, a float, at which scale(scores, temperature) gives the labels the
-    largest likelihood. It is searched between 1/4 and 16, in steps of 1%. labels (N,): true
-    classes; scores (N, K): probabilities."""
+    largest likelihood. It is searched between 1/4 and 16, in steps of 1%. Numpy arrays:
+    labels (N,), true classes; scores (N, K), probabilities."""
     def likelihood(temperature):
         p = scale(scores, temperature)[np.arange(len(labels)), labels]
         return np.log(np.maximum(p, 1e-300)).sum()

@@ -133,7 +133,8 @@ def parse_stop(value):
 def parse_prompts(value, tokenizer, parse_special):
     """Return a list of prompts, each a list of ids. value: the "prompt" of a request: a prompt (a
     string or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens
-    as special tokens (otherwise as ordinary text). Raises APIError for other values."""
+    as special tokens (otherwise as ordinary text). Raises APIError for other values, e.g. [], and
+    for ids that are not in the vocabulary."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 

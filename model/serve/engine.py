@@ -97,9 +97,9 @@ class Engine:
     # called by other threads
 
     def submit(self, jobs):
-        """Add `jobs`, a list of Jobs, to the queue, and return at once. The texts are passed to the
-        on_event of each job. Raises APIError (503) if the queue has no room for all of them, or
-        after close()."""
+        """Add `jobs`, the list of Jobs of one request, to the queue, and return at once. The texts
+        are passed to the on_event of each job. Raises APIError (503) if the queue has no room for
+        all of them, or after close()."""
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
