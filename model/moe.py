@@ -275,7 +275,7 @@ class RoutedBlock(Block):
 
 
 class MoEBlock(RoutedBlock):
-    """A Block whose feed-forward layer is a mixture of Experts. config: a MoEConfig."""
+    """A RoutedBlock whose feed-forward layer is a mixture of Experts. config: a MoEConfig."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer, mlp=Experts)

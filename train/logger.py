@@ -76,9 +76,10 @@ class Logger:
         self.write(printable(text))
 
     def write(self, text, line=None, live=None):
-        """Append `text` to train.log, with the time before each line; before start(), it may be
-        held. Print `line` on the console, if it is not `None`. live: new text of the status line at
-        the bottom of a terminal (`None`: unchanged). The texts must be printable()."""
+        """Append `text`, without a final newline, to train.log, with the time before each line;
+        before start(), it may be held. Print `line` on the console, if it is not `None`. live: new
+        text of the status line at the bottom of a terminal (`None`: unchanged). The texts must be
+        printable(). Only on rank 0; without effect on other ranks."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             add = self.log_file.write if self.held is None else self.held.append

@@ -148,9 +148,9 @@ def ensure_dataset(data_dir, log=echo):
 # the command line
 
 def run(o):
-    """Run the command: prepare o.sources or o.dataset and print a summary. o: Options; if o.out is
-    empty, the default is written to it, and the sources of a dataset are written to o.sources.
-    Raises UserError."""
+    """Run the command: prepare o.sources or o.dataset, exactly one of them, in the folder o.out,
+    and print a summary. o: Options; if o.out is empty, the default is written to it, and the source
+    of a dataset that is not in CORPORA is written to o.sources. Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

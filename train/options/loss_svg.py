@@ -213,10 +213,10 @@ def draw_chart(panels, x_label, log_x=False):
 
 def draw_panel(name, curves, x, top, height):
     """Return a list of SVG elements (strings) of one panel: title, grid, vertical axis and curves.
-    name: the title. curves: a list of Curves. x: the horizontal Axis. top, height: of the panel, in
-    pixels. The vertical axis is logarithmic if the values span more than a factor of 3, as the
-    start of a loss would flatten the rest; for the name "learning rate" it is always linear, from
-    0. Points at the start may be cut off, see Curve."""
+    name: the title. curves: a list of Curves. x: the horizontal Axis. top, height: of the plot, in
+    pixels; the title is above it. The vertical axis is logarithmic if the values are positive and
+    span more than a factor of 3, as the start of a loss would flatten the rest; for the name
+    "learning rate" it is always linear, from 0. Points at the start may be cut off, see Curve."""
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)
