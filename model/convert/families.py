@@ -123,7 +123,8 @@ FAMILIES = {
                       defaults=dict(rope_theta=2e6, tie_word_embeddings=True,
                                     no_rope_layer_interval=4)),
     "mixtral": Family("MixtralForCausalLM", MIXTRAL_KEYS, dict(norm_topk_prob=[True]),
-                      defaults=ALL_WINDOWS | dict(sliding_window=None), layers="FW", experts=True),
+                      defaults=ALL_WINDOWS | dict(sliding_window=None, rope_theta=1e6,
+                                                   rms_norm_eps=1e-5), layers="FW", experts=True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE_KEYS, QK_NORMS,
                         defaults=dict(norm_topk_prob=False), experts=True),
     "gpt2": Family("GPT2LMHeadModel", GPT2_KEYS,
@@ -224,7 +225,8 @@ def read_attention(c, family, out):
                   if all(x == letters[i % p] for i, x in enumerate(letters)))
     has_windows = "W" in letters.upper()
     out |= dict(layer_types=letters[:period], window=c["sliding_window"] if has_windows else None)
-    given = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    # transformers prefers rope_scaling if both exist.
+    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
     full = local = given
     if any(isinstance(v, dict) for v in given.values()):
         full = given.get("full_attention") or {}
@@ -271,7 +273,9 @@ def read_rope(given, theta):
     not have it. rope_scaling is a text, "FACTOR" or Llama 3's four numbers, e.g. "8,1,4,8192", or
     `None`. Raises CheckpointError for types other than default, linear and llama3."""
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or given.get("partial_rotary_factor", 1) != 1:
+    if (part := given.get("partial_rotary_factor", 1)) != 1:
+        raise CheckpointError(f"partial_rotary_factor: {part!r}: not supported")
+    if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"rope_type: {kind!r}: expected default, linear or llama3")
     keys = dict(default=(), linear=("factor",), llama3=LLAMA3_KEYS)[kind]
     scaling = ",".join(repr(float(given[key])).removesuffix(".0") for key in keys)
