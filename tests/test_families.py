@@ -1061,14 +1061,17 @@ def test_the_number_of_experts_may_have_the_name_of_mixtral():
     assert families.read_config(c, "config.json")[1]["n_experts"] == 4
 
 
-def test_read_config_takes_defaults_and_precedence_of_transformers():
-    from model.convert.families import read_config
+def test_of_two_scalings_of_positions_that_of_transformers_counts():
+    """And Mixtral has defaults of its own."""
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=130,
                  intermediate_size=96, max_position_embeddings=64)
     both = dict(rope_parameters=dict(rope_type="default", rope_theta=500.0),
                 rope_scaling=dict(rope_type="linear", factor=4.0))
-    _, fields = read_config(sizes | both | dict(model_type="llama"), "config.json")
+    _, fields = families.read_config(sizes | both | dict(model_type="llama"), "config.json")
     assert (fields["rope_theta"], fields["rope_scaling"]) == (10000.0, "4")
     experts = dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-    _, fields = read_config(sizes | experts, "config.json")
+    _, fields = families.read_config(sizes | experts, "config.json")
     assert (fields["rope_theta"], fields["norm_eps"]) == (1e6, 1e-5)
+    partial = dict(model_type="llama", rope_parameters=dict(partial_rotary_factor=0.5))
+    with pytest.raises(CheckpointError, match="partial_rotary_factor: 0.5: not supported"):
+        families.read_config(sizes | partial, "config.json")

@@ -94,7 +94,7 @@ class Reads:
 
     def get_batch(self, device, step):
         self.steps.append(step)
-        return f"{step} on {device}"
+        return step, str(device)
 
 
 @pytest.mark.parametrize("more, ahead", [({}, 2), (dict(calls_per_chunk=3), 4)])
@@ -102,13 +102,13 @@ def test_batches_are_read_as_far_ahead_as_the_loader_reads_at_once(more, ahead):
     loader = Reads(**more)
     batches = Prefetcher(loader, torch.device("cpu"))
     for step in (0, 1, 2):
-        assert batches.get(step) == f"{step} on cpu"
+        assert batches.get(step) == (step, "cpu")
         assert [*batches.ahead] == list(range(step + 1, step + ahead))
-    assert batches.get(9) == "9 on cpu"
+    assert batches.get(9) == (9, "cpu")
     batches.thread.shutdown()
     assert loader.steps == [*range(ahead + 2), *range(9, 9 + ahead)]
     computes = Prefetcher(Reads(computes=True), torch.device("cpu"))
-    assert computes.get(0) == "0 on cpu" and computes.thread is None and not computes.ahead
+    assert computes.get(0) == (0, "cpu") and computes.thread is None and not computes.ahead
 
 
 # --- FLOPs and peaks
