@@ -13,7 +13,6 @@ replaces batch size, intervals etc.
 import contextlib
 import copy
 import io
-import math
 import os
 import re
 import signal
@@ -422,7 +421,7 @@ def check_flops(case):
     if not expected or hook(loader, "computes"):
         raise SetupError("no flops_per_unit(), or the loader computes too")
     # The counter does not know the fused attention of a CPU, and the products of experts.
-    mapping = {torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * math.prod(a) * b[-1]}
+    mapping = {torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b[-1]}
     with (FlopCounterMode(display=False, custom_mapping=mapping) as counter,
           sdpa_kernel(SDPBackend.MATH)):
         case.loss(model, batch)[0].backward()
