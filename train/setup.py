@@ -234,11 +234,11 @@ class Run:
         self.forward = self.model
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
-        self.before_step = bind_before_step(self.raw_model)
-        hook(self.raw_model, "numbers")  # SetupError if it is not a method
-        # False: the model has no after_step(it, sums).
-        self.after_step = hasattr(self.raw_model, "after_step") and hook(self.raw_model,
-                                                                         "after_step")
+        model = self.raw_model
+        self.before_step = bind_before_step(model)
+        # False: the model has none.
+        self.after_step = hasattr(model, "after_step") and hook(model, "after_step")
+        hook(model, "numbers")  # SetupError if it is not a method
 
     def open_monitors(self, stack):
         """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
