@@ -25,7 +25,7 @@ from data.prepare.prompts import to_question
 from data.tokenizer import load_tokenizer
 from model.core.generate import generate
 from model.core.init import stable_hash
-from model.core.load import load_model
+from model.core.load import load_model, saved_config
 from model.gpt import GPT, GPTConfig
 from model.grpo import (
     PolicyGPT,
@@ -725,3 +725,9 @@ def test_the_same_conversations_are_held_out_as_for_chats(made, tmp_path):
     held_out = tokenizer.decode(np.load(tmp_path / "c/val_tokens.npy").flatten().tolist())
     asked = {row["row"]["messages"][0]["content"] for row in rows}
     assert len(asked) > 5 and asked == set(re.findall(r"\d+\?", held_out))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read():
+    # It had the key grpo_beta, which only matters in training.
+    values = dict(model="grpo", init_from="out/chat/ckpt.pt", group_size=4)
+    assert saved_config(values | dict(grpo_beta=0.0)).group_size == 4

@@ -26,7 +26,7 @@ BACKBONE = "present path of the frozen model that the checkpoint needs (default:
 EMA = "use the running averages of the weights, from a run with the key ema"
 # Keys of older versions, or with other values than theirs, that only matter in training.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base", "max_minutes",
-                "eval_task_rows"}
+                "eval_task_rows", "grpo_beta"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
