@@ -343,7 +343,8 @@ class Run:
         return metric
 
     def prepare_step(self, it):
-        """Seed torch for step `it`, and call before_step(it) of the model and its submodules."""
+        """Seed torch for step `it`, and call before_step(it) of the model and its submodules, as
+        train_step() does."""
         seed_step(self.config.seed, it, self.ranks)
         self.before_step(it)
 
