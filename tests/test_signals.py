@@ -136,23 +136,22 @@ def test_a_signal_in_the_last_save_prints_how_to_resume(tmp_path, data_dir):
 
 @pytest.mark.matrix(63)
 def test_stopped_at_random_times_every_step_counts_once(tmp_path, data_dir):
-    """SIGTERM at 12 random times of a run, also before it has begun -> exit 143, saved and tidy, or
-    ended by the signal before there was anything to save; every step logged once"""
+    """SIGTERM at 12 random times, four of them counted from the start and eight from the first step
+    -> exit 143, saved and tidy, or ended by the signal before the first step; every step logged
+    once"""
     out, draw = tmp_path / "out", random.Random(63)
     endless = dict(max_iters=100_000, lr_decay_iters=100_000, save_interval=2)
-    began, program = time.monotonic(), Program(data_dir, tmp_path / "first", **endless)
-    program.wait_for("iter 2:")
-    first_steps = time.monotonic() - began  # seconds, on this machine
-    program.kill()
     codes = []
     for i in range(12):
         program = Program(data_dir, out, **endless)
-        program.process.join(draw.random() * first_steps * (3 if i % 3 else 0.5))
+        if i % 3:
+            program.wait_for("\niter ")
+        program.process.join(draw.random() * 0.3)
         program.send(signal.SIGTERM)
         codes.append(program.wait(20)[0])
         # Before the first step the signal ends it like a kill: the next run tidies up.
+        assert codes[-1] == 143 or not i % 3 and codes[-1] == -15, codes
         assert codes[-1] == -15 or not temporary_files(out)
-    assert set(codes) <= {143, -15} and codes.count(143) >= 4, codes
     steps = [m["iter"] for m in metrics(out) if "loss" in m]
     assert steps == list(range(load_checkpoint(out / "ckpt.pt")["iter_num"]))
 
