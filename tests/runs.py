@@ -28,6 +28,8 @@ from train.train import train
 # fixed, so that runs of other lengths have the same learning rates.
 SMALL = TINY | dict(n_layer=1, n_embd=16, n_hidden=32, block_size=8, batch_size=2, max_iters=20,
                     lr_decay_iters=20, vocab_size=256)
+# Of two ranks. The tests of train.tools.check train each model type with FSDP, too.
+WAYS = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
 
 
 def configure(data_dir, out_dir, **changes):

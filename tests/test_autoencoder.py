@@ -16,6 +16,7 @@ from conftest import full_disk, run
 from processes import REPO, python
 from runs import (
     SMALL,
+    WAYS,
     Program,
     assert_keys_change_only,
     assert_same,
@@ -387,7 +388,7 @@ def one_rank(folder, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_are_one(tmp_path, folder, one_rank, way):
     options = SMALL | SYSTEM | dict(data_dir=folder, max_iters=12, matching="correlation")
     code, text = run(*(f"--{k}={v}" for k, v in options.items()), "--out_dir", tmp_path / "two",
@@ -671,7 +672,7 @@ def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undi
     assert_same(request.getfixturevalue(undisturbed)[0], tmp_path)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("data, more", [("data", {}), ("subjects", {}), ("data", TIME)], ids=str)
 def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data, more):
     settings = more | SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,

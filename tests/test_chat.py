@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import SHARED, TINY, run
 from processes import python
-from runs import Program, assert_same, assert_two_ranks_equal_one
+from runs import WAYS, Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
 from data.chat_template import ChatTemplate, parse_content
@@ -571,7 +571,7 @@ def test_killed_and_resumed(capitals, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", WAYS)
 def test_two_ranks_equal_one(capitals, tmp_path, how):
     assert_two_ranks_equal_one(tmp_path, settings(capitals, "", optimizer="adamw"), how,
                                val_loss=1e-5, val_exact=0)

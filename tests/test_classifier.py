@@ -18,6 +18,7 @@ from conftest import SHARED, full_disk, run, tiny_args
 from processes import python
 from runs import (
     SMALL,
+    WAYS,
     Program,
     assert_a_kill_changes_nothing,
     assert_keys_change_only,
@@ -1114,7 +1115,7 @@ def test_two_ranks_train_what_one_trains(distributed, alone, labels, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), (name, a["iter"])
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_train_several_spans_in_folds_as_one(several, tmp_path, way):
     settings = SMALL | TINY | RANKS | dict(data_dir=str(several), folds=3)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_span_loss=1e-5,

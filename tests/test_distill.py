@@ -11,6 +11,7 @@ from conftest import TINY
 from processes import python
 from runs import (
     SMALL,
+    WAYS,
     assert_a_kill_changes_nothing,
     assert_keys_change_only,
     assert_two_ranks_equal_one,
@@ -202,7 +203,7 @@ def test_killed_and_resumed(data_dir, tmp_path, teacher):
     assert_a_kill_changes_nothing(data_dir, tmp_path, **more)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", WAYS)
 def test_two_ranks_equal_one(data_dir, tmp_path, teacher, how):
     settings = TINY | changes(teacher, data_dir=str(data_dir), max_iters=6, eval_interval=3)
     assert_two_ranks_equal_one(tmp_path, settings, how, val_loss=1e-5, val_kl=1e-4)
@@ -321,6 +322,6 @@ def test_killed_and_resumed_it_writes_the_same_answers(answering, tmp_path):
     assert_a_kill_changes_nothing(answering["data_dir"], tmp_path, **more)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", WAYS)
 def test_two_ranks_that_answer_equal_one(answering, tmp_path, how):
     assert_two_ranks_equal_one(tmp_path, answering, how, val_loss=1e-4, val_exact=0, val_length=0)

@@ -428,7 +428,8 @@ def test_killed_and_resumed(made, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
+@pytest.mark.parametrize("how, rank", [
+    ("ddp", 0), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(made, tmp_path, how, rank):
     assert_two_ranks_equal_one(tmp_path, settings(made, "", lora_rank=rank), how, val_loss=1e-5,
                                val_accuracy=0, val_exact=0)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from runs import SMALL, assert_a_kill_changes_nothing, assert_two_ranks_equal_one, metrics
+from runs import SMALL, WAYS, assert_a_kill_changes_nothing, assert_two_ranks_equal_one, metrics
 from test_convert import assert_close, ids, shake
 
 from data.labels import LabelledText, to_arrays
@@ -246,7 +246,7 @@ def test_killed_while_an_encoder_is_trained(encoder, tmp_path):
                                   **RUN | dict(init_from=str(encoder / "bert")))
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_train_an_encoder_as_one(encoder, tmp_path, way):
     settings = SMALL | RUN | dict(init_from=str(encoder / "bert"), data_dir=str(encoder / "data"))
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_span_loss=1e-5)

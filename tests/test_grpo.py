@@ -692,7 +692,8 @@ def test_killed_while_it_writes_answers(made, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("how, rank", [("ddp", 0), ("fsdp", 2)])
+@pytest.mark.parametrize("how, rank", [
+    ("ddp", 0), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(made, tmp_path, how, rank):
     changes = dict(lora_rank=rank, grpo_scale="group" if rank else "batch")
     one = train(load_config(None, settings(made, tmp_path / "one", **changes)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY
 from processes import python
-from runs import Program, assert_same, assert_two_ranks_equal_one
+from runs import WAYS, Program, assert_same, assert_two_ranks_equal_one
 
 from data.prepare import chat as data_chat
 from model import chat
@@ -234,7 +234,7 @@ def test_killed_and_resumed(data_dir, base, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", WAYS)
 def test_two_ranks_equal_one(data_dir, base, tmp_path, how):
     changes = settings(data_dir, base, "")
     assert_two_ranks_equal_one(tmp_path, changes, how, val_loss=1e-5)

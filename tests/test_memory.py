@@ -13,6 +13,7 @@ from conftest import TINY, run
 from processes import python
 from runs import (
     SMALL,
+    WAYS,
     Program,
     assert_a_kill_changes_nothing,
     assert_same,
@@ -462,7 +463,7 @@ def test_with_old_text_a_kill_changes_nothing(tmp_path, data_dir, old_dir, backb
                                   old_data_dir=str(old_dir), max_iters=14, save_interval=4)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_with_old_text_two_ranks_equal_one(tmp_path, data_dir, old_dir, backbone, way):
     settings = SMALL | OWN | dict(data_dir=str(data_dir), backbone=str(backbone), max_iters=6,
                                   old_data_dir=str(old_dir), n_chapters=8)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, run, tiny_args
 from processes import python
-from runs import Program, assert_same, run_program, tensors
+from runs import WAYS, Program, assert_same, run_program, tensors
 
 from model import gpt
 from model.moe import (
@@ -278,7 +278,7 @@ def test_killed_and_resumed_is_the_same_bit_for_bit(tmp_path, data_dir):
     assert_same(a, b)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_equal_one(tmp_path, data_dir, way):
     """More experts than tokens reach: on both ranks some have no rows."""
     settings = dict(OWN, n_experts=16, block_size=4, batch_size=2, n_layer=1,

@@ -37,12 +37,9 @@ FORECAST = 455e3  # tokens/s on an H100, at the least
 NUMBERS = dict(triton=1, library=1, bytes=1e9, saved=1e9, flops=1e12)
 LARGEST = 50304 * 768  # elements of the largest float32 buffer that there should be: a gradient
 
-# Of a process each. Kernels are those of a step that the same process has compiled before: a step's
-# numbers are equal on both GPUs.
-QUESTIONS = {
-    "H100": ["step gpt2 2", "kernels gpt2"],
-    "A100": ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
-             "whole"]}
+# Asked always, in one process; those of the slow tests have a process each.
+QUESTIONS = ["train_crossings", "decode_crossings", "a_crossing", "attention_kernels", "one_token",
+             "whole"]
 
 
 def ask(folder, gpu, questions, answer):
@@ -74,22 +71,20 @@ class Answers(dict):
 
 @pytest.fixture(scope="session")
 def proofs(tmp_path_factory):
-    """A function that waits for the answer to a question; all are asked at once, in two processes.
-    """
+    """A function that waits for the answer to a question. gpu: of one that is asked now."""
     folder, processes = tmp_path_factory.mktemp("gpu"), []
     fake_cuda.build(folder)
     answers = Answers()
 
     def wait(question, gpu=None):
-        if gpu:  # not one of those that are asked always
+        if gpu:
             answers[question] = concurrent.futures.Future()
             processes.append(ask(folder, gpu, [question], answers))
         answer, error = answers[question].result(timeout=1200)
         assert error is None, error
         return answer
-    for gpu, questions in QUESTIONS.items():
-        answers.update((q, concurrent.futures.Future()) for q in questions)
-        processes.append(ask(folder, gpu, questions, answers))
+    answers.update((q, concurrent.futures.Future()) for q in QUESTIONS)
+    processes.append(ask(folder, "A100", QUESTIONS, answers))
     yield wait
     for process in processes:
         process.kill()
@@ -109,14 +104,15 @@ def assert_as_before(found, limits):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_compiled_step_takes_what_it_took(proofs, name):
     """In two graphs, forward and backward, without float32 logits or scores of attention."""
-    found = proofs(f"step {name} {LAYERS[name]}", None if name == "gpt2" else "H100")
+    found = proofs(f"step {name} {LAYERS[name]}", "H100")
     assert_as_before(numbers(found), STEPS[name])
     assert found["graphs"] == 2 and found["float32"] <= LARGEST
 
 
 @pytest.mark.slow
 def test_a_step_of_twelve_layers_takes_what_it_took(proofs):
-    found = of_layers(12, proofs("step gpt2 1", "H100"), proofs("step gpt2 2"))
+    found = of_layers(12, proofs("step gpt2 1", "H100"),
+                      proofs("step gpt2 2", "H100"))
     assert_as_before(numbers(found), TWELVE)
     assert TOKENS / sum(forecast(found, "H100").values()) > FORECAST
 
@@ -134,15 +130,11 @@ def test_the_forecast_adds_up_its_parts():
         assert sum(parts.values()) == pytest.approx((1 + update) / 0.88)
 
 
-def test_kernels_compile(proofs):
-    """For sm_90; all, also for sm_80, with -m slow."""
-    assert proofs("kernels gpt2") > 10
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 @pytest.mark.parametrize("name", STEPS)
-def test_all_kernels_compile(proofs, name, gpu):
+def test_kernels_compile(proofs, name, gpu):
+    """For sm_90 and sm_80."""
     assert proofs(f"kernels {name}", gpu) > 10
 
 
