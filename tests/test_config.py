@@ -105,6 +105,15 @@ def test_an_unknown_key_is_offered_the_nearest(tmp_path):
     assert "unknown key 'epoch' (did you mean 'epochs'?)" in problems(path)[0]
 
 
+def test_defaults_of_earlier_versions_are_ignored_and_other_values_refused(tmp_path):
+    """In the config.yaml of their runs: keys that were removed, and a default that was null."""
+    path = write(tmp_path, "dpo_loss: sigmoid\nlength_normalized: false\nquantize_base: no\n"
+                           "grpo_beta: 0.0\nclass_weights: null\neval_task_rows: null\n")
+    assert load_config(path) == load_config(None)
+    path = write(tmp_path, "dpo_loss: ipo\nquantize_base: int8\ngrpo_beta: 0.1\n")
+    assert [p.split("'")[1] for p in problems(path)] == ["dpo_loss", "quantize_base", "grpo_beta"]
+
+
 @pytest.mark.matrix(92)
 def test_exponent_without_a_dot_is_a_number(tmp_path):
     assert load_config(write(tmp_path, "learning_rate: 1e-4\n")).learning_rate == 1e-4

@@ -203,7 +203,7 @@ def translate(name, raw, known, by_epochs=False):
     set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
     """
     choices = known[name].metadata.get("choices", [raw]) if name in known else []
-    if name in known and (raw in choices or not isinstance(raw, (str, bool))):
+    if name in known and raw not in NULL and (raw in choices or not isinstance(raw, (str, bool))):
         return {name: raw}
     target = name if name in known else ALIASES.names.get(name, name)
     if by_epochs and name in ALIASES.per_epoch:

@@ -196,5 +196,6 @@ class PartialStateDict:
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         if strict and (wrong := state_dict.keys() ^ self.state_dict().keys()):
-            raise RuntimeError(f"missing or unexpected tensors: {', '.join(sorted(wrong)[:6])}")
+            raise RuntimeError(f"missing or unexpected tensors: {', '.join(sorted(wrong)[:6])}; if "
+                               "a different version of this program wrote them, use that one")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
