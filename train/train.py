@@ -161,12 +161,12 @@ def train_step(run, lr=None):
     # The only wait for the device. From here on all ranks have the same numbers and decide alike.
     sums, (norm,) = unpack(torch.cat([totals, norm.to(totals.dtype).view(1)]), sums)
     loss = float(sums["loss"] / sums["count"]) if sums["count"] else p.recent_loss()
-    update = True  # unless a spike or a float16 overflow skips it
-    if math.isfinite(loss + norm) and not run.spikes.update(loss):
+    is_normal = math.isfinite(loss + norm) and not run.spikes.update(loss)
+    if is_normal:
         p.spikes_in_a_row = 0
         p.overflows_in_a_row = 0
-    else:
-        update = react_to_anomaly(run, lr, loss, norm)
+    # A spike or a float16 overflow may skip the update.
+    update = is_normal or react_to_anomaly(run, lr, loss, norm)
     log_step(run, lr, loss, norm, sums)
     if update:
         run.scaler.step(run.optimizer)
@@ -235,8 +235,9 @@ def log_step(run, lr, loss, norm, sums):
     it = p.iter_num
     if p.overflows_in_a_row:  # the step has no meaningful norm, and is not counted
         return
-    p.loss_sum += loss * bool(sums["count"])  # for the mean in the next evaluation line
-    p.loss_count += bool(sums["count"])
+    if sums["count"]:  # for the mean in the next evaluation line, without fully masked steps
+        p.loss_sum += loss
+        p.loss_count += 1
     if it % c.log_interval and it + 1 != c.max_iters:
         return
     # Times are means over the steps since the last line, without evaluations and saves.
