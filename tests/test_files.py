@@ -105,7 +105,7 @@ def test_logs_that_are_links(outside, capsys):
         log.info("hello")
         log.step(dict(iter=0, tokens=8, loss=1.0))
         log.samples(0, "text")
-        log.describe_run("seed: 1\n", {}, {})
+        log.describe_run("seed: 1\n")
         log.plot()
     for name in ("metrics.jsonl", "loss.svg", "config.yaml"):
         assert not (folder / name).is_symlink() and (folder / name).stat().st_size > 0

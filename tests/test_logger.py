@@ -407,8 +407,9 @@ def test_characters_above_the_first_plane_are_read_again_by_yaml():
 
 
 def test_training_args_and_yaml(tmp_path):
-    with Logger(tmp_path) as log:
-        log.describe_run("b: 1\na: ü\n", dict(seed=1, rate=math.inf), dict(world_size=2))
+    config = dict(seed=1, rate=math.inf)
+    with Logger(tmp_path, config=config, system_info=dict(world_size=2)) as log:
+        log.describe_run("b: 1\na: ü\n")
     args = json.loads((tmp_path / "training_args.json").read_text())
     assert args["arguments"] == dict(seed=1, rate="inf") and args["world_size"] == 2
     assert args["argv"] == sys.argv and args["pid"] == os.getpid() and args["host"]

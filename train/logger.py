@@ -32,7 +32,7 @@ class Logger:
 
     trackers: list with some of "tensorboard", "wandb", "mlflow". config: the run's configuration as
     a dict; with eval_only, only train.log is written. system_info: dict of facts about the machine
-    for the trackers, in addition to environment().
+    for training_args.json and the trackers, in addition to environment().
     """
 
     def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
@@ -178,13 +178,13 @@ class Logger:
             except Exception as error:
                 self.warn(f"loss.svg could not be drawn: {error}")
 
-    def describe_run(self, yaml_text, config, machine):
-        """Write config.yaml, with the text `yaml_text`, and training_args.json: the dict `config`,
-        the command line, versions, and `machine` {name: value}, facts about the machine. The run
-        can be repeated from either file. A failure is a warning."""
-        record = dict(arguments=config, argv=sys.argv, command=shlex.join(sys.orig_argv),
+    def describe_run(self, yaml_text):
+        """Write config.yaml, with the text `yaml_text`, and training_args.json: the configuration,
+        the command line, versions, and facts about the machine. The run can be repeated from either
+        file. A failure is a warning."""
+        record = dict(arguments=self.config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                      **machine)
+                      **self.system_info)
         try:
             write_text(os.path.join(self.out_dir, "config.yaml"), yaml_text)
             write_text(os.path.join(self.out_dir, "training_args.json"), to_json(record, 2) + "\n")
