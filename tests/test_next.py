@@ -131,11 +131,10 @@ def test_resume_commands_are_those_of_the_launcher(monkeypatch):
     config = load_config(None, [])
     monkeypatch.setattr("sys.argv", ["run_train.py", "--seed", "3"])
     assert resume_command(config, Ranks()).split() == ["python", "run_train.py", "--seed", "3"]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert shlex.split(resume_command(config, Ranks(world_size=2))) == [
+    assert shlex.split(resume_command(config, Ranks(world_size=2, ranks_per_node=2))) == [
         "torchrun", "--standalone", "--nproc_per_node=2", "run_train.py", "--seed", "3"]
-    assert shlex.split(resume_command(config, Ranks(world_size=8))) == [
+    assert shlex.split(resume_command(config, Ranks(world_size=8, ranks_per_node=2))) == [
         "torchrun", "--nnodes=4", "--rdzv_backend=c10d", "--rdzv_endpoint=node0:29500",
         "--nproc_per_node=2", "run_train.py", "--seed", "3"]
 

@@ -209,12 +209,10 @@ def test_a_configuration_made_in_python_is_checked(tmp_path):
 
 def test_the_printed_command_knows_nodes_and_spaces(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_train.py", "--out_dir", "my runs/a b", "--resume=never"])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     told = logger.resume_command(load_config(None, ["--resume=never"]), Ranks(world_size=2))
     assert "torchrun --nnodes=2 --rdzv" in told and "--nproc_per_node=1 run_train.py" in told
     assert "--out_dir 'my runs/a b'" in told and told.endswith("--resume auto")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    told = logger.resume_command(load_config(None), Ranks(world_size=4))
+    told = logger.resume_command(load_config(None), Ranks(world_size=4, ranks_per_node=4))
     assert "torchrun --standalone --nproc_per_node=4 run_train.py" in told
 
 

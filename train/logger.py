@@ -396,11 +396,10 @@ def resume_command(config, ranks):
         return "  the same call, with resume='auto'"
     launcher = ["python"]
     if ranks.world_size > 1:
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
-        n_nodes = ranks.world_size // ranks_per_node
+        n_nodes = ranks.world_size // ranks.ranks_per_node
         address = os.environ.get("MASTER_ADDR", "HOST")  # of the node with rank 0
         where = ["--standalone"] if n_nodes == 1 else [
             f"--nnodes={n_nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}:29500"]
-        launcher = ["torchrun", *where, f"--nproc_per_node={ranks_per_node}"]
+        launcher = ["torchrun", *where, f"--nproc_per_node={ranks.ranks_per_node}"]
     args = ["--resume", "auto"] if config.resume != "auto" else []  # the last value counts
     return "  " + shlex.join([*launcher, *sys.argv, *args])
