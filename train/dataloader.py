@@ -472,12 +472,12 @@ class Prefetcher:
         self.device = device
         self.thread = None
         if not getattr(loader, "computes", False):
-            # Or the thread would create a context on GPU 0, for pinned memory.
+            # Otherwise the thread would create a context on GPU 0, for pinned memory.
             start = torch.cuda.set_device if device.type == "cuda" else None
             self.thread = ThreadPoolExecutor(1, "batches", start, (device,))
         self.ahead = {}  # {step: Future}
         self.seconds = 0.0  # time spent waiting for batches
-        # Small batches have thousands per read; a limited number suffices to start the next read.
+        # One read may return thousands of small batches; the limit is enough to read in time.
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
@@ -506,13 +506,13 @@ class Prefetcher:
 # -----------------------------------------------------------------------------
 # token files as the data of a run
 
-def open_token_data(config, ranks, loader=None):
+def open_token_data(config, ranks, loader=DataLoader):
     """Return the Data of the token files in config.data_dir: loaders of the splits train and val
     (val is `None` if eval_interval is 0), and the vocabulary and tokenizer as spec. If data_dir is
     named stdlib and is not prepared yet, rank 0 first prepares this built-in data set.
 
-    config: a TrainConfig; ranks: a Ranks. loader: class of the loaders (default: DataLoader), with
-    the same arguments as DataLoader. All ranks must call. DataError if the files cannot be used.
+    config: a TrainConfig; ranks: a Ranks. loader: class of the loaders, with the same arguments as
+    DataLoader. All ranks must call. DataError if the files cannot be used.
     """
     c = config
     if os.path.basename(os.path.normpath(c.data_dir)) == "stdlib" and not is_prepared(c.data_dir):
@@ -521,8 +521,7 @@ def open_token_data(config, ranks, loader=None):
     size, tokenizer = find_vocabulary(c.data_dir, c.tokenizer, c.vocab_size)
 
     def load(split, batch_size, rank, world_size):
-        return (loader or DataLoader)(c.data_dir, batch_size, c.block_size, split, c.seed, rank,
-                                      world_size, size)
+        return loader(c.data_dir, batch_size, c.block_size, split, c.seed, rank, world_size, size)
     train = load("train", c.micro_batch(ranks.world_size), ranks.rank, ranks.world_size)
     # Every rank evaluates whole batches, so the value does not depend on the number of ranks.
     val = load("val", c.batch_size, 0, 1) if c.eval_interval else None

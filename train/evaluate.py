@@ -46,7 +46,7 @@ def pack(loss, sums, count):
     n = out.get("count", torch.full((), count, dtype=precise, device=loss.device))
     # The mean over 0 items may be NaN.
     total = torch.where(n > 0, loss.detach().to(precise) * n, 0.0)
-    out = {"count": n, "loss": n} | out | {"loss": total}
+    out = {"count": n, "loss": total} | out
     return torch.cat([value.flatten() for value in out.values()])
 
 
