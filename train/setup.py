@@ -73,7 +73,8 @@ class Run:
     Only functions in train/train.py have a whole Run as an argument."""
 
     def __init__(self, config, ranks, on_evaluation=None):
-        # TrainConfig: with the shape of inherited weights, and lengths in steps.
+        # TrainConfig. open_folder() adds the shape of inherited weights, open_data() converts
+        # lengths in epochs to steps.
         self.config = config
         self.ranks = ranks  # Ranks: rank, world_size, device
         # Functions and constants of model/NAME.py (train/system.py).
@@ -94,10 +95,9 @@ class Run:
         self.config then takes the architecture. Raises CheckpointError; UserError if it is already
         locked."""
         c = self.config
-        # out_dir, locked; saves in the background.
         self.folder = RunFolder(c.out_dir, c.keep_last, c.save_precision)
         stack.callback(self.folder.close)
-        # Start: scratch, resume or init_from, with the checkpoint.
+        # Creates and locks the folder.
         self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
         self.config = c.replace(**self.start.shape)
 
@@ -112,9 +112,8 @@ class Run:
     def open_data(self, data=None):
         """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
         epochs in self.config to steps. Set n_micro (micro-batches per step of this rank),
-        full_count (tokens or rows per micro-batch of this rank) and units_per_step (tokens or rows
-        per step, over all ranks). Raises UserError."""
-        # Data: loaders train, val, test; spec
+        full_count (tokens or rows per micro-batch of this rank, including masked ones) and
+        units_per_step (tokens or rows per step, over all ranks). Raises UserError."""
         self.data = open_data(self.config, self.ranks, data)
         settings = needing_evaluations(self.config)
         if self.data.val is None and self.config.evaluates and settings:
@@ -125,10 +124,8 @@ class Run:
         self.data.train.fingerprint()  # before a thread reads the data too
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
-        self.n_micro = c.accumulation(world_size)  # micro-batches of this rank per step
-        # Items of a micro-batch in which no item is masked.
+        self.n_micro = c.accumulation(world_size)
         self.full_count = c.micro_batch(world_size) * self.data.train.units_per_sample
-        # Tokens (or rows) per step, over all ranks.
         self.units_per_step = c.samples_per_step * self.data.train.units_per_sample
 
     def open_model(self, stack, model=None):
@@ -142,7 +139,7 @@ class Run:
         # autocast() is the context of every forward pass.
         self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
                                           enabled=self.dtype != torch.float32)
-        # FSDP, HSDP: every rank holds a part of each tensor.
+        # With FSDP and HSDP every rank holds a part of each tensor.
         self.sharded = c.shards_model(ranks.world_size)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         # A compiled model would be saved with other names; the run compiles it.
@@ -213,8 +210,8 @@ class Run:
             is_trained = checkpoint.load_weights(
                 self.raw_model, self.start, c, self.data.spec, self.ranks, self.log.info)
             self.start.state = None  # frees the memory
-        # Trained weights may be the best before the first step, those with a new head not. A
-        # resumed run has the value of its start.
+        # Before the first step, trained weights may be the best, but not with a new head. A resumed
+        # run keeps the value of its start.
         self.progress.first_eval_counts = is_trained or not all(
             p.requires_grad for p in self.raw_model.parameters())
         self.optimizer = build_optimizer(self.raw_model, c, self.log.info)
@@ -225,17 +222,16 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.ranks.device.type,
                                            enabled=self.dtype == torch.float16)
         if not self.sharded:
-            # DDP names parameters by number. These remain, also if before_step() freezes some.
+            # DDP numbers the parameters that are trained now, also if before_step() freezes some.
             self.ddp_names = [n for n, p in self.raw_model.named_parameters() if p.requires_grad]
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
             if self.model is not self.raw_model:
                 self.optimizer.register_step_pre_hook(self.require_gradients)
-        # forward(*batch) of `model`; before_step(it) calls that of the model and its submodules.
         self.forward = self.model
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
         model = self.raw_model
-        self.before_step = bind_before_step(model)
+        self.before_step = bind_before_step(model)  # also of submodules
         # False: the model has none.
         self.after_step = hasattr(model, "after_step") and hook(model, "after_step")
         hook(model, "numbers")  # SetupError if it is not a method
@@ -286,7 +282,7 @@ class Run:
         p = self.progress
         c = self.config
         old = start.state["config"]  # the state is freed below
-        checkpoint.restore(start, self.config, self.raw_model, self.optimizer, self.parts(),
+        checkpoint.restore(start, c, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
         if c.lr_schedule != "plateau":  # the scale is of another schedule (--allow_change)
@@ -477,7 +473,7 @@ class Run:
                 yield
         finally:
             self.raw_model.train()
-            if self.sharded:  # free what the forward passes gathered: updates would outdate it
+            if self.sharded:  # free the gathered weights: the next update would outdate them
                 self.raw_model.reshard()
 
     def write_samples(self):
@@ -490,7 +486,6 @@ class Run:
         c = self.config
         it = self.progress.iter_num
         sample = self.model_type.sample
-        # A model type without sample() has no samples.
         if sample is None or not (self.ranks.is_main or self.sharded):
             return
         self.log.activity("sampling")
@@ -531,11 +526,11 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         elif run.start.kind == "scratch":
             why = "" if config.resume == "never" else f"No checkpoint in {config.out_dir}: "
             run.log.info(f"{why}starting from scratch")
-        # In an uninterrupted run, before_step() has been called for the step before an evaluation.
+        # As in an uninterrupted run, in which before_step() precedes the evaluation after a step.
         it = run.progress.iter_num
         if config.eval_only or run.evaluation_is_due(last=it >= run.config.max_iters):
             run.prepare_step(max(0, it - 1))
-        run.clock.start(run.progress.iter_num)
+        run.clock.start(it)
         yield run
 
 

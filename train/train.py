@@ -51,10 +51,10 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
         with open_run(config, ranks, model, on_evaluation, data) as run:
             check_metric_names(run)
             # A run either only evaluates, or is already finished, or trains.
-            if run.config.eval_only:  # changes no file but train.log
+            if run.config.eval_only:  # writes only train.log
                 validate(run)
             else:
-                run.take_folder()  # all checks are done that need no training
+                run.take_folder()  # all checks that need no training step are done
                 if run.config.resume_file:
                     save(run)  # resumed from a given FILE: make this branch the latest one
                 if run.limits_reached():
@@ -132,11 +132,12 @@ def train_step(run, lr=None):
     run.optimizer.zero_grad(set_to_none=True)  # an interrupted step may have left gradients
     totals = 0.0
     sums = None
-    # Autocast is entered once per step: it casts the weights once. On a CPU (only there paused()
-    # has an effect) the first step is not compiled: the first log line comes soon.
+    # Autocast is entered once per step, so that it casts the weights once. On a CPU step 0 is not
+    # compiled, so that the first log line appears soon; paused() has no effect on other devices.
     with run.compiler.paused() if it == 0 else contextlib.nullcontext(), run.autocast():
         for micro in range(n):
-            stop = run.signals.stop if run.can_repeat_step else 0  # a step may last minutes
+            # A step may last minutes: do not wait for its end if a resumed run can repeat it.
+            stop = run.signals.stop if run.can_repeat_step else 0
             if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
@@ -207,8 +208,8 @@ def react_to_anomaly(run, lr, loss, norm):
     the loss scale decreases. lr, loss, norm (of the gradients): floats."""
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
-    # Bad data is a common cause. The message names two micro-batches at most: where this rank's
-    # first ones come from.
+    # Bad data is a common cause: the message states where the first two micro-batches of this rank
+    # come from.
     steps = range(p.iter_num * run.n_micro, (p.iter_num + 1) * run.n_micro)[:2]
     source = "; ".join(map(hook(run.data.train, "locate"), steps))
     if action == "stop":
@@ -287,7 +288,7 @@ def validate(run):
         run.forget_unsaved_best()
         update_best_and_schedules(run, numbers)
         run.on_evaluation(p.iter_num, numbers)  # e.g. a search, which may stop the run
-        run.raw_model.train()  # which it may have changed
+        run.raw_model.train()  # on_evaluation may have called eval()
         # Errors in sampling and drawing are warnings only.
         if p.iter_num and c.sample_tokens:  # an untrained model has nothing to show
             run.write_samples()
@@ -338,8 +339,8 @@ def update_best_and_schedules(run, numbers):
     c = run.config
     p = run.progress
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
-    # The metric that selects ckpt_best.pt and stops the run early; by default val_loss. That of
-    # untrained weights is neither the best nor the first that others improve on.
+    # The metric that selects ckpt_best.pt and stops the run early; by default val_loss. The value
+    # of untrained weights does not count.
     metric = run.note_best(numbers) if p.iter_num or p.first_eval_counts else None
     # The plateau schedule always follows the loss.
     if c.lr_schedule == "plateau" and run.plateau.update(numbers["val_loss"]):
@@ -355,17 +356,17 @@ def check_metric_names(run):
     two numbers would have the same name. The names are found by an evaluation of one batch, which
     is skipped if neither can occur. All ranks must call."""
     c = run.config
-    # val_loss exists in every evaluation; without options, no second name can be equal.
+    # val_loss exists in every evaluation. Two names can only be equal with task files, averaged
+    # weights or a mixture.
     if not (run.data.val and c.eval_interval) or c.early_stopping_metric == "val_loss" and not (
             run.tasks or run.average or hook(run.data.val, "source_of")(0, c.eval_iters)):
         return
-    # One batch is enough to learn the names, unless no item in it counts.
     with run.clock.away():
-        try:  # nothing is logged
+        try:
             numbers = evaluate_validation(run, 1)
-        except SetupError:
+        except SetupError:  # no item of this batch counts
             numbers = evaluate_validation(run, c.eval_iters)
-    if isinstance(numbers.get(c.early_stopping_metric, []), list):  # []: none
+    if isinstance(numbers.get(c.early_stopping_metric, []), list):  # missing, or not one number
         raise SetupError("early_stopping_metric: evaluations of this model have no "
                          f"{c.early_stopping_metric!r}; choose one of {', '.join(numbers)}")
 
@@ -430,7 +431,7 @@ def finish(run):
     stop_signal, _ = run.signals.agree(run.ranks)
     if stop_signal:  # during the test; everything is saved
         run.stop(stop_signal)
-    # In float16, some steps always overflow at first, until the loss scale is low enough.
+    # In float16, the first steps overflow until the loss scale is low enough.
     skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
     run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
                  f"evaluations and checkpoints{skipped}")
@@ -451,9 +452,8 @@ def test(run):
     loader = run.data.test
     if loader is None:
         return
-    # The checkpoint that early_stopping_metric selected, or the last weights if there is no best.
-    # The training is complete: the last weights are not needed in memory any more.
-    # On several ranks every rank loads them and evaluates a part of the batches.
+    # The last weights are saved, and may be replaced. Every rank loads the best ones and evaluates
+    # a part of the batches.
     weights = checkpoint.load_best(run.raw_model, run.folder, run.config, run.ranks)
     # More batches than there can be: all of the data. {} after a signal.
     numbers = evaluate_loader(run, loader, loader.samples + 1) or {}
