@@ -31,14 +31,14 @@ from train.device import blocks, get_device
 class Ranks:
     """This process among the ranks of a run, as process_group() yields it. rank; world_size: number
     of ranks; device: a torch.device; ranks_per_node: number of ranks on each machine. control: a
-    gloo group for collectives of CPU data. saving: a gloo group for background threads that write
-    sharded checkpoints; `None` if checkpoints are not sharded. Both are `None` without a process
-    group. is_main: whether rank is 0."""
+    gloo group for collectives of CPU data, also if gradients use NCCL. saving: a gloo group for
+    background threads that write sharded checkpoints; `None` if checkpoints are not sharded. Both
+    are `None` without a process group. is_main: whether rank is 0."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
-    control: object = None  # a gloo group for collectives on the host, also with NCCL
-    saving: object = None   # a gloo group for sharded saves, which run in the background
+    control: object = None
+    saving: object = None
     ranks_per_node: int = 1
 
     @property
@@ -90,7 +90,7 @@ def process_group(config):
     env = read_environment()
     rank, local_rank, world_size, local_world_size = env or (0, 0, 1, 1)
     device = get_device(config.device, local_rank, local_world_size)
-    # Not of a sharded model: it gathers one block after the other, and all of them would stay.
+    # Not with a sharded model: the memory of all gathered blocks would be kept.
     if device.type == "cpu" and not config.shards_model(world_size):
         keep_freed_memory()
     if env is None:
@@ -111,7 +111,7 @@ def process_group(config):
     control = (dist.group.WORLD if backend == "gloo" else
                dist.new_group(backend="gloo", timeout=timeout))
     saving = None
-    if config.saves_shards(world_size):  # broken connections end a collective, slow disks do not
+    if config.saves_shards(world_size):  # a long timeout: only a broken connection is an error
         saving = dist.new_group(backend="gloo", timeout=max(timeout, timedelta(days=1)))
     try:
         yield Ranks(rank, world_size, device, control, saving, local_world_size)
@@ -321,7 +321,8 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     if tables := [name for name, b in model.named_buffers() if b.is_meta and name not in tensors]:
         raise SetupError(f"under FSDP, the buffers {', '.join(tables)} have no values: create them "
                          'with device="cpu", or use --distributed ddp')
-    # Possible: a tied head, since neither it nor the embedding is in a block, and repeated blocks.
+    # A tied head is possible, since neither it nor the embedding is in a block, and so are repeated
+    # blocks.
     units = {f"{name}.": m for name, m in model.named_modules(remove_duplicate=False)
              if getattr(m, "is_block", False)}
     names = {}  # of each parameter, by the block
@@ -337,7 +338,7 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     for module in [*blocks(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    # Not to_empty(), which would discard the values of tables that exist already (e.g. RoPE's).
+    # Not to_empty(), which would discard tables that already have values (e.g. of RoPE).
     model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
                             else t.to(ranks.device)))
     tensors = model.state_dict()

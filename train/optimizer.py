@@ -66,7 +66,6 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
         options["weight_decay"] = own.get("weight_decay", options["weight_decay"])
         p.requires_grad_(options["lr"] > 0)  # a rate of 0 freezes: no gradient is computed
         if options["lr"] > 0:
-            # initial_lr: the peak, scaled by the schedule in every step.
             group = groups.setdefault(tuple(options.items()), dict(
                 options, initial_lr=options["lr"], params=[], names=[]))
             group["params"].append(p)
@@ -81,7 +80,7 @@ def muon_parameters(model):
     """Return the names, a set, of the parameters of `model` that Muon updates: weights of
     nn.Linear, except the output layer (a module with a name that ends in "head") and matrices with
     fewer than 16 rows or columns (too thin to orthogonalise)."""
-    # Embeddings are tables: the rows are independent, so there is no map to make orthogonal.
+    # Not embeddings: the rows of a table are independent, and no linear map to orthogonalise.
     return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)
             and not name.endswith("head") and min(m.in_features, m.out_features) >= 16}
 
@@ -148,28 +147,6 @@ def log_groups(model, groups, muon, log):
         log(f"Frozen: {count(frozen)}")
 
 
-class Muon(AdamW):
-    """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
-    parameter groups with muon=True, AdamW for groups with muon=False. Each group must have the key
-    muon. momentum: for groups without the key momentum. kwargs: arguments of AdamW. The ranks share
-    the work: all must call step()."""
-
-    def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
-        super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
-
-    @torch.no_grad()
-    def step(self):
-        groups = self.param_groups
-        for group in groups:  # matrices by Muon, and below AdamW sees the groups that are left
-            if group["muon"]:
-                update_matrices(group, self.state)
-        self.param_groups = [g for g in groups if not g["muon"]]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
-
-
 def create_state(optimizer):
     """Create the state of `optimizer` that the first step would create, so that the values in a
     checkpoint can be copied into it. Existing state and gradients are removed. This function does a
@@ -185,6 +162,28 @@ def create_state(optimizer):
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+class Muon(AdamW):
+    """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
+    parameter groups with muon=True, AdamW for groups with muon=False. Each group must have the key
+    muon. momentum: for groups without the key momentum. kwargs: arguments of AdamW. The ranks share
+    the work: all must call step()."""
+
+    def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
+        super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
+
+    @torch.no_grad()
+    def step(self):
+        groups = self.param_groups
+        for group in groups:  # Muon updates the matrices, AdamW.step() the other groups
+            if group["muon"]:
+                update_matrices(group, self.state)
+        self.param_groups = [g for g in groups if not g["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
 
 
 def update_matrices(group, state):
@@ -226,8 +225,8 @@ def batches_by_shape(matrices, sharded):
 def gathered_numel(n_matrices, size, n_ranks):
     """Return the number of elements that each of `n_ranks` ranks sends in orthogonalize_together()
     for n_matrices matrices with `size` elements each."""
-    # With more ranks than matrices, a rank sends a part of one or two matrices. All parts have
-    # equal sizes: the last ones may repeat the first matrices.
+    # With more ranks than matrices, a rank sends a part of one or two matrices. All ranks send
+    # equally many elements: the last ranks may repeat the first matrices.
     if n_matrices >= n_ranks:
         return -(-n_matrices // n_ranks) * size
     return -(-n_matrices * size // n_ranks)
@@ -265,7 +264,7 @@ def orthogonalize_shards(parts, param):
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    def shard(dim):  # in each replica alike
+    def shard(dim):  # the same in each replica
         return [p if p.is_replicate() else Shard(dim) for p in param.placements]
     options = dict(shape=torch.Size([len(parts), *param.shape]),
                    stride=(param.numel(), param.size(1), 1))
