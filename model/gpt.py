@@ -218,8 +218,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        # The gated forms have three matrices instead of two: 2/3 of n_hidden makes the
-        # same number of weights.
+        # The gated forms have three matrices instead of two: n_hidden must be 2/3 of that of the
+        # others for the same number of weights.
         self.gate = None
         if "glu" in c.mlp:
             self.gate = nn.Linear(c.n_embd, c.n_hidden, bias=c.bias)

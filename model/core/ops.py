@@ -41,7 +41,8 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, x, weight, targets, vocab_size):
         h = x.flatten(0, -2)  # (N, C)
-        weight = weight if torch.is_grad_enabled() else weight.detach()  # else it gets a gradient
+        # Without gradients, needs_input_grad of the autograd function must be false.
+        weight = weight if torch.is_grad_enabled() else weight.detach()
         if h.is_cuda and torch.compiler.is_compiling():
             return whole_cross_entropy(h, weight.to(h.dtype), targets.flatten(), vocab_size)
         if torch.is_autocast_enabled(h.device.type):
@@ -68,8 +69,8 @@ class SampledCrossEntropy(LinearCrossEntropy):
         share = counts / counts.sum() + 1 / vocab_size  # (V,)
         ordered = share.sort(descending=True).values
         rest = ordered.flip(0).cumsum(0).flip(0)
-        # The constant, if the k most frequent ids have p = 1; k is the first that fits, up to
-        # rounding (with n_samples = vocab_size all have).
+        # constant[k]: of proportionality, if the k most frequent ids have p = 1. The smallest k is
+        # used with which no other p exceeds 1, up to rounding.
         constant = (n_samples - torch.arange(vocab_size)) / rest
         self.p = (share * constant[(constant * ordered < 1 + 1e-9).int().argmax()]).clamp(max=1)
         self.seed = seed
@@ -99,7 +100,7 @@ class SampledCrossEntropy(LinearCrossEntropy):
         sampled, own = F.embedding(needed, weight).to(h.dtype).tensor_split([len(self.ids)])
         own = finish_logits((h * own).sum(-1).float())  # (N,)
         z = finish_logits(F.linear(h, sampled).float()) - self.log_p  # (N, n_samples)
-        z = z.masked_fill(self.ids == targets[:, None], -math.inf)  # it is in `own`
+        z = z.masked_fill(self.ids == targets[:, None], -math.inf)  # `own` has the target
         losses = torch.logaddexp(own, z.logsumexp(-1)) - own
         return (losses * counted).sum() / counted.sum().clamp(min=1)
 
@@ -187,7 +188,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, dh, dlogits, share = ctx.saved_tensors
-        # Scaled last, in float32: float16 would lose 1 / N, and the rows that do not count.
+        # Scaled last, in float32: 1 / N may underflow in float16. 0 for rows that do not count.
         scale = (grad * share)[:, None]
         dweight = None if dlogits is None else dlogits.t() @ (h * scale).to(h.dtype)
         return (dh * scale).to(h.dtype), dweight, None, None
@@ -217,7 +218,7 @@ class RMSNorm(torch.autograd.Function):
         return torch.addcmul(g, n, along, value=-1).mul_(scale), None
 
 
-# Without gradients: apply() takes as long as the norm of one token.
+# For use without gradients: the overhead of apply() is as long as the norm of one token.
 rms_norm_no_grad = functools.partial(RMSNorm.forward, None)
 
 
@@ -245,7 +246,7 @@ def fused_linear(x, *layers):
     if not is_plain or x.numel() <= 64 * x.size(-1):
         return torch.cat([layer(x) for layer in layers], dim=-1)
     kind = "cpu" if x.is_meta else x.device.type
-    with torch.autocast(kind, enabled=False):  # its cat refuses the other half precision
+    with torch.autocast(kind, enabled=False):  # under autocast, cat() refuses the other half dtype
         bias = None if layers[0].bias is None else torch.cat([m.bias for m in layers])
         weight = torch.cat([m.weight for m in layers])
     return F.linear(x, weight, bias)
@@ -462,7 +463,7 @@ def limit_to_window(window, k, v, mask, T, causal=True):
     if T > 1:
         distance = index[S - T:, None] - index  # (T, S)
         band = (distance >= 0) & (distance < window) if causal else distance.abs() <= window // 2
-        # Padding sees itself: without any key it would be NaN, and so the keys of later layers.
+        # Padding sees itself: without any key its state, and its key in later layers, would be NaN.
         return k, v, band[None, None] if mask is None else mask & band | (distance == 0)
     if mask is None:
         return k[:, :, -window:], v[:, :, -window:], None
