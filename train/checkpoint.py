@@ -92,7 +92,7 @@ def find_start(folder, config, ranks, log):
         if config.eval_only and config.resume == "never":
             raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
         state, path, shards = find_checkpoint(config, log, damaged)
-        # Also without a checkpoint: it reads the files, which may be edited before a save.
+        # Also without a checkpoint: the source files are read now, and may be edited before a save.
         weights_module().formulas.warn_of_differences(state or {}, path, config.model)
         kind = "init_from" if state is None else "resume"
         if state is None and config.init_from != "scratch":
@@ -108,7 +108,7 @@ def find_start(folder, config, ranks, log):
             state["config"] = weights_module().load.upgrade_args(old)
         shape = {}
         first = old.get("init_from") if kind == "resume" else path
-        if "scratch" not in (config.init_from, first):  # resumed, it inherits what it first did
+        if "scratch" not in (config.init_from, first):  # a resumed run: the same as at its start
             shape = weights_module().take_shape(config, state, path)
         for name, value in shape.items() if kind == "init_from" else ():
             if (given := getattr(config, name)) != fields_by_name(config)[name].default:
@@ -137,7 +137,7 @@ def find_damage(start, ranks):
     `None`. All ranks must call."""
     problem = None
     try:
-        if start.shards:  # with as many ranks as at the save, those that it reads
+        if start.shards:  # at the world size of the save: this rank's own files
             start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
     except (ValueError, OSError) as error:
         problem = f"{start.path}: {error}"
@@ -557,7 +557,7 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
     file_format.check_match(dict(named_tensors({"optimizer": state})),
                             dict(named_tensors({"optimizer": own})), path)
     fill(own, state, ranks, shards, "optimizer.state.")
-    for name, entry in own.items():  # numbers
+    for name, entry in own.items():  # values that are not tensors
         entry.update({k: v for k, v in state[name].items() if not any(named_tensors(v))})
 
 
@@ -614,7 +614,7 @@ def check_state(optimizer, ranks):
     state = map_tensors(torch.clone, optimizer_state(optimizer)["state"])
     weights = [(p, p.detach().clone()) for p in named_params(optimizer).values()]
     create_state(optimizer)
-    for p, weight in weights:  # which 0 / 0 may have changed; a resume loads them afterwards
+    for p, weight in weights:  # a step without gradients may compute 0 / 0
         p.detach().copy_(weight)
     changed = [k for k, text in attributes().items() if before.get(k) != text]
     changed += [f"state of {k}" for k, part in parts

@@ -180,7 +180,7 @@ NULL = ("null", "none", "~")
 REPLACED_LENGTHS = dict(max_iters=["max_epochs"], eval_interval=["eval_epochs"],
                         warmup_iters=["warmup_epochs", "warmup_ratio"],
                         warmup_epochs=["warmup_ratio"], warmup_ratio=["warmup_epochs"])
-IGNORED = object()  # value of a setting without effect, of which the user is told
+IGNORED = object()  # value of a setting without effect, which the console reports
 
 
 def remove_groups(dotted):
@@ -251,7 +251,7 @@ def resolve(settings, known, problems):
         if it is off, so that it overrides them."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
-        is_switch = name not in known and name in ALIASES.switches  # loaded if needed
+        is_switch = name not in known and name in ALIASES.switches
         return files[file_of(where)], is_switch * (1 if is_off else -1)
 
     resolved = {}
@@ -269,7 +269,7 @@ def resolve(settings, known, problems):
             alias = "" if {key: value} == {name: raw} else name
             is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
             is_merged = alias and isinstance(value, dict) and isinstance(old, dict)
-            if is_merged:  # memory_lr and lora_lr
+            if is_merged:  # e.g. memory_lr and lora_lr, both for lr_groups
                 value = old | value
                 alias = f"{earlier}, {name}" if earlier else name
             origin = f"{where} as {alias}" if alias else where
@@ -341,7 +341,7 @@ def load_config(path: str | os.PathLike | None = None,
     if values.get("max_epochs") and not {"eval_interval", "eval_epochs"} & settings.keys():
         values["eval_epochs"] = 1.0  # a length in epochs: evaluate after each
     config = cls(**values)
-    # A conflict with an invalid value follows from that problem.
+    # Conflicts of keys with invalid values are left out: they follow from these values.
     invalid = settings.keys() & known.keys() - values.keys()
     problems += [text for text in find_conflicts(config)
                  if not invalid.intersection(re.findall(r"\w+", text))]
@@ -447,9 +447,10 @@ def find_differences(old, new, known=FIELDS):
     dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal. An
     old value x equals the new value [x]; dicts with a different order of the keys differ. known:
     {key: dataclass field}, the keys to compare."""
-    # A value equals a list with only this value: some keys were not lists in earlier versions.
+    # A value equals a list with only this value: some keys were not lists in earlier versions. The
+    # order of a dict counts: in lr_groups the last matching pattern is used.
     names = [n for n, f in known.items() if n in old and n in new
-             and (new[n] not in (old[n], [old[n]])  # of lr_groups, the last match wins
+             and (new[n] not in (old[n], [old[n]])
                   or isinstance(new[n], dict) and list(new[n]) != list(old[n]))
              and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")

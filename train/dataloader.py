@@ -45,7 +45,7 @@ from train.distributed import broadcast_from_rank0
 CHUNK_TOKENS = 1 << 18  # read at once, which makes the overhead of Python small
 MIB = 1 << 20
 MAX_BATCHES_AHEAD = 64
-READING = threading.RLock()  # for Datasets: two may share a file, whose position is a state
+READING = threading.RLock()  # for Datasets: two may share a file, which has one position
 ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably biased
 
 

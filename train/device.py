@@ -17,7 +17,7 @@ MIN_RUN_SECONDS = 600  # ten times the duration of compiling
 CPU_FLOPS = 2e11  # per second, a modest estimate
 GPU_FLOPS = 1e14
 eager_mode = functools.partial(torch.compiler.set_stance, "force_eager")
-ON_OFF = {True: "on (the first step takes a while)", False: "off"}
+ON_OFF = {True: "on (the first step takes a while)", False: "off"}  # compile, for the log
 
 # -----------------------------------------------------------------------------
 # device and dtype

@@ -103,7 +103,8 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
     for first in range(0, n, ranks.world_size):
         # The request to stop travels with the sums, so that all ranks leave in the same round.
         stop_flag = torch.tensor([stop(first, n)], dtype=torch.float64)
-        # Every rank computes in every round, as a sharded model requires; a surplus is not added.
+        # Every rank computes in every round, as a sharded model requires. Surplus results are not
+        # added.
         index = min(first + ranks.rank, n - 1)
         batch = check_batch(loader.fixed_batch(index, n_batches, ranks.device))
         with autocast():

@@ -287,7 +287,7 @@ def peak_memory(device):
 class Clock:
     """Stopwatch for training steps. lap() returns the mean time per step, without the time in the
     context away(), e.g. evaluations and saves."""
-    numbers = {}  # for the log line, of a subclass
+    numbers = {}  # more numbers for the log line, which a subclass defines
 
     def __init__(self):
         self.total_away = 0.0  # seconds in evaluations and saves, of the entire run

@@ -84,7 +84,7 @@ class Signals:
             if not under_torchrun():
                 os._exit(128 + signum)
             return
-        self.stop = signum  # before the write, during which a second one may arrive
+        self.stop = signum  # before os.write(), during which a second signal may arrive
         if env_rank() == 0:
             hint = "" if under_torchrun() else "; a second signal quits at once, without saving"
             with contextlib.suppress(OSError):
