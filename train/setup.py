@@ -193,7 +193,7 @@ class Run:
         log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
                             config=asdict(c), system_info=machine)
         log.held = [] if log.writes_files else None
-        for text in self.notes:  # which the console has
+        for text in self.notes:  # which the console already shows
             log.write_file(text)
         logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
                         device.describe_device(ranks.device), precision, self.flops_per_step)
