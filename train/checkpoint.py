@@ -181,14 +181,13 @@ def find_checkpoint(config, log, damaged=()):
 
 
 def inherited_shape(config):
-    """Return ({key: value}, path): the configuration keys of the model's architecture, e.g.
-    n_layer, that a new run of `config` takes from the weights with which it starts, and the path of
-    these weights; ({}, `None`) if it starts without weights. Reads the file of the weights, but
-    starts no run. Raises CheckpointError."""
-    for path in input_files(config, (True,)).values():
-        weights = weights_module()
-        return weights.take_shape(config, weights.load.read_weights(path), path), path
-    return {}, None
+    """Return {key: value}: the configuration keys of the model's architecture, e.g. n_layer, that a
+    new run of `config` takes from the weights with which it starts; {} if it starts without
+    weights. Reads the file of the weights, but starts no run. Raises CheckpointError."""
+    path = next(iter(input_files(config, (True,)).values()), None)
+    if path is None:
+        return {}
+    return weights_module().take_shape(config, weights_module().load.read_weights(path), path)
 
 
 def load_best(model, folder, config, ranks):

@@ -44,7 +44,7 @@ def estimate(config):
         free = torch.cuda.mem_get_info(ranks.device)[0] if on_gpu else memory_available()
         available = program + free
         check_ranks(config, ranks, log)
-        shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config)[0], ranks)
+        shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config), ranks)
         config = config.replace(**shape)
         data = open_data(config, ranks)
         check_epochs(config, data.train.samples)
