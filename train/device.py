@@ -106,6 +106,17 @@ def choose_dtype(name, device):
     return getattr(torch, name), f"{name} ({reason})"
 
 
+def timed(f, device):
+    """Call f() and return the seconds, a float, until `device`, a torch.device (CUDA or a CPU), has
+    finished the work of f."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
+    start = time.perf_counter()
+    f()
+    wait(device)
+    return time.perf_counter() - start
+
+
 # -----------------------------------------------------------------------------
 # FLOPs and MFU
 
@@ -221,17 +232,6 @@ class Compiler:
         rarely to be compiled. It has no effect on other devices."""
         on_cpu = self.enabled and self.device.type == "cpu"
         return eager_mode() if on_cpu else contextlib.nullcontext()
-
-
-def timed(f, device):
-    """Call f() and return the seconds, a float, until `device`, a torch.device (CUDA or a CPU), has
-    finished the work of f."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    wait(device)
-    start = time.perf_counter()
-    f()
-    wait(device)
-    return time.perf_counter() - start
 
 
 def blocks(model):
