@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import sys
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ from test_convert import save_llama
 
 from data.chat_template import DEFAULT_SPEC, ChatTemplate
 from model import convert
+from model import sample as sampling
 from model.core.generate import encode_prompt, generate
 from model.core.load import load_model
 from model.eval import lm_eval, tasks
@@ -145,6 +147,31 @@ def test_the_harness_agrees_about_the_length_and_special_tokens_of_answers(folde
     written = [generate(model, torch.tensor([encode_prompt(tokenizer, text)]), 9, 0)[0, -9:]
                for text in docs]
     assert {*tokenizer.special.values()} & {*torch.cat(written).tolist()}
+
+
+def test_texts_end_at_any_of_the_end_tokens_that_a_model_names(folder, llama, tmp_path, capsys):
+    """As those of instruct models, which name two: also without the chat template."""
+    path = tmp_path / "ends"
+    shutil.copytree(llama, path)
+    model, tokenizer = load_model(llama)
+    docs = [json.loads(line)["question"] for line in open(folder / "docs.jsonl")]
+    special = {*tokenizer.special.values()}
+    written = [generate(model, torch.tensor([encode_prompt(tokenizer, text)]), 9, 0)[0, -9:]
+               for text in docs]
+    prompt, n, end = next((text, n, i) for text, ids in zip(docs, written, strict=True)
+                          for n, i in enumerate(ids[:-1].tolist(), 1) if i in special)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(content | dict(eos_token_id=[257, end])))
+    (folder / "ends.yaml").write_text((folder / "writing.yaml").read_text().replace(
+        "local_writing", "local_ends").replace("max_gen_toks: 6", "max_gen_toks: 9"))
+    answers, wanted = ([sample["filtered_resps"] for sample in samples["local_ends"]]
+                       for samples in compare(folder, str(path), ["local_ends"]))
+    assert answers == wanted
+    for more in ([], ["--num_samples=2"]):
+        assert sampling.main([f"--ckpt={path}", "--prompt", prompt, "--temperature=0",
+                              "--max_new_tokens=9", "--dtype=float32", *more]) == 0
+        assert f"[{n * (1 + len(more))} tokens" in capsys.readouterr().err
 
 
 def compare(folder, path, names):

@@ -210,6 +210,14 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 
+def find_ends(model, tokenizer):
+    """Return the sorted list of the ids that end a text: the tokenizer's end of text, if any, and
+    the end tokens that the files of a published model name. model: a GPT, or a wrapper of one."""
+    template = getattr(model, "template", None)
+    named = map(int, model.config.eos_ids.split(",")) if model.config.eos_ids else ()
+    return sorted({tokenizer.eot_token, *named, *(template.ends if template else ())} - {None})
+
+
 def sample(model, data, config):
     """Return a list of texts for samples.txt, which a run writes: each prompt in
     config.sample_prompts (default: one empty prompt, the beginning of a document) with a

@@ -16,7 +16,7 @@ import torch
 
 from data.chat_template import encode_marked, parse_messages
 from model.core.detokenizer import Detokenizer
-from model.core.generate import encode_prompt, generate
+from model.core.generate import encode_prompt, find_ends, generate
 from model.core.load import BACKBONE, load_model
 from model.eval.tasks import score_sequences
 from model.gpt import GPT
@@ -44,7 +44,7 @@ class CheckpointLM:
         self.tok = tokenizer
         self.batch_size = batch_size
         self.template = template
-        self.ends = template.end_ids(tokenizer) if template else [tokenizer.eot_token]
+        self.ends = template.end_ids(tokenizer) if template else find_ends(model, tokenizer)
 
     @property
     def eot_token_id(self):

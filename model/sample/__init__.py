@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer import open_tokenizer
 from model.core.detokenizer import TextStreamer
-from model.core.generate import SamplingOptions, encode_prompt, generate
+from model.core.generate import SamplingOptions, encode_prompt, find_ends, generate
 from model.core.load import BACKBONE, EMA, load_model
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT
@@ -119,16 +119,16 @@ def sample(options):
     started = time.perf_counter()
     prompt = encode_prompt(tokenizer, options.prompt)
     idx = torch.tensor([prompt], device=device)  # (1, T)
-    stop = tokenizer.eot_token
+    stops = find_ends(model, tokenizer)
     on_token = None
     if n == 1:
         print(options.prompt, end="", flush=True)
-        on_token = TextStreamer(tokenizer, [stop])
-    out = generate(model, idx, options.max_new_tokens, **options.sampling(), stop_token=stop,
-                   on_token=on_token, n_vocab=tokenizer.n_vocab, samples_per_row=n)
+        on_token = TextStreamer(tokenizer, stops)
+    out = generate(model, idx, options.max_new_tokens, **options.sampling(), on_token=on_token,
+                   stop_token=stops or None, n_vocab=tokenizer.n_vocab, samples_per_row=n)
     n_tokens = 0
     for ids in out[:, len(prompt):].tolist():
-        end = ids.index(stop) if stop in ids else len(ids)
+        end = next((k for k, i in enumerate(ids) if i in stops), len(ids))
         n_tokens += min(end + 1, len(ids))  # with the stop token, without the padding after it
         if n > 1:
             echo(f"{options.prompt}{tokenizer.decode(ids[:end])}\n{SEPARATOR}")

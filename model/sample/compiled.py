@@ -47,6 +47,7 @@ class CompiledDecoder(nn.Module):
         self.model = model
         self.config = model.config
         self.wte = model.wte
+        self.template = getattr(model, "template", None)
         for i, block in enumerate(model.h):
             model.h[i] = SharedGraphBlock(block)
         # On a GPU, one CUDA graph replaces a thousand kernel launches per token.

@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 
 from data.hub import model_name
+from model.core.generate import find_ends
 from model.sample import LoadOptions, load_for_decoding
 from train.base.cli import command
 from train.base.errors import require
@@ -80,7 +81,8 @@ def serve(options):
         host, port = listening.getsockname()[:2]
         model, tokenizer, _ = load_for_decoding(options)
         template = getattr(model, "template", None)
-        end_tokens = template.end_ids(tokenizer) if template else ()
+        end_tokens = find_ends(model, tokenizer)
+        end_tokens += template.end_ids(tokenizer) if template else []
         try:
             engine = Engine(model, tokenizer, options.slots, max_tokens=options.max_tokens,
                             timeout=options.timeout, end_tokens=end_tokens)
