@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import string
 import sys
 from dataclasses import asdict
 
@@ -172,6 +173,29 @@ def test_texts_end_at_any_of_the_end_tokens_that_a_model_names(folder, llama, tm
         assert sampling.main([f"--ckpt={path}", "--prompt", prompt, "--temperature=0",
                               "--max_new_tokens=9", "--dtype=float32", *more]) == 0
         assert f"[{n * (1 + len(more))} tokens" in capsys.readouterr().err
+
+
+def test_an_answer_begins_without_the_space_that_its_tokenizer_adds(folder, llama, tmp_path):
+    """Llama 2's and Mistral's decoders strip it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    path, letters = tmp_path / "space", string.ascii_letters + string.punctuation + string.digits
+    shutil.copytree(llama, path)
+    words = ["\u2581", *letters, *("\u2581" + c for c in letters)]
+    theirs = Tokenizer(models.BPE({word: i for i, word in enumerate(words)},
+                                  [("\u2581", c) for c in letters]))
+    theirs.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                              normalizers.Replace(" ", "\u2581")])
+    theirs.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(),
+                                        decoders.Strip(" ", 1, 0)])
+    theirs.add_special_tokens(["<s>", "</s>", *(f"<{i}>" for i in range(318 - len(words)))])
+    theirs.save(str(path / "tokenizer.json"))
+    answers, wanted = ([sample["filtered_resps"] for sample in samples["local_writing"]]
+                       for samples in compare(folder, str(path), ["local_writing"]))
+    assert answers == wanted
+    lm = lm_eval.CheckpointLM(*load_model(path), 1)
+    docs = [json.loads(line)["question"] for line in open(folder / "docs.jsonl")]
+    first = [generate(lm.model, torch.tensor([lm.tok_encode(text)]), 1, 0)[0, -1] for text in docs]
+    assert any(lm.tok.bytes_of(int(i)).startswith(b" ") for i in first)
 
 
 def compare(folder, path, names):

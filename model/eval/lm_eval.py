@@ -125,7 +125,9 @@ class CheckpointLM:
                        stop_token=self.ends, on_token=is_complete, n_vocab=self.tok.n_vocab)
         ids = itertools.takewhile(lambda i: i not in self.ends, out[0, len(prompt):].tolist())
         special = self.tok.special.values()
-        text = self.tok.decode([i for i in ids if i not in special])
+        ids = [i for i in ids if i not in special]
+        # As the harness decodes an answer: without the first space, which Llama 2's tokenizer adds.
+        text = self.tok.enc.decode(ids) if self.tok.kind == "json" else self.tok.decode(ids)
         for stop in until:
             text = text.split(stop)[0]
         return text
