@@ -284,18 +284,24 @@ def source_records(source):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
+def without_nan(record):
+    """Return a copy of `record`, a dict, with `None` in place of NaN, a missing value of pandas."""
+    return {name: None if isinstance(value, float) and value != value else value
+            for name, value in record.items()}
+
+
 def parse_each(stream, parse, problems, max_problems=MANY):
-    """Yield parse(record) for each good record of `stream`, an iterable of (location, record). If a
-    record is a ValueError, or `parse` raises one, (location, message) is appended to the list
-    `problems` instead; the generator returns when this list has max_problems entries. A UserError
-    of `parse` is such a problem, too, but it is raised if there are three problems and no record
-    was good."""
+    """Yield parse(record) for each good record of `stream`, an iterable of (location, record), in
+    which NaN is replaced by `None`. If a record is a ValueError, or `parse` raises one, (location,
+    message) is appended to the list `problems` instead; the generator returns when this list has
+    max_problems entries. A UserError of `parse` is such a problem, too, but it is raised if there
+    are three problems and no record was good."""
     is_good = False  # whether a record was
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
                 raise record
-            result = parse(record)
+            result = parse(without_nan(record))
         except (ValueError, RecursionError, UserError) as error:
             problems.append((where, str(error)))
             # E.g. a template that needs too much memory: not only for these records.

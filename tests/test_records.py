@@ -9,6 +9,7 @@ import re
 import pytest
 
 from data import prepare
+from data.labels import read_labelled_texts
 from data.prepare import chat, labels
 from data.records import is_hub_name, parse_records, records
 from train.base.errors import DataError, UserError
@@ -278,6 +279,15 @@ def test_a_column_that_occurs_twice_loses_no_text(tmp_path):
     (tmp_path / "a.csv").write_text("text,label,text\nfirst,x,second\n")
     (where, problem), _ = records(str(tmp_path / "a.csv"))
     assert where.endswith("a.csv:1") and "two columns 'text'" in str(problem)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "list.json", "a.parquet"])
+def test_nan_is_a_missing_value(tmp_path, name):
+    """Not a class "nan" or the reference answer "nan"."""
+    path = write(tmp_path, name, [dict(text="a", label=float("nan")), dict(text="b", label=1.0)])
+    assert [row["label"] for row in parse_records([path], dict)] == [None, 1.0]
+    with pytest.raises(DataError, match="expected a label in each row"):
+        labels.find_classes(read_labelled_texts([path]))
 
 
 def test_quoted_line_breaks_and_quotes_are_read(tmp_path):
