@@ -695,6 +695,14 @@ def test_separator(tmp_path):
         assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
 
 
+@pytest.mark.parametrize("separator", ["\f", "\x1e"])
+def test_a_separator_that_python_takes_for_white_space(tmp_path, separator):
+    (tmp_path / "a.txt").write_text(f"Once,\n\nno.\n{separator}\nTwice\n \nx\n{separator}\r\nyes")
+    args = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", separator]
+    assert main(args) == 0
+    assert text_of(tmp_path / "o") == "Once,\n\nno.|Twice\n \nx|yes|"
+
+
 def test_blank_lines_part_documents(tmp_path):
     (tmp_path / "a.txt").write_text("Once,\nno.\n\nTwice\n \n\n\nx\n\n")
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", ""]) == 0

@@ -21,6 +21,7 @@ from train.base.files import FULL_DISK
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
 MIN_BYTES = 4  # of text: two for each split
+BLANKS = " \t\r\n"
 
 
 # -----------------------------------------------------------------------------
@@ -72,10 +73,12 @@ def read_text(path, separator):
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        mark = separator and (separator.strip() or separator.strip(BLANKS))  # e.g. a form feed
         try:
             while separator is None and (block := text.read(READ_BYTES)):
                 yield block, False
-            for is_text, lines in groupby(text, lambda line: line.strip() != separator.strip()):
+            for is_text, lines in groupby(
+                    text, lambda line: mark not in (line.strip(), line.strip(BLANKS))):
                 if is_text:
                     yield "".join(lines).strip("\r\n"), True
         except UnicodeDecodeError:
