@@ -228,6 +228,7 @@ def dataset_rows(source):
                 folders = ", ".join(os.path.join(source, split) for split in dataset)
                 raise DataError(f"no split train; give the folder of another split: {folders}")
             dataset = dataset["train"] if isinstance(dataset, dict) else dataset
+            dataset = dataset.with_format(None)  # that of set_format() is saved: tensors, columns
         else:
             name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]
             dataset = datasets.load_dataset(name, config or None, split=split or "train",

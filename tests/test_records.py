@@ -290,6 +290,15 @@ def test_nan_is_a_missing_value(tmp_path, name):
         labels.find_classes(read_labelled_texts([path]))
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy", "arrow"])
+def test_the_format_of_a_saved_data_set_changes_nothing(tmp_path, monkeypatch, form):
+    """Not a class "tensor(0)"; set_format() can also hide columns."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read when it is imported
+    data = pytest.importorskip("datasets").Dataset.from_list([dict(text="a", n=[0]), ROWS[0]])
+    data.with_format(form, columns=["n"]).save_to_disk(tmp_path / "saved")
+    assert [row for _, row in records(str(tmp_path / "saved"))] == list(data)
+
+
 def test_quoted_line_breaks_and_quotes_are_read(tmp_path):
     (tmp_path / "a.csv").write_text('text\n"one\n ""two"", three"\nfour\n')
     assert [row["text"] for _, row in records(str(tmp_path / "a.csv"))] == [
