@@ -273,6 +273,35 @@ def test_lists_of_tensors_among_the_numbers_are_saved_as_lists(tmp_path, monkeyp
 # -----------------------------------------------------------------------------
 # gradients and losses
 
+class Uneven:
+    """Loader of ten rows in batches of 4, 4 and 2 rows."""
+    samples, unit, units_per_sample = 10, "row", 1
+
+    def get_batch(self, device, step):
+        return rows(10)[step % 3 * 4:step % 3 * 4 + 4]
+
+    def fingerprint(self):
+        return {}
+
+
+def test_a_smaller_batch_counts_with_its_items(tmp_path):
+    """the last of three micro-batches has half of the rows, and the model does not count them ->
+    loss, norm and numbers of the step are those of all rows at once"""
+    class Uncounted(Regression):
+        def forward(self, x, y):
+            loss, sums = super().forward(x, y)
+            return loss, {"abs_error": sums["abs_error"]}
+    fit(tmp_path, Uncounted(), data=Data(Uneven()), max_iters=1)
+    model = Uncounted()
+    loss, sums = model(*rows(10)[:])
+    loss.backward()
+    line, = metrics(tmp_path)
+    expected = dict(loss=loss, abs_error=sums["abs_error"] / 10,
+                    grad_norm=torch.nn.utils.get_total_norm(p.grad for p in model.parameters()))
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(float(value), rel=1e-5), name
+
+
 def test_gradients_from_before_the_run_do_not_count(tmp_path):
     """A sanity check of the model before train(), or a run that ended within a step."""
     fit(tmp_path / "a")

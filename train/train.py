@@ -146,12 +146,13 @@ def train_step(run, lr=None):
             accumulate_only = run.model is not run.raw_model and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
                 loss, sums = check_result(run.forward(*batch), sums)  # mean over items, sums
-                weight = sums["count"] / run.full_count if "count" in sums else 1.0
+                items = sums.get("count", len(batch[0]) * run.data.train.units_per_sample)
+                weight = items / run.full_count
                 # Autocast is for the forward pass. In the backward pass it would change the
                 # precision inside custom autograd functions. The scaler is for float16.
                 with torch.autocast(loss.device.type, enabled=False):
                     run.scaler.scale(loss * weight / n).backward()
-            totals = totals + pack(loss, sums, run.full_count)  # (number of sums,)
+            totals = totals + pack(loss, sums, items)  # (number of sums,)
 
     if world_size > 1:
         dist.all_reduce(totals)  # the gradients are already averaged

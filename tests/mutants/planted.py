@@ -5,7 +5,7 @@ another file, it is found there."""
 FAULTS = [
     # the loop
     ("train/train.py", "loss * weight / n)", "loss * weight)"),
-    ("train/train.py", 'sums["count"] / run.full_count if "count" in sums else 1.0', "1.0"),
+    ("train/train.py", "items / run.full_count", "1.0"),
     ("train/train.py", "run.optimizer, c.grad_clip, factor.float())",
      "run.optimizer, c.grad_clip)"),
     ("train/train.py", "get(it * n + micro)", "get(it * n)"),
