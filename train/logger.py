@@ -17,7 +17,6 @@ from train.base.environment import environment
 from train.base.errors import printable
 from train.base.files import atomic_write, write_text
 from train.lr_scheduler import get_lr, milestones
-from train.system import hook
 
 MAX_SAMPLE_CHARS = 160  # of a sample on the console during a run
 SLOW_INPUT_SHARE = 0.3  # of the time; a larger share is a warning
@@ -372,7 +371,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
         log(f"Warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
             "usual (--max_epochs 3)")
-    for line in hook(train, "passes")(samples):
+    for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, _ = milestones(c)
     final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), warmup), c)

@@ -126,7 +126,7 @@ def train_step(run, lr=None):
     # not masked) in this rank's n micro-batches and those of all other ranks:
     #     sum_i grad(loss_i) / count  =  sum over micro-batches (weight * grad(loss) / n) * factor
     #     loss    mean over the items of the micro-batch
-    #     weight  items of the micro-batch / full_count, known immediately
+    #     weight  items / full_count of the micro-batch, known immediately
     #     factor  n * world_size * full_count / count, known at the end, applied with the clipping
     # If no item is masked, weight and factor are exactly 1.
     run.optimizer.zero_grad(set_to_none=True)  # an interrupted step may have left gradients
@@ -147,11 +147,10 @@ def train_step(run, lr=None):
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
                 loss, sums = check_result(run.forward(*batch), sums)  # mean over items, sums
                 items = sums.get("count", len(batch[0]) * run.data.train.units_per_sample)
-                weight = items / run.full_count
                 # Autocast is for the forward pass. In the backward pass it would change the
                 # precision inside custom autograd functions. The scaler is for float16.
                 with torch.autocast(loss.device.type, enabled=False):
-                    run.scaler.scale(loss * weight / n).backward()
+                    run.scaler.scale(loss * (items / run.full_count) / n).backward()
             totals = totals + pack(loss, sums, items)  # (number of sums,)
 
     if world_size > 1:

@@ -4,8 +4,8 @@ another file, it is found there."""
 
 FAULTS = [
     # the loop
-    ("train/train.py", "loss * weight / n)", "loss * weight)"),
-    ("train/train.py", "items / run.full_count", "1.0"),
+    ("train/train.py", "(items / run.full_count) / n)", "(items / run.full_count))"),
+    ("train/train.py", "(items / run.full_count)", "1.0"),
     ("train/train.py", "run.optimizer, c.grad_clip, factor.float())",
      "run.optimizer, c.grad_clip)"),
     ("train/train.py", "get(it * n + micro)", "get(it * n)"),
