@@ -255,6 +255,10 @@ class JsonTokenizer(Tokenizer):
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
+        # The package leaves out bytes that a byte-level BPE has no token for, without an error.
+        self.leaves_out = (self.is_byte_level and content["model"].get("type") == "BPE"
+                           and not (content["model"].get("unk_token") or self.inner or self.final)
+                           and not content["model"]["vocab"].keys() >= byte_table().keys())
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
@@ -272,7 +276,18 @@ class JsonTokenizer(Tokenizer):
         enc = self.enc if special else self.plain_enc
         with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
             encoding, = enc.encode_batch_fast([clean(text)], add_special_tokens=False)
+            if self.leaves_out:
+                self.check_complete(clean(text), encoding.ids)
         return np.array(encoding.ids, np.uint32)
+
+    def check_complete(self, text, ids):
+        """Raise ValueError unless `ids`, a list of ids, decodes to `text`, normalised as this
+        tokenizer does, up to a space at the start."""
+        if self.enc.normalizer:
+            text = self.enc.normalizer.normalize_str(text)
+        decoded = self.enc.decode(ids, skip_special_tokens=False)
+        if decoded.removeprefix(" ") != text.removeprefix(" "):
+            raise ValueError(f"characters without a token in {text[:40]!r}")
 
     def offsets(self, text):
         """Return an array (n, 2) int64: for each token of `text`, the index of the first character

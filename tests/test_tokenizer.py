@@ -142,6 +142,23 @@ def test_marks_of_words_are_not_counted_as_text(tmp_path):
         assert ours.token_bytes()[ids].sum() == len(text.encode()) + 1  # a blank per word
 
 
+def test_no_character_is_left_out_of_a_text():
+    """The package tokenizers leaves out bytes that a vocabulary lacks, e.g. one that was trained
+    without the initial alphabet."""
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = tokenizers.decoders.ByteLevel()
+    theirs.train_from_iterator(["the cat and the hat"], tokenizers.trainers.BpeTrainer(
+        vocab_size=30, special_tokens=["<|end|>"], show_progress=False))
+    ours = JsonTokenizer(theirs.to_str(), 0)
+    assert ours.decode(ours.encode("the hat")) == "the hat"
+    assert ours.encode_special("hat<|end|>")[-1] == 0
+    for text in ("the cat: 5", "the caf\u00e9", "the<|end|>", "the\nhat"):
+        with pytest.raises(DataError, match="has no ids for a text: characters "):
+            ours.encode(text)
+
+
 def test_a_missing_package_is_no_broken_tokenizer(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(SetupError, match="^this tokenizer.json needs the package tokenizers: pip"):
