@@ -199,12 +199,15 @@ def csv_rows(stream, name, columns):
 def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
     a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
-    read (`None`: all); raises ValueError if one is missing or a value does not exist in Python,
-    SetupError without the package pyarrow.
+    read (`None`: all); raises ValueError if one is missing or occurs twice, or a value does not
+    exist in Python, SetupError without the package pyarrow.
     """
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
-        check_columns(file.schema_arrow.names, columns)
+        names = file.schema_arrow.names
+        check_columns(names, columns)
+        if twice := [name for name in columns or names if names.count(name) > 1]:
+            raise ValueError(f"two columns {twice[0]!r}; rename or delete one")
         batches = file.iter_batches(1000, columns=columns)
         try:
             for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):

@@ -279,6 +279,13 @@ def test_a_column_that_occurs_twice_loses_no_text(tmp_path):
     (tmp_path / "a.csv").write_text("text,label,text\nfirst,x,second\n")
     (where, problem), _ = records(str(tmp_path / "a.csv"))
     assert where.endswith("a.csv:1") and "two columns 'text'" in str(problem)
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table([["first"], ["x"], ["second"]], names=["text", "label", "text"]),
+                   tmp_path / "a.parquet")
+    for columns in (None, ["text"]):
+        with pytest.raises(ValueError, match="two columns 'text'"):
+            list(records(str(tmp_path / "a.parquet"), columns))
+    assert list(records(str(tmp_path / "a.parquet"), ["label"]))[0][1] == {"label": "x"}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "list.json", "a.parquet"])
