@@ -291,11 +291,11 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with the values in `changes` {key: value}, which are not checked. `origins`
-        is kept."""
+        """Return a copy with the values in `changes` {key: value}, which are not checked. They are
+        explicit, as those of load_config(overrides=changes)."""
         out = replace(self, **changes)
         if hasattr(self, "origins"):
-            out.origins = self.origins
+            out.origins = self.origins | dict.fromkeys(changes, "overrides")
         return out
 
     def probe(self, **changes):
