@@ -70,6 +70,17 @@ def test_batches_of_two_sizes_are_two_static_graphs(compiled_as_on_a_gpu):
     assert len(graphs) == 3 and not graphs.sizes()
 
 
+def test_each_of_many_runs_in_a_process_is_compiled(data_dir, tmp_path, compiled_as_on_a_gpu):
+    """A search has trials of more than 8 shapes -> no run is in eager mode because of the others."""
+    graphs = Graphs()
+    compiled_as_on_a_gpu(graphs)
+    counts = []
+    for size in range(8, 31, 2):
+        run(data_dir, tmp_path / str(size), block_size=size, eval_interval=0)
+        counts.append(len(graphs))
+    assert len(set(counts)) == len(counts)
+
+
 def test_a_compiler_that_fails_in_validation_does_not_end_the_run(data_dir, tmp_path, capsys,
                                                                   compiled_as_on_a_gpu):
     def broken(graph, inputs):
