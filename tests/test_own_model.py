@@ -29,7 +29,7 @@ from train.dataloader import Data
 from train.distributed import Ranks, process_group
 from train.logger import resume_command
 from train.setup import open_run, validate_config
-from train.train import save, train, train_step
+from train.train import save, train, train_step, validate
 
 SETTINGS = dict(batch_size=4, gradient_accumulation_steps=3, max_iters=12, eval_interval=4,
                 eval_iters=100, save_interval=2, warmup_iters=0, lr_decay_iters=12, log_interval=1,
@@ -128,17 +128,21 @@ def test_before_step_is_not_repeated_after_a_resume_without_an_evaluation(tmp_pa
 
 def test_a_run_in_parts_saves_only_into_a_folder_that_it_has_taken(tmp_path):
     fit(tmp_path)
+    earlier, drawing = metrics(tmp_path), (tmp_path / "loss.svg").read_text()
     config = validate_config(load_config(None, SETTINGS | dict(
         out_dir=str(tmp_path), resume="never")))
     data = Data(rows(120), rows(30, seed=2))
     with process_group(config) as ranks, open_run(config, ranks, Regression(), data=data) as run:
         train_step(run)
+        validate(run)
         with pytest.raises(SetupError, match="call it before the first step"):
             save(run)
+        assert metrics(tmp_path) == earlier and (tmp_path / "loss.svg").read_text() == drawing
         assert not (tmp_path / "old_1").exists() and load_checkpoint(tmp_path / "ckpt.pt")
         run.take_folder()
+        validate(run)
         save(run, last=True)
-    assert (tmp_path / "old_1" / "ckpt.pt").exists()
+    assert (tmp_path / "old_1" / "ckpt.pt").exists() and len(metrics(tmp_path)) == 1
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 1
 
 

@@ -41,8 +41,6 @@ class Logger:
         self.config = config or {}
         self.run_name = self.config.get("run_name") or os.path.normpath(
             self.config.get("out_dir", out_dir))
-        # Whether files other than train.log are written.
-        self.writes_files = main and not self.config.get("eval_only")
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
@@ -55,6 +53,12 @@ class Logger:
         self.log_file = LineFile(f"{self.out_dir}/train.log")
         self.metrics = LineFile(f"{self.out_dir}/metrics.jsonl")
         self.sample_file = LineFile(f"{self.out_dir}/samples.txt")
+
+    @property
+    def writes_files(self):
+        """Whether files other than train.log are written. Until start(), they are those of an
+        earlier run."""
+        return self.is_main and self.held is None and not self.config.get("eval_only")
 
     # -------------------------------------------------------------------------
     # messages
