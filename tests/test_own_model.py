@@ -326,6 +326,16 @@ class Plain(Regression):
         return {}
 
 
+def test_a_loss_per_row_in_evaluations_is_named(tmp_path):
+    """The elements would be read as the loss and other sums."""
+    class PerRow(Regression):
+        def forward(self, x, y):
+            loss = (self.net(x)[:, 0] - y).square()
+            return (loss.mean() if self.training else loss), {}
+    with pytest.raises(SetupError, match=r"loss has the shape \(4,\)"):
+        fit(tmp_path, PerRow(), early_stopping_metric="val_loss")
+
+
 def test_a_mean_over_nothing_is_no_number(tmp_path):
     """Of five validation batches one is masked -> the loss is the mean over the other rows. Of the
     training batches too."""
@@ -344,6 +354,8 @@ def test_a_mean_over_nothing_is_no_number(tmp_path):
     (lambda loss: loss, "returned a Tensor; expected"),
     (lambda loss: (loss, {}, {}), "returned a tuple; expected"),
     (lambda loss: (loss, {"count": 4}), "count is no tensor; expected"),
+    (lambda loss: (loss.expand(4), {}), r"loss has the shape \(4,\); expected a single number"),
+    (lambda loss: (loss, {"count": torch.ones(4)}), r"count has the shape \(4,\); expected a single"),
     (lambda loss: (loss, {"loss": loss}), "rename the sum loss, the name is reserved"),
     (lambda loss: (loss, {next(NEW_NAMES): loss}), "sums a1, and before a0")])
 def test_another_result_of_forward_is_named(tmp_path, monkeypatch, result, text):

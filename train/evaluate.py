@@ -19,14 +19,18 @@ from train.system import ModelHooks, hook
 
 def check_result(result, previous=None):
     """Return `result`, the result of a model's forward(*batch). SetupError unless it is (loss,
-    sums), a tensor and {name: tensor}, with the same names as `previous`, the sums of an earlier
-    batch (`None`: not compared), and without the name "loss"."""
+    sums), a tensor with one element and {name: tensor}, with the same names as `previous`, the sums
+    of an earlier batch (`None`: not compared), and without the name "loss"."""
     example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
         raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
     loss, sums = result
     if wrong := [name for name, t in {"loss": loss, **sums}.items() if not hasattr(t, "detach")]:
         raise SetupError(f"forward(*batch): {', '.join(wrong)} is no tensor; {example}")
+    for name, t in {"loss": loss, "count": sums.get("count", loss)}.items():
+        if t.numel() != 1:  # pack() would read its elements as other sums
+            raise SetupError(f"forward(*batch): {name} has the shape {tuple(t.shape)}; expected a "
+                             f"single number, the {dict(loss='mean', count='sum')[name]}")
     if "loss" in sums:
         raise SetupError("forward(*batch): rename the sum loss, the name is reserved for logs")
     if previous is not None and previous.keys() != sums.keys():
