@@ -364,6 +364,19 @@ def test_samples_do_not_disturb_the_run(rows, tmp_path, whole):
     assert_same(whole, tmp_path)
 
 
+def test_samples_may_be_a_generator(rows, tmp_path, monkeypatch, toy, capsys):
+    """It runs in eval mode without gradients, and an error in it is a warning."""
+    def sample(model, data, config):
+        yield f"{model.training} {torch.is_grad_enabled()}"
+        if config.seed == 4:
+            raise ValueError("nothing to say")
+    monkeypatch.setattr(toy, "sample", sample)
+    go(rows, tmp_path, max_iters=4)
+    assert (tmp_path / "samples.txt").read_text() == "=== iter 4 ===\nFalse False\n\n"
+    go(rows, tmp_path / "error", max_iters=4, seed=4)
+    assert "no samples: ValueError: nothing to say" in capsys.readouterr().out
+
+
 def test_as_a_person_adds_it(rows, tmp_path):
     """the file put into model/ of a copy, trained by the command line"""
     copy = tmp_path / "repo"

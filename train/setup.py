@@ -491,7 +491,7 @@ class Run:
         self.log.activity("sampling")
         try:
             with self.eval_mode(), torch.no_grad(), self.autocast():
-                texts = sample(self.raw_model, self.data, c)
+                texts = list(map(str, sample(self.raw_model, self.data, c)))  # a generator too
         except Exception as error:
             self.log.warn(f"no samples: {type(error).__name__}: {error}")
             return
