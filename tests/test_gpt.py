@@ -1052,3 +1052,16 @@ def test_selective_checkpointing_keeps_the_attention_of_every_gpu():
                aten._scaled_dot_product_efficient_attention):
         policy = context.policy_fn(None, op.default)
         assert policy == torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("loss", [LinearCrossEntropy(), SampledCrossEntropy(
+    torch.arange(61), 61, 9, seed=0)])
+def test_the_ignore_index_of_other_programs_is_an_error(loss):
+    """-100, PyTorch's default, is not -1 -> not the token 0"""
+    gpt = GPT(GPTConfig(**LLAMA))
+    gpt.loss = loss
+    targets = torch.tensor([[3, -1, 5]])
+    assert gpt(targets.abs(), targets)[0].isfinite()
+    targets[0, 1] = -100
+    with pytest.raises((RuntimeError, IndexError), match="out of (bounds|range)"):
+        gpt(targets.clamp(min=0), targets)

@@ -96,7 +96,7 @@ class SampledCrossEntropy(LinearCrossEntropy):
             h = h.to(torch.get_autocast_dtype(h.device.type))
         targets = targets.flatten()
         counted = targets != IGNORE
-        needed = torch.cat((self.ids, targets.clamp(min=0)))
+        needed = torch.cat((self.ids, targets.where(counted, 0)))
         sampled, own = F.embedding(needed, weight).to(h.dtype).tensor_split([len(self.ids)])
         own = finish_logits((h * own).sum(-1).float())  # (N,)
         z = finish_logits(F.linear(h, sampled).float()) - self.log_p  # (N, n_samples)
@@ -155,7 +155,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, h, weight, targets, vocab_size):
         counted = targets != IGNORE
         share = counted / counted.sum().clamp(min=1)  # (N,) of each row in the mean
-        index = targets.clamp(min=0)[:, None]
+        index = targets.where(counted, 0)[:, None]  # not clamp: another negative target is an error
         N, V = h.size(0), weight.size(0)
         rows = min(chunk_rows(V, h.device.type), max(1, N))
         total = h.new_zeros((), dtype=torch.float32)
