@@ -5,7 +5,8 @@ on two ranks, evaluated beside the weights, and read by the commands that write 
 import pytest
 import torch
 from conftest import TINY
-from runs import assert_a_kill_changes_nothing, assert_two_ranks_equal_one, go
+from runs import assert_a_kill_changes_nothing, assert_same, assert_two_ranks_equal_one, go
+from test_own_model import SETTINGS, Regression, rows
 from test_regressions import with_test_data
 
 from model.convert import main as convert
@@ -13,6 +14,9 @@ from model.core.load import load_model
 from model.sample import main as sample
 from train import setup
 from train.checkpoint import load_checkpoint
+from train.config import load_config
+from train.dataloader import Data
+from train.train import train
 
 
 def averages(path):
@@ -40,6 +44,27 @@ def test_it_is_the_average_of_kept_checkpoints(data_dir, tmp_path, optimizer):
     assert found.keys() == expected.keys()
     for name, t in found.items():
         torch.testing.assert_close(t.double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_an_average_of_bfloat16_weights_is_float32(tmp_path):
+    """a model with bfloat16 weights, in which small updates of the average would be lost to
+    rounding -> the average is float32, also after evaluations and a resume"""
+    def fit(folder, steps):
+        config = load_config(None, SETTINGS | dict(
+            out_dir=str(tmp_path / folder), max_iters=steps, ema=0.999, save_interval=1,
+            keep_last=99))
+        train(config, Rounded().bfloat16(), data=Data(rows(120), rows(30)))
+
+    class Rounded(Regression):
+        def forward(self, x, y):
+            return super().forward(x.bfloat16(), y)
+    fit("parts", 8)
+    fit("parts", 16)
+    fit("whole", 16)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    for name, value in recomputed(tmp_path / "whole", 16, 0.999).items():
+        average = averages(tmp_path / "whole/ckpt.pt")[name]
+        torch.testing.assert_close(average.double(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_keep_their_bits_and_both_are_evaluated(data_dir, tmp_path):

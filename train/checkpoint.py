@@ -552,7 +552,7 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
         if state.get(name):
             own[name] = optimizer.state[p] = entry
             if "ema" in state[name]:
-                entry["ema"] = torch.zeros_like(p)
+                entry["ema"] = torch.zeros_like(p, dtype=state[name]["ema"].dtype)
     file_format.check_match(dict(named_tensors({"optimizer": state})),
                             dict(named_tensors({"optimizer": own})), path)
     fill(own, state, ranks, shards, "optimizer.state.")

@@ -9,7 +9,8 @@ class Average:
     """Exponential moving average (EMA) of the parameters of `optimizer`, a torch.optim.Optimizer:
     average = decay * average + (1 - decay) * parameter. The average of parameter p is
     optimizer.state[p]["ema"], so that it is sharded, saved and resumed with the state of the
-    optimizer. Call update(it) after each optimizer step, evaluate() for an evaluation."""
+    optimizer. It is float32 if p has 16 bits, in which small updates would be lost to rounding.
+    Call update(it) after each optimizer step, evaluate() for an evaluation."""
 
     def __init__(self, optimizer, decay):
         self.optimizer = optimizer
@@ -26,8 +27,10 @@ class Average:
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in params:
             if "ema" not in self.state[p]:
-                self.state[p]["ema"] = p.detach().clone()
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                self.state[p]["ema"] = p.detach().to(dtype, copy=True)
         averages = [self.state[p]["ema"] for p in params]
+        params = [p.to(average.dtype) for p, average in zip(params, averages)]
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
     def evaluate(self, evaluate_weights):
@@ -39,20 +42,20 @@ class Average:
         numbers = evaluate_weights()
         if numbers is None:
             return None
-        self.swap()
+        averages = {p: entry["ema"] for p, entry in self.state.items() if "ema" in entry}
+        weights = {p: p.detach().clone() for p in averages}  # in place of the gradients' memory
         try:
+            assign(averages)
             of_average = evaluate_weights()
         finally:
-            self.swap()
+            assign(weights)
         return of_average and join_numbers(
             numbers, {f"{name}_ema": v for name, v in of_average.items()}, "ema")
 
-    @torch.no_grad()
-    def swap(self):
-        """Exchange parameters and averages, in place (only parameters with an average). A second
-        call restores both."""
-        for p, entry in self.state.items():
-            if "ema" in entry:  # in place: sharded and compiled models hold references to p
-                weights = p.detach().clone()
-                p.copy_(entry["ema"])
-                entry["ema"].copy_(weights)
+
+@torch.no_grad()
+def assign(values):
+    """Copy the tensors in `values` {parameter: tensor} into the parameters, in place, because
+    sharded and compiled models hold references to them."""
+    for p, value in values.items():
+        p.copy_(value)
