@@ -321,7 +321,8 @@ def test_a_block_longer_than_the_models_is_refused(out, data_dir, tmp_path):
     with pytest.raises(CheckpointError, match="block_size: it has 8, the configuration says 32"):
         go(data_dir, tmp_path / "b", pos="learned", block_size=32,
            init_from=tmp_path / "a" / "ckpt.pt")
-    config = configure(data_dir, tmp_path / "b", init_from=tmp_path / "a" / "ckpt.pt", pos="learned")
+    config = configure(data_dir, tmp_path / "b", pos="learned",
+                       init_from=tmp_path / "a" / "ckpt.pt")
     with pytest.raises(CheckpointError, match="n_layer: it has 1, the configuration says 3"):
         train(config.replace(n_layer=3))
     model = GPT(GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=1, n_embd=8))

@@ -71,7 +71,7 @@ def test_batches_of_two_sizes_are_two_static_graphs(compiled_as_on_a_gpu):
 
 
 def test_each_of_many_runs_in_a_process_is_compiled(data_dir, tmp_path, compiled_as_on_a_gpu):
-    """A search has trials of more than 8 shapes -> no run is in eager mode because of the others."""
+    """A search has trials of more than 8 shapes -> none is in eager mode because of the others."""
     graphs = Graphs()
     compiled_as_on_a_gpu(graphs)
     counts = []

@@ -355,7 +355,7 @@ def test_a_mean_over_nothing_is_no_number(tmp_path):
     (lambda loss: (loss, {}, {}), "returned a tuple; expected"),
     (lambda loss: (loss, {"count": 4}), "count is no tensor; expected"),
     (lambda loss: (loss.expand(4), {}), r"loss has the shape \(4,\); expected a single number"),
-    (lambda loss: (loss, {"count": torch.ones(4)}), r"count has the shape \(4,\); expected a single"),
+    (lambda loss: (loss, {"count": torch.ones(4)}), r"count has the shape \(4,\); expected a"),
     (lambda loss: (loss, {"loss": loss}), "rename the sum loss, the name is reserved"),
     (lambda loss: (loss, {next(NEW_NAMES): loss}), "sums a1, and before a0")])
 def test_another_result_of_forward_is_named(tmp_path, monkeypatch, result, text):

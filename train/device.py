@@ -185,7 +185,7 @@ def compile_model(model, device):
         parts = blocks(model) or parts
         if device.type != "cpu" and isinstance(getattr(model, "loss", None), nn.Module):
             parts.append(model.loss)  # on a CPU the loss is computed in chunks, without gain
-    # Dynamo compiles a function for 8 shapes, then no more. A process may have runs of other shapes.
+    # Dynamo compiles a function for 8 shapes. A process may have runs of more shapes.
     torch._dynamo.config.recompile_limit += 8
     torch._dynamo.config.accumulated_recompile_limit += 8
     for part in parts:
