@@ -100,7 +100,8 @@ class Norm(nn.Module):
 
     def __init__(self, dim, kind, bias, eps, weight=True):
         super().__init__()
-        self.rms, self.eps = kind == "rms", eps
+        self.rms = kind == "rms"
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim)) if weight else None
         self.bias = nn.Parameter(torch.zeros(dim)) if bias and not self.rms else None
 
@@ -250,8 +251,10 @@ class Block(nn.Module):
 
     def __init__(self, config, layer, mlp=MLP):
         super().__init__()
-        self.ln_1, self.attn = stream_norm(config, "pre"), Attention(config, layer)
-        self.ln_2, self.mlp = stream_norm(config, "pre"), mlp(config)
+        self.ln_1 = stream_norm(config, "pre")
+        self.attn = Attention(config, layer)
+        self.ln_2 = stream_norm(config, "pre")
+        self.mlp = mlp(config)
         # BERT: each norm replaces the stream; the norm of the embedding is the first block's ln_1.
         self.norms_stream = config.norm_position == "stream"
         self.norms_input = self.norms_stream or config.embed_norm and layer == 0

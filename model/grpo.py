@@ -131,7 +131,8 @@ class AnsweringGPT(chat.ChatGPT):
         these answers. prompts (B, P): token ids, right-padded; lengths (B,): true lengths; answers:
         a list of B * K lists of token ids, those to a prompt next to each other; weights (B, K):
         one for each answer."""
-        rows, K = [], weights.size(1)
+        rows = []
+        K = weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
         limit = min(block.attn.window or self.keys.block_size for block in self.h)
         for i, (prompt, n) in enumerate(zip(prompts.tolist(), lengths.tolist())):
@@ -283,7 +284,8 @@ def answer_states(model, tokens):
 def answer_logps(model, tokens):
     """Return the log probabilities (n, T), float32, of the targets in tokens (n, T, 5), the result
     of collate_rows(), under `model`, a GPT; 0 where the target is IGNORE (-1)."""
-    x, targets = answer_states(model, tokens), tokens[..., 3]
+    x = answer_states(model, tokens)
+    targets = tokens[..., 3]
     return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(targets)
 
 

@@ -262,12 +262,12 @@ FAULTS = {
         "model/gpt.py", "self.filled = fill(self, seed)",
         "self.filled = fill(self, seed); self.wte.weight.data.mul_(2)", "initial", ()),
     "batches that depend on earlier ones": (
-        "train/dataloader.py", "        return (loader or DataLoader)(",
+        "train/dataloader.py", "        return loader(",
         "        class Changing(DataLoader):\n"
         "            def get_batch(self, device='cpu', step=None):\n"
         "                self.n = getattr(self, 'n', 0) + 1\n"
         "                return super().get_batch(device, (step or 0) + self.n)\n"
-        "        return (loader or Changing)(", "batches", ()),
+        "        return Changing(", "batches", ()),
     "state outside the state_dict": (
         "model/gpt.py", "    def trunk(self",
         "    def after_step(self, it, sums):\n        self.n = 1 - getattr(self, 'n', 0)\n\n"

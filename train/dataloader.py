@@ -221,7 +221,8 @@ class Loader:
         steps = range(step, step + self.calls_per_chunk)
         batch = self.tensors(self.read(self.sample_numbers(steps)), torch.device(device))
         self.chunk = tuple(t.view(len(steps), self.batch_size, *t.shape[1:]) for t in batch)
-        self.chunk_steps, self.chunk_device = steps, device
+        self.chunk_steps = steps
+        self.chunk_device = device
 
     def read(self, g):
         """Return a list of arrays (m, ...), the contents of the samples g. g: numbers of the

@@ -327,8 +327,9 @@ class Run:
         p = self.progress
         metric = numbers.get(self.config.early_stopping_metric)
         if metric is None:
-            return self.log.warn(f"{self.config.early_stopping_metric} has no value: this "
-                                 "evaluation cannot be the best")
+            self.log.warn(f"{self.config.early_stopping_metric} has no value: this evaluation "
+                          "cannot be the best")
+            return None
         # `sign` makes lower values better for every metric. Between equal metrics (an accuracy that
         # is 0 at the start) the lower loss is better.
         rank = (self.stopping.sign * metric, numbers["val_loss"])

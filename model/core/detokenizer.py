@@ -13,7 +13,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer, stop_strings=()):
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.tokenizer = tokenizer
+        self.stop_strings = stop_strings
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.pending = ""
         self.stopped = False
@@ -45,7 +46,8 @@ class TextStreamer:
     Text that is held back at the end is not printed."""
 
     def __init__(self, tokenizer, stop_tokens):
-        self.detokenizer, self.stop_tokens = Detokenizer(tokenizer), stop_tokens
+        self.detokenizer = Detokenizer(tokenizer)
+        self.stop_tokens = stop_tokens
 
     def __call__(self, tokens):
         token = int(tokens[0])

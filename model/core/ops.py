@@ -402,7 +402,7 @@ def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
     query. For bfloat16 on a CPU, this takes half the time of PyTorch 2.13's kernel, with results
     that are equal up to rounding. It stores the attention weights, so use it for short T only.
     """
-    shape, (B, H, T, D) = q.shape, q.shape
+    shape = B, H, T, D = q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
     bias = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     if mask is not None:
@@ -433,7 +433,8 @@ def attend_one(q, k, v, mask):
     bfloat16 with AMX. On a GPU cuDNN would plan again for every number of keys, and the compiler
     fuses the products.
     """
-    (B, H, _, D), G = q.shape, k.size(1)
+    B, H, _, D = q.shape
+    G = k.size(1)
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
             and (B == 1 if k.dtype == torch.float32 else has_amx())):
         rows = q.reshape(B, G, -1, D).to(k.dtype)  # (B, G, H / G, D)

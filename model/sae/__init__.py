@@ -165,7 +165,8 @@ class SparseAutoencoder(nn.Module):
         """Return (input (N, C), target (N, C), is_outlier (N, 1) bool) of activations (N, D). Input
         and target (the same unless it is a transcoder) are centred and scaled, and 0 in rows whose
         input is an outlier."""
-        c, scale = self.spec["d_in"], self.scale.view(-1)
+        c = self.spec["d_in"]
+        scale = self.scale.view(-1)
         x = (activations[..., :c] - self.mean[:c]) * scale[0]
         y = (activations[..., -c:] - self.mean[-c:]) * scale[-1]
         is_outlier = x.square().mean(-1, keepdim=True) > OUTLIER_RATIO**2
@@ -245,7 +246,8 @@ class SparseAutoencoder(nn.Module):
         else:
             pre, z = self.features(x)  # (N, F) each
             W = self.decoder()  # (F, C)
-            inner, out = [], (z @ W + self.b_dec).float()  # (N, C)
+            inner = []
+            out = (z @ W + self.b_dec).float()  # (N, C)
             counts = dict(fired=(z != 0).sum(0))
         error = y - out
         losses = dict(mse=error.square().mean(1))  # (N,) each
@@ -279,7 +281,8 @@ class SparseAutoencoder(nn.Module):
         if W is None:
             index = dead.nonzero()[:, 0]
             pre = x @ self.W_enc[:, index] + self.bias()[index]
-            dead, W = dead[index], F.normalize(self.W_dec[index], dim=1)
+            dead = dead[index]
+            W = F.normalize(self.W_dec[index], dim=1)
         z = keep_largest(pre.masked_fill(~dead, -torch.inf), min(self.keys.auxk, len(dead)))
         z = torch.where(dead, z, 0.0)  # -inf if fewer than auxk are dead
         rest = (error - z @ W).float().square().sum(1) / error.square().sum(1).clamp(min=1e-8)
@@ -385,7 +388,9 @@ class SAEModel(nn.Module):
         the reconstruction in place of the activations) and zeroed_loss (with zeros). With several
         layers, names have the suffix _N of the layer.
         """
-        total, sums, rows = 0.0, {}, x
+        total = 0.0
+        sums = {}
+        rows = x
         if targets is not None:
             backbone = self.backbone()
             targets = targets.clone()

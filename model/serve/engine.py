@@ -30,7 +30,10 @@ class APIError(Exception):
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     def body(self):
         """Return the JSON object of the response, {"error": {"message", "type", "param", "code"}},
