@@ -10,6 +10,7 @@ import yaml
 from conftest import REPO, TINY
 
 import run_train
+from train.base.errors import ConfigError
 from train.config import load_config
 from train.tools import hpo
 
@@ -420,6 +421,9 @@ def test_a_name_with_two_meanings_and_one_that_is_not_set():
     assert load_config(None, ["model=autoencoder", "hidden_dim=64"]).d_hidden == 64
     for length in ([], ["max_epochs=null"], ["epochs=None"]):  # as in config.yaml of a run in steps
         assert load_config(None, [*length, "save_every=5"]).save_interval == 5
+        assert load_config(None, [*length, "step_size=5"]).step_iters == 5
+    with pytest.raises(ConfigError, match="'step_size'; step_iters counts steps, not epochs"):
+        load_config(None, ["num_epochs=9", "step_size=5"])  # of PyTorch's StepLR
     c = load_config(None, ["resume_from=null", "dataset_name=null", "epochs=null", "fp16=None",
                            "scheduler_type=none", "run_name=ignored"])
     assert (c.resume, c.max_epochs, c.lr_schedule, c.run_name) == ("auto", None, "none", "ignored")
