@@ -50,7 +50,7 @@ def parse_messages(value, name):
     value: a list of dicts, {"role", "content"} or ShareGPT's {"from", "value"}. Role names of other
     formats (keys of ROLES, e.g. human and gpt) are converted; for contents see parse_content. name:
     the field of the record that has the list, for error messages. Raises ValueError for any other
-    value, and for a message with "weight": 0."""
+    value, and for a message with "weight": 0 or tool calls."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -60,6 +60,8 @@ def parse_messages(value, name):
             raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
         if message.get("weight") == 0:  # of OpenAI's format
             raise ValueError("weight 0: answers that are not learned are not supported")
+        if message.get("tool_calls") or message.get("function_call"):
+            raise ValueError("tool calls are not supported")
         turns.append((ROLES[role], parse_content(message.get("content", message.get("value")))))
     return turns
 

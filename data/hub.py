@@ -21,7 +21,7 @@ HUB = "https://huggingface.co"
 # Anyone on the way can change plain http.
 TRUSTED_URL = r"https://|http://(localhost|127(\.\d+){3})(:\d+)?(/|$)"
 CONFIG_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                "chat_template.jinja", "model.safetensors.index.json"]
+                "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"]
 WEIGHT_FILES = ["model*.safetensors"]
 # What must be in these files: a key, or a text.
 CONTENT = {"config.json": "model_type", "tokenizer.json": "model",

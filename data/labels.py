@@ -69,7 +69,7 @@ def parse_labelled_text(record, fields):
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
         raise ValueError(f"field {fields.text!r}: expected a text, got {text!r}")
-    if isinstance(label, (dict, list)):
+    if isinstance(label, (dict, list, bytes)):
         raise ValueError(f"field {fields.label!r}: expected a label, got {label!r}")
     if fields.group and record.get(fields.group) in (None, ""):
         raise ValueError(f"no field {fields.group!r} (--group)")

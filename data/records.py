@@ -35,6 +35,8 @@ SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz), or folders
            "Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
 RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 READ_ERRORS = (ValueError, EOFError, RecursionError, zlib.error, csv.Error, OSError)
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # invalid bytes that were read with surrogateescape
+CONVERT = "not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)"
 EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
@@ -91,10 +93,12 @@ def walk(folder, skipped_folder, skipped_names):
     """Return the list of paths of the regular files below `folder`, in an order that is the same on
     every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
     folder `skipped_folder` (an absolute path without links), and links to files outside `folder`,
-    except to files in the hub's cache. Raises DataError for a folder that cannot be read."""
+    except to files in the hub's cache; the number of these links is printed. Raises DataError for a
+    folder that cannot be read."""
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     paths = []
+    n_outside = 0
     inside = [os.path.join(os.path.realpath(folder), "")]
     # In the cache of the Hugging Face hub, the files of a snapshot are links to blobs.
     if snapshot := re.match("((.*)/.*)/snapshots/[0-9a-f]{40}/", inside[0]):
@@ -104,8 +108,13 @@ def walk(folder, skipped_folder, skipped_names):
             name for name in folders if name[0] != "." and name not in skipped_names
             and os.path.realpath(os.path.join(here, name)) != skipped_folder)
         candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
-        paths += [path for path in candidates if os.path.isfile(path) and (
-            not os.path.islink(path) or os.path.realpath(path).startswith(tuple(inside)))]
+        files = [path for path in candidates if os.path.isfile(path)]
+        kept = [path for path in files if not os.path.islink(path)
+                or os.path.realpath(path).startswith(tuple(inside))]
+        paths += kept
+        n_outside += len(files) - len(kept)
+    if n_outside:
+        echo(f"Skipped: {n_outside:,} links in {folder} to files outside it")
     return paths
 
 
@@ -174,10 +183,12 @@ def csv_rows(stream, name, columns):
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     # Not strict, a quote that is not closed would silently swallow the rows after it.
     rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
-    check_columns(rows.fieldnames, columns)
     header = rows.fieldnames or []
+    if NOT_UTF8.search("".join(header)):
+        raise ValueError(CONVERT)
+    check_columns(header, columns)
     if twice := [column for i, column in enumerate(header) if column and column in header[:i]]:
-        yield f"{name}:1", ValueError(f"two columns {twice[0]!r}; rename or delete one")
+        raise ValueError(f"two columns {twice[0]!r}; rename or delete one")
     while True:
         first = rows.reader.line_num + 1
         try:
@@ -186,8 +197,8 @@ def csv_rows(stream, name, columns):
             if None in row or None in row.values():
                 n = len(rows.fieldnames)
                 row = ValueError(f"not the {n} values of the header; quote texts")
-            elif re.search("[\udc80-\udcff]", "".join(row.values())):
-                row = ValueError("not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)")
+            elif NOT_UTF8.search("".join(row.values())):
+                row = ValueError(CONVERT)
         except StopIteration:
             return
         except csv.Error:
@@ -276,7 +287,11 @@ def source_records(source):
     single record that cannot be read is yielded as a ValueError. Raises SetupError without a
     package that the source needs."""
     if os.path.isdir(source) and not is_saved(source):
-        for path in filter(has_record_extension, walk(source, "", ())):
+        paths = [path for path in walk(source, "", ()) if has_record_extension(path)]
+        if not paths:
+            raise DataError(f"{source}: no file in this folder has records; expected "
+                            f"{', '.join(RECORD_EXTENSIONS)}")
+        for path in paths:
             yield from source_records(path)
         return
     try:

@@ -129,8 +129,11 @@ def end_of_text(folder, content):
 
 def special_tokens(folder):
     """Return {"bos_token": "<s>", ...}: all keys in tokenizer_config.json in `folder` that end with
-    _token, and the texts of these tokens. Return {} if the file is missing."""
+    _token, and the texts of these tokens; in older folders, without added_tokens_decoder in this
+    file, also those in special_tokens_map.json. Return {} if the files are missing."""
     config = read_optional_json(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # as transformers does
+        config = config | read_optional_json(folder, "special_tokens_map.json")
     tokens = {name: value.get("content") if isinstance(value, dict) else value
               for name, value in config.items() if name.endswith("_token")}
     return {name: text for name, text in tokens.items() if isinstance(text, str)}

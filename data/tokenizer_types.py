@@ -230,6 +230,7 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a published model, a tokenizer.json, computed by the package tokenizers.
     Raises SetupError without this package."""
     kind = "json"
+    known = None  # characters with a token, if others would be left out
 
     def __init__(self, text, eot_token, n_vocab=0):
         """text: the content of a tokenizer.json. eot_token: the id of the end of text, or `None`.
@@ -255,10 +256,7 @@ class JsonTokenizer(Tokenizer):
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
-        # The package leaves out bytes that a byte-level BPE has no token for, without an error.
-        self.leaves_out = (self.is_byte_level and content["model"].get("type") == "BPE"
-                           and not (content["model"].get("unk_token") or self.inner or self.final)
-                           and not content["model"]["vocab"].keys() >= byte_table().keys())
+        self.known = find_alphabet(content["model"])
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
@@ -274,20 +272,26 @@ class JsonTokenizer(Tokenizer):
 
     def encode_array(self, text, special=False):
         enc = self.enc if special else self.plain_enc
+        text = clean(text)
         with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            encoding, = enc.encode_batch_fast([clean(text)], add_special_tokens=False)
-            if self.leaves_out:
-                self.check_complete(clean(text), encoding.ids)
+            if self.known is not None:
+                self.check_characters(text, special)
+            encoding, = enc.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
-    def check_complete(self, text, ids):
-        """Raise ValueError unless `ids`, a list of ids, decodes to `text`, normalised as this
-        tokenizer does, up to a space at the start."""
-        if self.enc.normalizer:
-            text = self.enc.normalizer.normalize_str(text)
-        decoded = self.enc.decode(ids, skip_special_tokens=False)
-        if decoded.removeprefix(" ") != text.removeprefix(" "):
-            raise ValueError(f"characters without a token in {text[:40]!r}")
+    def check_characters(self, text, special):
+        """Raise ValueError if `text` has characters without tokens, which the package tokenizers
+        would leave out without an error. special: as for encode_array."""
+        added = [token.content for token in self.enc.get_added_tokens_decoder().values()
+                 if special or not token.special]
+        for part in re.split("|".join(map(re.escape, added)) or "(?!)", text):
+            part = self.enc.normalizer.normalize_str(part) if self.enc.normalizer else part
+            pieces = (self.enc.pre_tokenizer.pre_tokenize_str(part) if self.enc.pre_tokenizer
+                      else [(part, (0, len(part)))])
+            for piece, (start, end) in pieces:
+                if not self.known.issuperset(piece) and self.enc.token_to_id(piece) is None:
+                    raise ValueError(f"characters of {part[start:end]!r:.60} are not in its "
+                                     "vocabulary")
 
     def offsets(self, text):
         """Return an array (n, 2) int64: for each token of `text`, the index of the first character
@@ -346,6 +350,20 @@ def hide_special(content):
             pair.split(" ") if isinstance(pair, str) else pair) not in hidden]
     return content | {"model": model, "added_tokens": [
         token | {"content": hidden.get(token["content"], token["content"])} for token in tokens]}
+
+
+def find_alphabet(model):
+    """Return the set of the characters that have a token, for a model that leaves out all others
+    without an error: BPE without unk_token and byte_fallback; `None` for other models, and if all
+    bytes of UTF-8 have one. model: the dict in a tokenizer.json."""
+    if model.get("type") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+        return None
+    before, after = (model.get(name) or "" for name in (
+        "continuing_subword_prefix", "end_of_word_suffix"))
+    words = (token.removeprefix(before).removesuffix(after) for token in model["vocab"])
+    known = {word for word in words if len(word) == 1}
+    in_utf8 = {c for c, byte in byte_table().items() if byte < 0xf5 and byte not in (0xc0, 0xc1)}
+    return None if known >= in_utf8 else known
 
 
 def find_frame(content):

@@ -122,6 +122,7 @@ def test_a_prompt_before_whole_turns_is_kept():
     ({"prompt": "a", "chosen": "b", "rejected": " b"}, "the same answer twice"),
     ({"chosen": [ASKED[1], MOO], "rejected": [ASKED[0], MOO]}, "the same messages but for"),
     ({"chosen": [ASKED[1]], "rejected": [ASKED[0]]}, "the same messages but for"),
+    ({"prompt": "", "chosen": "C", "rejected": "b"}, "prompt: expected a text, got ''"),
     ({"prompt": "a", "chosen": 7, "rejected": "b"}, "chosen: expected a list of messages, got '7'"),
     ({"chosen": "moo", "rejected": "boo"}, "chosen: expected a list of messages, got 'moo'"),
     ({"chosen": [], "rejected": [MOO]}, "chosen: no message"),

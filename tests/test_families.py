@@ -34,6 +34,7 @@ from data.hub import model_name
 from data.prepare import chat as chats
 from data.prepare.chat import cut
 from data.tokenizer import tokenizer_from_spec
+from data.tokenizer_hf import special_tokens
 from model import chat as talking
 from model import convert, sample
 from model.chat import ChatGPT
@@ -623,6 +624,17 @@ def test_special_tokens_behind_the_end_of_text_are_ids_of_the_model(folders, tmp
         assert found.tolist().count(end + 1) == 2 and found[mask == 1][-1] == end
     (tmp_path / "config.json").unlink()
     assert open_chat_format(str(tmp_path))[0].n_vocab == rows + 1  # all, if no model is known
+
+
+def test_special_tokens_of_older_folders_are_read(tmp_path):
+    """They are in a file of their own if tokenizer_config.json does not list added tokens."""
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text('{"bos_token": "<b>", "eos_token": "</b>"}')
+    other = dict(bos_token=dict(content="<s>"), additional_special_tokens=["<x>"])
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(other))
+    assert special_tokens(str(tmp_path)) == dict(bos_token="<s>", eos_token="</b>")
+    path.write_text('{"bos_token": "<b>", "added_tokens_decoder": {}}')
+    assert special_tokens(str(tmp_path)) == dict(bos_token="<b>")
 
 
 @pytest.fixture(scope="module")

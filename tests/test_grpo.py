@@ -87,6 +87,8 @@ def settings(made, out, **changes):
     ({"prompt": "Say moo"}, (), None),
     ({"prompt": MOO[:1], "answer": " moo", "level": 3}, (), "moo"),
     ({"prompt": MOO[:1], "answer": 42}, (), "42"),
+    ({"prompt": MOO[:1], "answer": 42.0}, (), "42"),
+    ({"prompt": MOO[:1], "answer": 4.25}, (), "4.25"),
     ({"prompt": MOO[:1], "answer": None}, (), None),
     ({"q": "Say moo", "a": "moo"}, ("q", "a"), "moo"),
     ({"q": "Say moo", "tests": [1]}, ("q",), None),

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 from data import prepare
 from data.labels import read_labelled_texts
 from data.prepare import chat, labels
+from data.prepare.sources import has_records
 from data.records import is_hub_name, parse_records, records
 from train.base.errors import DataError, UserError
 
@@ -277,8 +279,8 @@ def test_a_byte_that_is_not_utf8_costs_one_row_of_a_table(tmp_path):
 
 def test_a_column_that_occurs_twice_loses_no_text(tmp_path):
     (tmp_path / "a.csv").write_text("text,label,text\nfirst,x,second\n")
-    (where, problem), _ = records(str(tmp_path / "a.csv"))
-    assert where.endswith("a.csv:1") and "two columns 'text'" in str(problem)
+    with pytest.raises(ValueError, match="two columns 'text'"):
+        list(records(str(tmp_path / "a.csv")))
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table([["first"], ["x"], ["second"]], names=["text", "label", "text"]),
                    tmp_path / "a.parquet")
@@ -286,6 +288,32 @@ def test_a_column_that_occurs_twice_loses_no_text(tmp_path):
         with pytest.raises(ValueError, match="two columns 'text'"):
             list(records(str(tmp_path / "a.parquet"), columns))
     assert list(records(str(tmp_path / "a.parquet"), ["label"]))[0][1] == {"label": "x"}
+
+
+@pytest.mark.parametrize("text", ["text,label\na,b\n".encode("utf-16"), b"te\xe9xt,b\na,b\n"])
+def test_a_header_that_is_not_utf8_is_named(tmp_path, text):
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(ValueError, match="not UTF-8 text; convert the file"):
+        list(records(str(tmp_path / "a.csv"), ["text"]))
+
+
+def test_a_folder_without_records_and_links_out_of_it_are_named(tmp_path, capsys):
+    (tmp_path / "out.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").symlink_to(tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="no file in this folder has records"):
+        list(parse_records([str(tmp_path / "folder")], dict))
+    assert "Skipped: 1 links in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("start, expected", [
+    ("[", True), ("\n [ \n", True), ("[\n {", True), ("[{", True), ("{", True), ("[a", False),
+    ("a [", False), ("", False)])
+def test_standard_input_has_records_by_its_first_line(monkeypatch, start, expected):
+    """The rest of a list may come seconds later."""
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(start.encode())))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert has_records("-") == expected
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "list.json", "a.parquet"])

@@ -155,7 +155,7 @@ def test_no_character_is_left_out_of_a_text():
     assert ours.decode(ours.encode("the hat")) == "the hat"
     assert ours.encode_special("hat<|end|>")[-1] == 0
     for text in ("the cat: 5", "the caf\u00e9", "the<|end|>", "the\nhat"):
-        with pytest.raises(DataError, match="has no ids for a text: characters "):
+        with pytest.raises(DataError, match="has no ids for a text: characters of "):
             ours.encode(text)
 
 

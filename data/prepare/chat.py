@@ -69,13 +69,17 @@ def to_messages(record, fields=(), prompt_only=False):
         raise ValueError(f"its fields ({', '.join(names)}) are none of the known formats; give the "
                          "values, or name other fields: --field QUESTION --field ANSWER")
     *questions, answer = fields
-    system = [("system", parse_content(record["system"]))] if record.get("system") else []
+    empty = (None, "", [])  # 0 is a text that was read as a number
+    system = []
+    if record.get("system") not in empty:
+        system = [("system", parse_content(record["system"]))]
     if prompt_only and not questions and isinstance(record[answer], str):
         return [*system, ("user", record[answer])]
     if not questions or isinstance(record[answer], list):  # the question is messages as well
         messages = [message for name in fields for message in parse_messages(record[name], name)]
         return messages if messages[:1] and messages[0][0] == "system" else system + messages
-    question = [parse_content(record[name]).strip() for name in questions if record[name]]
+    question = [parse_content(record[name]).strip() for name in questions
+                if record[name] not in empty]
     if not any(question):
         raise ValueError(f"no question in {', '.join(questions)}; expected text")
     return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]

@@ -67,6 +67,8 @@ def join_messages(prompt, answer, name):
     parse_messages. name: the field of the answer, for error messages. Raises ValueError for other
     values, and if the whole conversation lacks a message of the prompt.
     """
+    if prompt == "":
+        raise ValueError("prompt: expected a text, got ''")
     if isinstance(answer, str) and prompt:
         answer = [dict(role="assistant", content=answer)]
     if isinstance(prompt, str):

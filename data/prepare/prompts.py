@@ -49,6 +49,8 @@ def to_question(record, fields=()):
         *messages, (_, answer) = messages
     if not messages or messages[-1][0] != "user" or not messages[-1][1].strip():
         raise ValueError("no question before the answer: expected a message of the user")
+    if isinstance(answer, float) and answer.is_integer():  # pandas, if other answers are missing
+        answer = int(answer)
     answer = str(answer).strip() if isinstance(answer, (str, int, float)) else None
     return messages, answer, record
 

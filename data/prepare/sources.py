@@ -56,10 +56,11 @@ def has_records(path):
     """Return whether a source has records, e.g. JSONL or CSV; if False, it is text. path: a file, a
     folder, hf:NAME, or "-" for standard input. Folders and data sets of the hub always have
     records; a file, if the extension is one of RECORD_EXTENSIONS, also with .gz; standard input, if
-    it begins with { or [{. The first characters of standard input can still be read after this
-    call."""
+    it begins with { or [{, or its first line is [. The first characters of standard input can still
+    be read after this call."""
     if path == "-":
-        return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", sys.stdin.buffer.peek(READ_BYTES)))
+        start = sys.stdin.buffer.peek(READ_BYTES)  # perhaps only the first line
+        return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*(\{|$))", start))
     return (os.path.isdir(path) or records.is_hub_name(path)
             or records.has_record_extension(path))
 
