@@ -490,7 +490,7 @@ def test_open_webui(key):
         turns = [system, parts, dict(role="assistant", content=text), parts]
         tool = dict(type="function", function=dict(name="get_current_timestamp", parameters={}))
         assert post(model=model["id"], stream=True, messages=turns, tools=[tool],
-                    logit_bias="")[0] == 200  # its default settings; a slider without a value
+                    logit_bias="", typical_p=1, modalities=["text"])[0] == 200  # its default settings; a slider without a value
         assert post(model=model["id"], stream=True, messages=turns[:3])[0] == 200  # "Continue"
 
 
@@ -670,12 +670,16 @@ def say(**body):
     (ask(stop={"a": 1}), 400, "stop"),
     (ask(n=129), 400, "n: must be at most 128"), (ask(best_of=2), 400, "vLLM"),
     (ask(guided_json={}), 400, "guided_json: {} is not supported"),
+    (ask(typical_p=0.2), 400, "typical_p: 0.2 is not supported"),
+    (ask(add_special_tokens=False), 400, "add_special_tokens: False is not supported"),
+    (say(function_call=dict(name="f")), 400, "function_call: {'name': 'f'} is not supported"),
+    (say(modalities=["audio"]), 400, "modalities: ['audio'] is not supported"),
     (say(reasoning_effort="low"), 400, "reasoning_effort: 'low' is not supported"),
     (say(chat_template_kwargs=dict(a=[])), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
     (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")]),
-                   dict(role="tool", content="a")]), 400, "role 'tool': expected one of"),
+                   dict(role="tool", content="a")]), 400, "tool calls are not supported"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),

@@ -382,6 +382,11 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     if not c.eval_only:  # for train.tools.watch this line is the start of training
         log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
             + (f", to {final:g}" if final != c.learning_rate else ""))
+    metric = c.early_stopping_metric
+    if c.early_stopping_mode == "max" and metric.endswith("loss"):
+        log(f"Warning: ckpt_best.pt has the highest {metric} (--early_stopping_mode min)")
+    elif metric != "val_loss":
+        log(f"Best checkpoint: {dict(min='lowest', max='highest')[c.early_stopping_mode]} {metric}")
     if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
         log("Warning: no checkpoint before the end of the run (--save_interval N)")
     if warmup > c.max_iters > 0:

@@ -105,7 +105,7 @@ class EarlyStopping:
 class ReduceOnPlateau:
     """A factor of the learning rate, the attribute `scale`, 1.0 at the start. update(loss)
     multiplies it by `factor` after more than `patience` evaluations in a row without a new lowest
-    loss (like PyTorch's ReduceLROnPlateau), but never below `min_scale`."""
+    loss (like PyTorch's ReduceLROnPlateau with threshold=0), but never below `min_scale`."""
 
     def __init__(self, factor=0.5, patience=5, min_scale=0.0):
         self.factor = factor

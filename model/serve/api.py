@@ -21,7 +21,9 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
                            guided_choice=None, guided_regex=None, guided_grammar=None,
                            prompt_logprobs=None, include_stop_str_in_output=False,
                            allowed_token_ids=None, use_beam_search=False, length_penalty=1,
-                           truncate_prompt_tokens=None)
+                           truncate_prompt_tokens=None, chat_template=None, modalities=["text"],
+                           add_special_tokens=True, function_call="none", typical_p=1,
+                           dry_multiplier=0, xtc_probability=0, no_repeat_ngram_size=0)
 
 
 @dataclass
