@@ -153,6 +153,9 @@ def test_early_stopping(go, tmp_path, data_dir, hopeless, bad, changes, stops_at
     out = go("o", data_dir=hopeless if bad else data_dir, **changes)
     assert checkpoint(tmp_path / "o")["iter_num"] == (stops_at or 8)
     assert ("early stopping: no better" in out) == (stops_at is not None)
+    assert ("Warning: ckpt_best.pt has the highest val_loss" in out) == (
+        "early_stopping_mode" in changes)
+    assert ("Best checkpoint: lowest val_ppl" in out) == ("early_stopping_metric" in changes)
 
 
 def test_early_stopping_resumes_exactly(go, tmp_path, hopeless):

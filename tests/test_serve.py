@@ -489,8 +489,9 @@ def test_open_webui(key):
         assert status == 200 and answer["role"] == "assistant" and answer["content"] is not None
         turns = [system, parts, dict(role="assistant", content=text), parts]
         tool = dict(type="function", function=dict(name="get_current_timestamp", parameters={}))
+        # Its default settings; a slider without a value.
         assert post(model=model["id"], stream=True, messages=turns, tools=[tool],
-                    logit_bias="", typical_p=1, modalities=["text"])[0] == 200  # its default settings; a slider without a value
+                    logit_bias="", typical_p=1, modalities=["text"])[0] == 200
         assert post(model=model["id"], stream=True, messages=turns[:3])[0] == 200  # "Continue"
 
 
