@@ -1,5 +1,6 @@
 """The loop against a plain one: weights, numbers and moments of a run, computed a second way."""
 
+import io
 import math
 import os
 import sys
@@ -7,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from runs import configure, metrics, tensors
+from runs import configure, go, metrics, tensors
 
 from model.gpt import GPT, GPTConfig
 from train import device as compiling
@@ -296,3 +297,9 @@ def test_the_training_loss_is_the_mean_over_steps_in_which_items_count(data_dir,
     c = configure(data_dir, tmp_path, gradient_accumulation_steps=1, eval_on_start=False,
                   eval_interval=8, max_iters=8, learning_rate=1e-9)
     assert train(c, model=Masked())["history"][0]["train_loss"] == pytest.approx(6)
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO()])
+def test_a_time_limit_without_a_file_as_stderr(data_dir, tmp_path, monkeypatch, stderr):
+    monkeypatch.setattr(sys, "stderr", stderr)  # closed by the caller, or a notebook's
+    assert go(data_dir, tmp_path, step_timeout=100)["finished"]

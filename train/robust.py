@@ -119,7 +119,8 @@ class Watchdog:
         if self.seconds:
             limit = self.seconds * (SLOW_STEP_FACTOR if slow else 1)
             self.deadline = time.monotonic() + limit
-            faulthandler.dump_traceback_later(limit + 10, exit=True)
+            with contextlib.suppress(RuntimeError, OSError):  # stderr is closed, or is no file
+                faulthandler.dump_traceback_later(limit + 10, exit=True)
 
     def close(self):
         self.deadline = None
@@ -138,8 +139,9 @@ class Watchdog:
         title = (f"{time.strftime('%Y-%m-%d %H:%M:%S')} [rank {self.rank}] pid {os.getpid()} on "
                  f"{socket.gethostname()}: step_timeout: {self.seconds:g} s are over\n")
         with exclusive_lock(self.folder):  # one rank after the other
-            sys.stderr.write(title)
-            faulthandler.dump_traceback(sys.stderr)
+            with contextlib.suppress(AttributeError, RuntimeError, ValueError, OSError):
+                sys.stderr.write(title)  # which may be closed, or no file (in a notebook)
+                faulthandler.dump_traceback(sys.stderr)
             with (contextlib.suppress(OSError),
                   open_no_follow(os.path.join(self.folder, "stacks.txt"), "ab") as f):
                 f.write(title.encode())
