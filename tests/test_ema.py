@@ -140,6 +140,13 @@ def test_commands_take_the_average(data_dir, tmp_path, capsys):
     idx = torch.arange(8)[None]
     torch.testing.assert_close(exported(idx), model(idx))
     assert sample(["--ckpt", ckpt, "--ema", "--max_new_tokens", "3"]) == 0
+    # Before the first step the average is the weights, e.g. if these remain the best.
+    go(data_dir, tmp_path / "start", ema=0.9, init_from=ckpt, learning_rate=9.0, min_lr=9.0,
+       grad_clip=0, tokenizer="byte", vocab_size=None)
+    best = load_checkpoint(tmp_path / "start/ckpt_best.pt")
+    model, _ = load_model(tmp_path / "start/ckpt_best.pt", ema=True)
+    assert best["iter_num"] == 0
+    assert all(torch.equal(p, best["model"][n]) for n, p in model.named_parameters())
     go(data_dir, tmp_path / "plain", tokenizer="byte", vocab_size=None)
     assert sample(["--ckpt", str(tmp_path / "plain/ckpt.pt"), "--ema"]) == 2
     assert "no averaged weights in it" in capsys.readouterr().err

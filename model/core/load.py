@@ -49,11 +49,12 @@ def read_weights(path):
 
 def use_ema(state, path):
     """Return a copy of `state`, the dict of a checkpoint, in which "model" has the running averages
-    of the weights, which a run with the key ema computes. path: of the checkpoint, for messages.
-    Raises CheckpointError if the checkpoint has no averages."""
+    of the weights, which a run with the key ema computes; before its first step, these are the
+    weights. path: of the checkpoint, for messages. Raises CheckpointError for other runs."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
-    if not averages:
+    at_start = state.get("iter_num") == 0 and (state.get("config") or {}).get("ema")
+    if not averages and not at_start:
         raise CheckpointError(f"{path}: no averaged weights in it; --ema is for the checkpoints of "
                               "a run with ema, such as ema: 0.999")
     return state | {"model": state["model"] | averages}
