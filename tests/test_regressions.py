@@ -113,7 +113,8 @@ def test_what_was_typed_stays_so_in_a_changed_configuration():
     config = load_config(None, ["n_layer=12"])
     assert config.is_explicit("n_layer") and not config.is_explicit("n_head")
     changed = config.replace(seed=7, n_head=4)
-    assert changed.is_explicit("n_layer") and not changed.is_explicit("n_head")
+    assert changed.is_explicit("n_layer") and changed.is_explicit("n_head")
+    assert not changed.is_explicit("n_embd")
 
 
 def test_repeating_a_config_yaml_moves_nothing_aside_and_switches_no_check_off(tmp_path, data_dir):

@@ -136,7 +136,6 @@ def build_empty_model(state):
     config = saved_config(state["config"])
     if "n_layer" in args:  # with the context of the run, which may be longer than the backbone's
         config = config.replace(block_size=args["block_size"])
-        config.origins = {"block_size": "overrides"}
     check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
     return build(config, types.SimpleNamespace(spec=spec))
 
