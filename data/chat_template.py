@@ -128,21 +128,43 @@ class ChatTemplate:
         return render(self.jinja, names | dict(messages=turns, tools=None, documents=None,
                                                add_generation_prompt=add_prompt))
 
+    def render_before(self, messages, answer, tokenizer, variables=None):
+        """Return the text of messages, [(role, text), ...], and of the assistant's next answer, up
+        to the text `answer`, its first words: the prompt, and what the template writes between
+        prompt and answer (a space, or Qwen 3's empty reasoning, unless `answer` begins with the
+        first word of it). tokenizer (required), variables, errors: as for `render`."""
+        prompt = self.render(messages, True, tokenizer, variables)
+        marked = mark_special(answer, tokenizer).strip()
+        if not marked:
+            return prompt
+        whole = self.render([*messages, ("assistant", answer)], False, tokenizer, variables)
+        between, found, _ = whole.removeprefix(prompt).rpartition(marked)
+        if not (found and whole.startswith(prompt)) or answer.split()[0].startswith(
+                tuple(between.split()[:1])):
+            return prompt
+        return prompt + between
+
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
         """Render and encode messages, [(role, text), ...]. Return (rendered text with marks, list
         of token ids). add_prompt, tokenizer (required), variables, errors: as for `render`. answer:
-        the first words of the next answer, a text to append to the rendered text. Also raises
-        DataError if the template changes a special token in a message, or forms one from the texts
-        of messages, e.g. by deleting a word between the two halves of the token."""
-        text = self.render(messages, add_prompt, tokenizer, variables)
-        text += mark_special(answer, tokenizer)
+        the first words of the next answer, a text that the rendered text ends with; "": none. Also
+        raises DataError if the template changes a special token in a message, or forms one from the
+        texts of messages, e.g. by deleting a word between the two halves of the token."""
+        if answer:
+            text = self.render_before(messages, answer, tokenizer, variables)
+            text += mark_special(answer.lstrip(), tokenizer)
+        else:
+            text = self.render(messages, add_prompt, tokenizer, variables)
         ids = encode_marked(text, tokenizer)
         harmless = tuple((role, "x" if content.translate(WITHOUT_MARKS).strip() else "")
                          for role, content in messages)
         words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
                  for name, value in (variables or {}).items()}
-        surplus = count_special(ids, tokenizer) - count_template_special(
-            self, harmless, add_prompt, tokenizer, json.dumps(words))
+        expected = count_template_special(self, harmless, add_prompt, tokenizer, json.dumps(words))
+        if answer:
+            expected = expected | count_template_special(
+                self, (*harmless, ("assistant", "x")), False, tokenizer, json.dumps(words))
+        surplus = count_special(ids, tokenizer) - expected
         if surplus:
             raise DataError("its chat template makes the special token "
                             f"{tokenizer.decode([*surplus][:1])} of the text of a message")

@@ -413,6 +413,24 @@ def as_messages(turns):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_goes_on_as_transformers_lets_it(folders, tmp_path, name):
+    """With all that the template writes before an answer, e.g. a space or an empty reasoning."""
+    theirs = save_tokenizer(tmp_path, name)
+    ours, _, template = open_chat_format(str(tmp_path))
+    for turns in (CONVERSATIONS[0], [*CONVERSATIONS[0], ("user", "And?"), ("assistant", "b c")]):
+        text = theirs.apply_chat_template(as_messages(turns), tokenize=False,
+                                          continue_final_message=True)
+        prompt, answer = turns[:-1], turns[-1][1]
+        assert template.render_before(prompt, answer, ours) + answer == text
+        assert template.encode(prompt, True, ours, answer=answer)[0] == text
+    # Not twice, and not if the answer begins with its own reasoning.
+    if name == "qwen3":
+        for answer in ("<think>\nI", "<think>\n\n</think>\n\nb"):
+            text, _ = template.encode(prompt, True, ours, answer=answer)
+            assert text == template.render(prompt, True, ours) + answer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_chats_are_rendered_and_learned_as_transformers_writes_them(folders, tmp_path, name):
     """Texts and ids of ten conversations; what is learned is what `transformers` writes with an
     answer beyond what it writes before it, up to the end token."""

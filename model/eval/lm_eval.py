@@ -62,7 +62,7 @@ class CheckpointLM:
         are enclosed in marks, so that tok_encode() encodes them as ordinary text."""
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
-        return self.template.render(turns, True, self.tok) + start
+        return self.template.render_before(turns, start, self.tok) + start.lstrip()
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         ids = encode_marked(string, self.tok) if self.template else self.tok.encode(string)
