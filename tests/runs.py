@@ -2,6 +2,7 @@
 processes that can be killed (0.1 s instead of 3 s each), with comparisons of their results."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -28,8 +29,9 @@ from train.train import train
 # fixed, so that runs of other lengths have the same learning rates.
 SMALL = TINY | dict(n_layer=1, n_embd=16, n_hidden=32, block_size=8, batch_size=2, max_iters=20,
                     lr_decay_iters=20, vocab_size=256)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # Of two ranks. The tests of train.tools.check train each model type with FSDP, too.
-WAYS = ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
+WAYS = ["ddp", slow("fsdp")]
 
 
 def configure(data_dir, out_dir, **changes):

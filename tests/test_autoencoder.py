@@ -26,6 +26,7 @@ from runs import (
     metrics,
     on_two_ranks,
     run_program,
+    slow,
     tensors,
 )
 
@@ -660,7 +661,8 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
 
 @pytest.mark.matrix(134)
 @pytest.mark.parametrize("data, undisturbed, more", [
-    ("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)], ids=str)
+    slow("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)],
+    ids=str)
 def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
     """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject,
     with layers over time -> the end is exact"""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import REPO
 from processes import python, ready
+from runs import slow
 
 from model.gpt import GPT, GPTConfig
 from tests import bench
@@ -223,7 +224,7 @@ def test_items_stop_when_the_minutes_are_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("waits", "20 reads in as many steps, no other wait in steps 6 to 9"),
+    slow("waits", "20 reads in as many steps, no other wait in steps 6 to 9"),
     ("not finite", "exit 1, the checkpoint of step 10 is finite"),
     ("where time goes", "aten::mm "), ("sampling, growing", "at first and again: to 8 ")])
 def test_an_item_on_its_tiny_model(tmp_path, monkeypatch, name, says):

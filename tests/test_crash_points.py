@@ -64,10 +64,10 @@ def points(step):
 
 
 @pytest.mark.matrix(130)
-@points(40)
+@points(80)
 @pytest.mark.parametrize("case", CASES)
 def test_killed_before_any_file_operation_the_end_is_exact(data_dir, tmp_path, case, step):
-    """kill -9 before a file operation, one run for each (in the suite for each 40th): the first
+    """kill -9 before a file operation, one run for each (in the suite for each 80th): the first
     save, a new best, numbered, sharded and averaged checkpoints -> the same command ends like the
     undisturbed run, no temporary file is left"""
     changes = RUN | CASES[case]
@@ -84,7 +84,7 @@ def test_killed_before_any_file_operation_the_end_is_exact(data_dir, tmp_path, c
 
 
 @pytest.mark.matrix(130)
-@points(40)
+@points(80)
 @pytest.mark.parametrize("how", ["never", "file", "sharded file"])
 def test_killed_while_it_replaces_a_run_nothing_of_that_is_lost(data_dir, tmp_path, how, step):
     """kill -9 before a file operation of a run in the folder of a finished one, with --resume never

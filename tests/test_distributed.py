@@ -19,6 +19,7 @@ import pytest
 from conftest import REPO, TINY
 from faulty import faults
 from processes import FORKER, Fork, rank_environments
+from runs import slow
 
 from train.base.errors import ConfigError, SetupError
 from train.config import load_config
@@ -555,7 +556,7 @@ MUON = dict(optimizer="muon", muon_weight_decay=0.1, max_iters=6, eval_interval=
 
 
 @pytest.mark.parametrize("kind, world_size, shares", [
-    ("ddp", 2, [4, 3]), ("ddp", 3, [3, 2]), ("fsdp", 2, [4, 2, 1]), ("fsdp", 3, [3, 2, 1])])
+    slow("ddp", 2, [4, 3]), ("ddp", 3, [3, 2]), ("fsdp", 2, [4, 2, 1]), slow("fsdp", 3, [3, 2, 1])])
 def test_muon_shares_its_work_and_is_the_same_run(data_dir, tmp_path, muon_alone, kind, world_size,
                                                   shares):
     reference, (wanted, done) = muon_alone

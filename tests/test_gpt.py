@@ -963,7 +963,8 @@ def test_a_smaller_validation_batch_leaves_the_training_graph_static(graphs):
 
 @pytest.mark.parametrize("shape", [{}, dict(norm="layer", pos="learned", mlp="gelu", bias=True),
                                    dict(qk_norm=True, mlp="relu2", prev_embedding=True)], ids=str)
-@pytest.mark.parametrize("how", ["false", "true", "selective"])
+@pytest.mark.parametrize("how", [
+    "false", pytest.param("true", marks=pytest.mark.slow), "selective"])
 def test_the_whole_model_is_one_graph(graphs, shape, how):
     """As on a GPU, where compile() takes the model as one."""
     gpt = tiny(**shape)

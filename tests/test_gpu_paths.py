@@ -75,7 +75,7 @@ def test_each_of_many_runs_in_a_process_is_compiled(data_dir, tmp_path, compiled
     graphs = Graphs()
     compiled_as_on_a_gpu(graphs)
     counts = []
-    for size in range(8, 31, 2):
+    for size in range(8, 26, 2):
         run(data_dir, tmp_path / str(size), block_size=size, eval_interval=0)
         counts.append(len(graphs))
     assert len(set(counts)) == len(counts)

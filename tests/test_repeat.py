@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runs import planted_children
+from runs import planted_children, slow
 
 from train import config as config_file
 from train.base.files import lock_folder
@@ -134,7 +134,7 @@ def test_where_all_runs_crash_the_exit_code_says_so(go):
     assert code == 1 and [r["verdict"] for r in found] == ["crash"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path, capsys):
     handler = signal.getsignal(signum)
 
