@@ -233,6 +233,11 @@ def test_every_setting_arrives_in_its_group():
 
 
 def test_what_freezes_everything_or_nothing_is_refused():
+    model = Small()
+    trained = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(ValueError, match="learning_rate: expected a positive number, got -1"):
+        configure_optimizers(model, 0.1, -1, (0.9, 0.95))
+    assert [p.requires_grad for p in model.parameters()] == trained != []
     with pytest.raises(ValueError, match="all parameters are frozen"):
         groups_of(Small(), lr_groups={"*": 0})
     for wrong in ({"wide": -0.1}, {"wide": {"lr_mult": 1.0, "weight_decay": -1}},

@@ -81,6 +81,20 @@ def test_each_of_many_runs_in_a_process_is_compiled(data_dir, tmp_path, compiled
     assert len(set(counts)) == len(counts)
 
 
+def test_a_model_is_not_compiled_after_its_run(data_dir, tmp_path, compiled_as_on_a_gpu):
+    """It may be used for other batches, or trained again without compiling."""
+    graphs = Graphs()
+    compiled_as_on_a_gpu(graphs)
+    config = load_config(None, TINY | dict(data_dir=str(data_dir), out_dir=str(tmp_path),
+                                           compile="true", max_iters=2, vocab_size=256))
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=config.block_size,
+                          vocab_size=256))
+    train(config, model=model)
+    before = len(graphs)
+    model(torch.zeros(3, 5, dtype=torch.long))
+    assert before and len(graphs) == before
+
+
 def test_a_compiler_that_fails_in_validation_does_not_end_the_run(data_dir, tmp_path, capsys,
                                                                   compiled_as_on_a_gpu):
     def broken(graph, inputs):

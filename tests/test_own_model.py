@@ -256,6 +256,13 @@ class WithMask(Regression):
         self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
 
 
+@pytest.mark.parametrize("model", [Regression, lambda x, y: None, "gpt"])
+def test_what_is_no_module_is_refused(tmp_path, model):
+    """e.g. the class in place of an instance"""
+    with pytest.raises(SetupError, match="expected an instance of nn.Module"):
+        fit(tmp_path, model)
+
+
 @pytest.mark.parametrize("model, error, text", [
     (WithConfig, CheckpointError, r"config\['path'\] is a PosixPath"),
     (WithMask, SetupError, r"mask is not finite.*persistent=False")])

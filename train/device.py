@@ -213,6 +213,11 @@ class Compiler:
         if enabled:
             compile_model(model, device)
 
+    def reset(self):
+        """Undo compile_model(): later calls of the model run in eager mode."""
+        for part in self.model.modules():
+            part._compiled_call_impl = None
+
     def call(self, module, *batch):
         """Return module(*batch), compiled if possible, otherwise in eager mode. module: the model,
         or the DDP wrapper of it."""
@@ -226,8 +231,7 @@ class Compiler:
             reason = str(error).strip().split("\n")[0][:200]
             self.warn(f"torch.compile failed; continuing without it (--no-compile): {reason}")
             self.enabled = False
-            for part in self.model.modules():
-                part._compiled_call_impl = None
+            self.reset()
             return module(*batch)
 
     def paused(self):

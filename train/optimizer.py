@@ -52,6 +52,8 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
     log(line): called with a summary. ConfigError for invalid lr_groups, or if all parameters are
     frozen.
     """
+    if not learning_rate > 0:
+        raise ConfigError([f"learning_rate: expected a positive number, got {learning_rate}"])
     # One group per combination of options: fused kernels work group by group.
     matrices = muon_parameters(model) if muon else set()
     groups = {}

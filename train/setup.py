@@ -170,6 +170,8 @@ class Run:
         # Calls the model, compiled if should_compile() says so.
         self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
                                  c.batch_size)
+        if compiled:  # the model may be one of the caller
+            stack.callback(self.compiler.reset)
 
     def build_model(self, model=None):
         """Return the bare model (without DDP) on the device: `model` or, if `None`, a new model of
@@ -178,6 +180,8 @@ class Run:
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
+        if not isinstance(model, torch.nn.Module):
+            raise SetupError(f"the model is {model!r:.80}, expected an instance of nn.Module")
         if self.sharded:
             return distributed.shard(model, self.ranks, self.dtype, self.config.seed,
                                      hook(model, "initial"),
