@@ -293,6 +293,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),
     ('{"prompt": "a", "response": " "}\n' * 9, [], "no chat for train and val"),
     ("", ["--val_fraction", "1"], "--val_fraction: must be below 1"),
+    ("", ["--block_size", "100000000000"], "--block_size: must be at most 16777216"),
     ("", ["--num_samples", "0"], "--num_samples: must be at least 1"),
     ("", ["--tokenizer", "nosuch"], "nosuch"),
     ("", ["--tokenizer", "nosuch.pt"], "nosuch.pt: no such file"),

@@ -25,7 +25,8 @@ class SampleOptions(FolderOptions):
     sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
                              "in Python's standard library", positional=True, required=True,
                              metavar="SOURCE")
-    block_size: int | None = key(None, "tokens per row (default: the checkpoint's, else 512)", ge=1)
+    block_size: int | None = key(None, "tokens per row (default: the checkpoint's, else 512)", ge=1,
+                                 le=1 << 24)
     num_samples: int | None = key(None, "use only the first N records", ge=1)
     val_fraction: float = key(0.1, "share for validation, by a hash of the prompt", gt=0, lt=1)
     skip_bad: bool = key(False, "leave out invalid records")
