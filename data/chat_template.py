@@ -36,7 +36,9 @@ DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
 # Role names of OpenAI, ShareGPT and other formats.
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
-OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"  # around marked text; private-use characters
+# Private-use characters: around marked text, and after a text that is to be found.
+OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"
+END_MARK = "\U000f0002"
 WITHOUT_MARKS = str.maketrans("", "", OPEN_MARK + CLOSE_MARK)
 MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
                     f"|[{OPEN_MARK}{CLOSE_MARK}]")
@@ -137,8 +139,9 @@ class ChatTemplate:
         marked = mark_special(answer, tokenizer).strip()
         if not marked:
             return prompt
-        whole = self.render([*messages, ("assistant", answer)], False, tokenizer, variables)
-        between, found, _ = whole.removeprefix(prompt).rpartition(marked)
+        turn = ("assistant", answer.rstrip() + END_MARK)  # the end token may contain the answer
+        whole = self.render([*messages, turn], False, tokenizer, variables)
+        between, found, _ = whole.removeprefix(prompt).partition(marked + END_MARK)
         if not (found and whole.startswith(prompt)) or answer.split()[0].startswith(
                 tuple(between.split()[:1])):
             return prompt

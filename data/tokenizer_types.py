@@ -230,7 +230,6 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a published model, a tokenizer.json, computed by the package tokenizers.
     Raises SetupError without this package."""
     kind = "json"
-    known = None  # characters with a token, if others would be left out
 
     def __init__(self, text, eot_token, n_vocab=0):
         """text: the content of a tokenizer.json. eot_token: the id of the end of text, or `None`.
@@ -256,7 +255,7 @@ class JsonTokenizer(Tokenizer):
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
-        self.known = find_alphabet(content["model"])
+        self.known = find_alphabet(content["model"])  # `None`: no character would be left out
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
@@ -356,7 +355,7 @@ def find_alphabet(model):
     """Return the set of the characters that have a token, for a model that leaves out all others
     without an error: BPE without unk_token and byte_fallback; `None` for other models, and if all
     bytes of UTF-8 have one. model: the dict in a tokenizer.json."""
-    if model.get("type") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
+    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback"):
         return None
     before, after = (model.get(name) or "" for name in (
         "continuing_subword_prefix", "end_of_word_suffix"))

@@ -417,7 +417,9 @@ def test_an_answer_goes_on_as_transformers_lets_it(folders, tmp_path, name):
     """With all that the template writes before an answer, e.g. a space or an empty reasoning."""
     theirs = save_tokenizer(tmp_path, name)
     ours, _, template = open_chat_format(str(tmp_path))
-    for turns in (CONVERSATIONS[0], [*CONVERSATIONS[0], ("user", "And?"), ("assistant", "b c")]):
+    started = [[*CONVERSATIONS[0], ("user", "And?"), ("assistant", answer)]
+               for answer in ("b c", "e", "end", "text", "im")]  # also in the texts of end tokens
+    for turns in (CONVERSATIONS[0], *started):
         text = theirs.apply_chat_template(as_messages(turns), tokenize=False,
                                           continue_final_message=True)
         prompt, answer = turns[:-1], turns[-1][1]

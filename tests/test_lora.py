@@ -273,6 +273,10 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
             go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, **start)
         go(data_dir, backbone, tmp_path / name, lora_alpha=alpha, allow_change=[name], **start)
     go(data_dir, base, tmp_path / "same", **start)
+    # A shorter context than the backbone's is inherited, and no key that the user has set.
+    go(data_dir, base, tmp_path / "short", max_iters=0, block_size=8)
+    start["init_from"] = str(tmp_path / "short" / "ckpt.pt")
+    go(data_dir, base, tmp_path / "after", **start)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -256,6 +256,16 @@ class WithMask(Regression):
         self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
 
 
+@pytest.mark.parametrize("batch, text", [
+    ((), "batch is a tuple"), ((torch.tensor(1.0), torch.ones(4, 3)), "a single number")])
+def test_a_batch_without_rows_is_refused(tmp_path, batch, text):
+    class Rowless(Uneven):
+        def get_batch(self, device, step):
+            return batch
+    with pytest.raises(SetupError, match=text):
+        fit(tmp_path, Regression(), data=Data(Rowless()))
+
+
 @pytest.mark.parametrize("model", [Regression, lambda x, y: None, "gpt"])
 def test_what_is_no_module_is_refused(tmp_path, model):
     """e.g. the class in place of an instance"""

@@ -672,7 +672,6 @@ def say(**body):
     (ask(n=129), 400, "n: must be at most 128"), (ask(best_of=2), 400, "vLLM"),
     (ask(guided_json={}), 400, "guided_json: {} is not supported"),
     (ask(typical_p=0.2), 400, "typical_p: 0.2 is not supported"),
-    (ask(add_special_tokens=False), 400, "add_special_tokens: False is not supported"),
     (say(function_call=dict(name="f")), 400, "function_call: {'name': 'f'} is not supported"),
     (say(modalities=["audio"]), 400, "modalities: ['audio'] is not supported"),
     (say(reasoning_effort="low"), 400, "reasoning_effort: 'low' is not supported"),

@@ -490,7 +490,7 @@ def format_config(config):
     """Return the text of --print_config for a configuration made by load_config(): valid YAML with
     every key, and the origin of each value as a comment."""
     lines = [f"# {line}" for line in describe_aliases(config)]
-    config = config.replace(print_config=False)  # the page can be saved and used as --config
+    config = config.inherit(dict(print_config=False))  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
         lines.append(f"# The shape of {path!r} replaces the defaults of the model.")
     for group, keys in group_fields(type(config)).items():

@@ -451,9 +451,11 @@ def seed_step(seed, it, ranks):
 
 def check_batch(batch):
     """Return `batch`, a result of get_batch or fixed_batch of a loader. SetupError unless it is a
-    tuple or list."""
-    if not isinstance(batch, (tuple, list)):
+    tuple or list, and its first item has a length, the number of rows."""
+    if not isinstance(batch, (tuple, list)) or not batch:
         raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
+    if getattr(batch[0], "ndim", 1) == 0:
+        raise SetupError("a loader's batch begins with a single number, expected x (B, ...)")
     return batch
 
 

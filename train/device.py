@@ -173,7 +173,8 @@ def compile_model(model, device):
 
     The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled,
     if it has blocks: on a CPU all blocks share the code of the first, which is much faster to
-    compile; with FSDP, hooks around the blocks would leave them uncompiled.
+    compile; with FSDP, hooks around the blocks would leave them uncompiled. Return the list of the
+    compiled modules.
     """
     import torch._functorch.config as aot
     # In the forward pass, where Compiler can fall back to eager mode; by default it is lazy.
@@ -192,6 +193,7 @@ def compile_model(model, device):
         # Static shapes: with several ranks validation batches are larger than training batches,
         # which would make the sizes symbolic.
         part.compile(dynamic=False)
+    return parts
 
 
 class Compiler:
@@ -210,12 +212,11 @@ class Compiler:
         self.device = device
         self.warn = warn
         self.batch_size = batch_size
-        if enabled:
-            compile_model(model, device)
+        self.parts = compile_model(model, device) if enabled else []
 
     def reset(self):
         """Undo compile_model(): later calls of the model run in eager mode."""
-        for part in self.model.modules():
+        for part in self.parts:
             part._compiled_call_impl = None
 
     def call(self, module, *batch):
@@ -231,6 +232,7 @@ class Compiler:
             reason = str(error).strip().split("\n")[0][:200]
             self.warn(f"torch.compile failed; continuing without it (--no-compile): {reason}")
             self.enabled = False
+            self.parts = [*self.model.modules()]  # also what the caller has compiled
             self.reset()
             return module(*batch)
 

@@ -99,7 +99,7 @@ class Run:
         stack.callback(self.folder.close)
         # Creates and locks the folder.
         self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
-        self.config = c.replace(**self.start.shape)
+        self.config = c.inherit(self.start.shape)
 
     def note(self, text):
         """Print the message `text` on rank 0, and append it to self.notes: open_log() writes these

@@ -69,7 +69,7 @@ def to_messages(record, fields=(), prompt_only=False):
         raise ValueError(f"its fields ({', '.join(names)}) are none of the known formats; give the "
                          "values, or name other fields: --field QUESTION --field ANSWER")
     *questions, answer = fields
-    empty = (None, "", [])  # 0 is a text that was read as a number
+    empty = (None, "", [], {})  # 0 is a text that was read as a number
     system = []
     if record.get("system") not in empty:
         system = [("system", parse_content(record["system"]))]

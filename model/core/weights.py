@@ -89,7 +89,7 @@ def take_shape(config, state, path, inherit=None):
                               "remove these keys to use the checkpoint's")
     try:
         taken = {name: check_value(known[name], value, name) for name, value in taken.items()}
-        shape = config.replace(**taken)
+        shape = config.inherit(taken)
         if problems := sorted({*find_conflicts(shape)} - {*find_conflicts(config)}):
             raise ValueError("; ".join(problems))
         if taken and "model" in state:
@@ -117,7 +117,7 @@ def with_shape(config, model_args, path):
     data.spec defines it. Raises CheckpointError if keys from the command line contradict the
     backbone."""
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
-    return config.replace(**shape | dict(vocab_size=config.vocab_size))
+    return config.inherit(shape | dict(vocab_size=config.vocab_size))
 
 
 # -----------------------------------------------------------------------------

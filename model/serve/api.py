@@ -22,8 +22,8 @@ UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, func
                            prompt_logprobs=None, include_stop_str_in_output=False,
                            allowed_token_ids=None, use_beam_search=False, length_penalty=1,
                            truncate_prompt_tokens=None, chat_template=None, modalities=["text"],
-                           add_special_tokens=True, function_call="none", typical_p=1,
-                           dry_multiplier=0, xtc_probability=0, no_repeat_ngram_size=0)
+                           function_call="none", typical_p=1, dry_multiplier=0,
+                           xtc_probability=0, no_repeat_ngram_size=0)
 
 
 @dataclass

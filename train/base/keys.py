@@ -293,9 +293,16 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def replace(self, **changes):
         """Return a copy with the values in `changes` {key: value}, which are not checked. They are
         explicit, as those of load_config(overrides=changes)."""
-        out = replace(self, **changes)
+        out = self.inherit(changes)
         if hasattr(self, "origins"):
             out.origins = self.origins | dict.fromkeys(changes, "overrides")
+        return out
+
+    def inherit(self, values):
+        """Return a copy with `values` {key: value}, which are not checked and not explicit."""
+        out = replace(self, **values)
+        if hasattr(self, "origins"):
+            out.origins = self.origins
         return out
 
     def probe(self, **changes):
@@ -348,8 +355,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         steps_per_epoch = samples / self.samples_per_step
         lengths = dict(max_iters=self.max_epochs, eval_interval=self.eval_epochs,
                        warmup_iters=self.warmup_epochs)
-        return self.replace(**{name: math.ceil(epochs * steps_per_epoch - 1e-9)
-                               for name, epochs in lengths.items() if epochs is not None})
+        return self.inherit({name: math.ceil(epochs * steps_per_epoch - 1e-9)
+                             for name, epochs in lengths.items() if epochs is not None})
 
     def replica_size(self, world_size):
         """Return the number of ranks that together hold one copy of the model: 1 for ddp, all for

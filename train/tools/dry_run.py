@@ -45,7 +45,7 @@ def estimate(config):
         available = program + free
         check_ranks(config, ranks, log)
         shape = distributed.broadcast_from_rank0(lambda: inherited_shape(config), ranks)
-        config = config.replace(**shape)
+        config = config.inherit(shape)
         data = open_data(config, ranks)
         check_epochs(config, data.train.samples)
         config = config.in_steps(data.train.samples)

@@ -266,7 +266,7 @@ def run_trial(study, config, space, stage, out):
             os.unlink(os.path.join(folder, name))
         gc.collect()  # the model of the trial
         if config.compile != "false":
-            torch.compiler.reset()  # the limit of recompilations is per process
+            torch.compiler.reset()  # frees the code for the shapes of the trial
     return ended
 
 
