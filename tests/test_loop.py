@@ -118,7 +118,7 @@ def test_on_a_cpu_neither_the_first_step_nor_evaluations_are_compiled(run, monke
         seen.append((model.training, torch._dynamo.eval_frame._stance.stance))
         return forward(model, *args)
     monkeypatch.setattr(GPT, "forward", noted)
-    monkeypatch.setattr(compiling, "compile_model", lambda model, device: None)
+    monkeypatch.setattr(compiling, "compile_model", lambda model, device: [])
     run(max_iters=2, eval_iters=1, compile="true")
     assert seen == [(False, "force_eager"), *[(True, "force_eager")] * 2, *[(True, "default")] * 2,
                     (False, "force_eager")]
