@@ -170,8 +170,7 @@ class Run:
         # Calls the model, compiled if should_compile() says so.
         self.compiler = Compiler(self.raw_model, compiled, ranks.device, self.log.warn,
                                  c.batch_size)
-        if compiled:  # the model may be one of the caller
-            stack.callback(self.compiler.reset)
+        stack.callback(self.compiler.reset)  # the caller may go on with the model
 
     def build_model(self, model=None):
         """Return the bare model (without DDP) on the device: `model` or, if `None`, a new model of
