@@ -78,8 +78,10 @@ def proofs(tmp_path_factory):
 
     def wait(question, gpu=None):
         if gpu:
-            answers[question] = concurrent.futures.Future()
-            processes.append(ask(folder, gpu, [question], answers))
+            # Of this process: one that ends later must not answer for another GPU.
+            own = Answers({question: concurrent.futures.Future()})
+            processes.append(ask(folder, gpu, [question], own))
+            answers.update(own)
         answer, error = answers[question].result(timeout=1200)
         assert error is None, error
         return answer
