@@ -268,19 +268,17 @@ def resolve(settings, known, problems):
             earlier = first.partition(" as ")[2]
             alias = "" if {key: value} == {name: raw} else name
             is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
-            is_merged = alias and isinstance(value, dict) and isinstance(old, dict)
-            if is_merged:  # e.g. memory_lr and lora_lr, both for lr_groups
-                value = old | value
+            if alias and isinstance(value, dict) and isinstance(old, dict):
+                value = old | value  # e.g. memory_lr and lora_lr, both for lr_groups
                 alias = f"{earlier}, {name}" if earlier else name
-            origin = f"{where} as {alias}" if alias else where
-            if (first and file_of(first) == file and (file or is_list) and not is_merged
+            elif (first and file_of(first) == file and (file or is_list)
                     and not {earlier, name}.intersection(ALIASES.switches)):
                 how = "" if file else ", as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}"
-                problems.append(f"{origin}: {key} is set twice (first at {first}); keep one{how}")
+                problems.append(f"{where}: {key} is set twice (first at {first}); keep one{how}")
             for other in REPLACED_LENGTHS.get(key, ()):
                 if other in resolved and file_of(resolved[other][1]) != file:
                     del resolved[other]
-            resolved[key] = value, origin
+            resolved[key] = value, f"{where} as {alias}" if alias else where
     return resolved
 
 
