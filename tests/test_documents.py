@@ -106,7 +106,8 @@ BLOCKS = [
           gradient_accumulation_steps=1), ["eval_batch_size ignored: evaluations use batch_size"]),
     (1, 'optimizer:\n  name: "adamw"\n  betas: [0.9, 0.999]\n  eps: 1.0e-8\n',
      dict(optimizer="adamw", beta1=0.9, beta2=0.999, adam_eps=1e-8),
-     ["optimizer.name read as optimizer adamw", "betas read as beta1 0.9, beta2 0.999"]),
+     ["optimizer.name read as optimizer adamw", "betas read as beta1 0.9",
+      "betas read as beta2 0.999"]),
     (1, 'scheduler:\n  type: "cosine"\n  warmup_ratio: 0.06\n',
      dict(lr_schedule="cosine", warmup_ratio=0.06), ["scheduler.type read as lr_schedule cosine"]),
     (1, 'early_stopping:\n  metric: "val_f1_macro"\n  mode: "max"\n  patience: 3\n'

@@ -505,20 +505,16 @@ def describe_aliases(config):
     """Return a list of texts for the console about the settings of `config` with names of other
     trainers: how each was translated, or why it is ignored; [] without such names. config: as
     returned by load_config()."""
-    read = {}  # {alias: [key and value]}
+    notes = []
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
         alias = where.partition(" as ")[2]
         if name not in vars(config):
             ignored.setdefault(ALIASES.hints[name], []).append(name)
         elif alias:
-            read.setdefault(alias, []).append(f"{name} {getattr(config, name)}")
-    texts = [f"{alias} read as {', '.join(keys)}"
-             + (f" ({ALIASES.hints[alias]})" if alias in ALIASES.hints else "")
-             for alias, keys in read.items()]
-    notes = ["; ".join(texts)] if texts else []
-    notes += [f"{', '.join(names)} ignored: {hint}" for hint, names in ignored.items()]
-    return [f"Note: {note}" for note in notes]
+            hint = f" ({ALIASES.hints[alias]})" if alias in ALIASES.hints else ""
+            notes.append(f"Note: {alias} read as {name} {getattr(config, name)}{hint}")
+    return notes + [f"Note: {', '.join(names)} ignored: {why}" for why, names in ignored.items()]
 
 
 def to_yaml(config):
