@@ -12,7 +12,6 @@ import torch
 from train.base.files import atomic_write
 
 BLOCK_BYTES = 1 << 22  # read at once
-MAX_DEPTH = 100  # of a nested state
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -24,11 +23,8 @@ SAFETENSORS_DTYPES = {
 
 def walk(nested, path=()):
     """Yield (path, part) for a nested state (dicts, lists, tuples) and for everything in it, depth
-    first. path: a tuple of the keys and indices that lead to the part, () for the whole state.
-    Raises ValueError if the nesting is too deep or circular."""
+    first. path: a tuple of the keys and indices that lead to the part, () for the whole state."""
     yield path, nested
-    if len(path) > MAX_DEPTH:
-        raise ValueError("nested too deeply")
     parts = (nested.items() if isinstance(nested, dict) else
              enumerate(nested) if isinstance(nested, (list, tuple)) else ())
     for key, part in parts:
