@@ -53,8 +53,7 @@ class RunKeys:
     eval_only: bool = key(False, "evaluate once, print the numbers and exit", start=True)
     profile: int = key(0, "profile this many steps, print a breakdown, exit", ge=0, start=True)
     dry_run: bool = key(False, "estimate memory, tokens and time; write nothing", start=True)
-    world_size: int | None = key(None, "dry_run: plan on that many GPUs", ge=1, start=True,
-                                 needs="dry_run")
+    world_size: int | None = key(None, "dry_run: number of GPUs", ge=1, start=True, needs="dry_run")
     nodes: int = key(1, "dry_run: nodes of the plan", ge=1, start=True, needs="dry_run")
     gpu: str = key("h100", "dry_run: GPU of the plan", start=True, needs="dry_run",
                    choices=["a100", "h100", "h200", "b200", "a10g"])
@@ -110,8 +109,7 @@ class LearningRateKeys:
     warmup_epochs: float | None = key(None, "warm-up epochs (replaces warmup_iters)", ge=0, le=1e9)
     lr_decay_iters: int | None = key(None, "step that reaches min_lr (default: max_iters)", ge=1,
                                      needs="lr_schedule=cosine|linear|wsd")
-    wsd_decay: float = key(0.5, "wsd: fraction of the run that decays", gt=0, le=1,
-                           needs="lr_schedule=wsd")
+    wsd_decay: float = key(0.5, "wsd: fraction that decays", gt=0, le=1, needs="lr_schedule=wsd")
     step_iters: int | None = key(None, "step: steps between drops (default: max_iters / 3)", ge=1,
                                  needs="lr_schedule=step")
     lr_factor: float = key(0.5, "step and plateau: factor of each drop", gt=0, lt=1,
@@ -156,12 +154,10 @@ class SystemKeys:
                                       "(default: those of a node)", ge=1, needs="distributed=hsdp")
     gradient_checkpointing: str = free_key("false", "recompute blocks in the backward pass, saves "
                                            "memory", choices=["false", "true", "selective"])
-    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1,
-                                       le=1024)
+    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0, le=1e6)
-    step_timeout: float = free_key(0.0, "seconds per step, else exit; the first two steps, saves "
-                                   "and evaluations have ten times as long; 0: no limit", ge=0,
-                                   le=1e6)
+    step_timeout: float = free_key(0.0, "seconds per step, else exit; ten times as long for the "
+                                   "first two, saves, evaluations; 0: no limit", ge=0, le=1e6)
     on_spike: str = free_key("warn", "after a loss spike", choices=["warn", "skip"])
     spike_sigma: float = free_key(6.0, "standard deviations above the mean that are a spike", gt=0)
 
@@ -200,18 +196,15 @@ class GPTKeys:
     norm_position: str = key("pre", "position of the norms; stream: BERT's, which normalise the "
                              "residual stream", choices=["pre", "post", "both", "stream"])
     embed_norm: bool = key(False, "the first norm normalises the embedding itself (ModernBERT)")
-    causal: bool = key(True, "a token sees only earlier ones; false: an encoder (BERT), which is a "
-                             "backbone of classifiers")
+    causal: bool = key(True, "a token sees only earlier ones; false: an encoder, for classifiers")
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
-    window: int | None = key(None, "tokens that a layer of type W sees", ge=1,
-                             needs="layer_types=W|w")
+    window: int | None = key(None, "tokens that a layer W sees", ge=1, needs="layer_types=W|w")
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
                                    "ORIGINAL_LENGTH", check=parse_rope_scaling, needs="pos=rope")
-    window_rope_theta: float | None = key(None, "rope_theta of layers of type W, unscaled", gt=0,
-                                           needs="layer_types=W")
+    window_rope_theta: float | None = key(None, "base in layers W", gt=0, needs="layer_types=W")
     max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
     pad_id: int | None = key(None, "id that fills up texts, for exports (default: none)", ge=0)
