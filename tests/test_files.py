@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +27,6 @@ from train.base.errors import DataError, UserError
 from train.base.files import (
     add_link,
     atomic_write,
-    describe_write_error,
     exclusive_lock,
     lock_folder,
     open_no_follow,
@@ -190,6 +189,7 @@ def test_a_killed_replacement_is_never_taken_for_complete(tmp_path, function, ca
     (out / "notes").write_text("mine")
     code = f"""
 import os
+import re
 from data.meta import Meta, write_meta
 from data.prepare.folders import new_folder
 real, calls = os.{function}, []
@@ -307,18 +307,8 @@ def test_a_full_disk_is_told_with_the_folder_that_is_written(tmp_path, capsys, c
     with full_disk(20_000):
         assert command.main([str(rows), "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
-    assert f"{tmp_path}/out could not be written: " in told and "ulimit -f" in told
+    assert re.search(f"{tmp_path}/out could not be written: (File too large|no space left)", told)
     assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_the_free_space_is_that_of_the_folder_that_is_written(tmp_path, monkeypatch):
-    """It can be a mount point."""
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: (
-        asked.append(path), types.SimpleNamespace(free=0))[1])
-    for path in (tmp_path, tmp_path / "file"):
-        describe_write_error(OSError(errno.ENOSPC, "No space"), path)
-    assert asked == [str(tmp_path)] * 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

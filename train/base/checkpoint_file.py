@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from train.base.errors import CheckpointError
-from train.base.files import add_link, atomic_write, describe_write_error, sync_folder
+from train.base.files import add_link, atomic_write, sync_folder
 from train.base.sharded_file import is_sharded, open_shards
 from train.base.tensors import SAFETENSORS_DTYPES, HashingFile, digest, find_non_finite, walk
 
@@ -44,17 +44,15 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
         hashing = HashingFile(f)
         torch.save(state, hashing)
         f.write(MARK + hashing.sha.hexdigest().encode())
-    n_bytes = sum(part.nbytes for _, part in walk(state) if isinstance(part, torch.Tensor))
-    replace_checkpoint(path, write, links, n_bytes)
+    replace_checkpoint(path, write, links)
 
 
-def replace_checkpoint(path, write, links=(), size=0):
+def replace_checkpoint(path, write, links=()):
     """Replace the file `path`, durably and atomically, with the bytes that write(file) writes to a
     binary file. A missing folder is created. links: paths, each of which becomes a hard link to the
-    new file. size: expected number of bytes, for the message about a full disk; 0: unknown. A
-    previous file `path` is kept as prev_path(path), which is replaced. Raises CheckpointError after
-    any error, also of write(): the file `path` is then unchanged, but `links` and prev_path(path)
-    may be replaced already."""
+    new file. A previous file `path` is kept as prev_path(path), which is replaced. Raises
+    CheckpointError after any error, also of write(): the file `path` is then unchanged, but `links`
+    and prev_path(path) may be replaced already."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -70,7 +68,6 @@ def replace_checkpoint(path, write, links=(), size=0):
         sync_folder(folder)
     except Exception as error:  # torch.save hides the error of the file; report that error
         reason = error if isinstance(error, OSError) else error.__context__ or error
-        reason = describe_write_error(reason, path, size)
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 

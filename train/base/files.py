@@ -60,31 +60,11 @@ def reporting_full_disk(path):
     try:
         yield
     except OSError as error:
-        if not is_full_disk(error):
+        # numpy's error has no number: "4096 requested and 3568 written".
+        if error.errno not in FULL_DISK and "requested and" not in str(error):
             raise
-        reason = describe_write_error(error, path)
+        reason = error.strerror or "no space left on device"
         raise UserError(f"{path} could not be written: {reason}") from error
-
-
-def is_full_disk(error):
-    """Return whether an exception is the OSError of a full disk, a quota or a limit of ulimit -f.
-    """
-    # numpy's error has no number: "4096 requested and 3568 written".
-    return isinstance(error, OSError) and (
-        error.errno in FULL_DISK or "requested and" in str(error))
-
-
-def describe_write_error(error, path, size=0):
-    """Return a text that describes `error`, an exception raised while writing `path`, a file or
-    folder. If is_full_disk(error), it includes the needed and the free space, and a remedy. size:
-    number of bytes to write; 0: unknown, and left out."""
-    if not is_full_disk(error):
-        return str(error)
-    needs = f"it needs {size / 2**20:.1f} MiB, " if size else ""
-    path = os.path.abspath(path)  # a folder can be a mount point
-    free = shutil.disk_usage(path if os.path.isdir(path) else os.path.dirname(path)).free
-    return (f"{error.strerror or error}; {needs}{free / 2**20:.1f} MiB are free; free some disk "
-            "space, or raise the limit of a file's size (ulimit -f)")
 
 
 def write_text(path, text):

@@ -17,7 +17,7 @@ from train.base import checkpoint_file as file_format
 from train.base import sharded_file
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit, quote_path
-from train.base.files import describe_write_error, lock_folder, next_free_path, unlock, write_text
+from train.base.files import lock_folder, next_free_path, unlock, write_text
 from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
@@ -139,8 +139,7 @@ class RunFolder:
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
-            reason = describe_write_error(error, self.file(folder))
-            return f"{self.file(folder)} could not be written by rank {rank}: {reason}"
+            return f"{self.file(folder)} could not be written by rank {rank}: {error}"
 
     def save_manifest(self, path, folder, state, written, links):
         """Write the manifest of the shards in the subfolder `folder` to the file `path`. state:
