@@ -103,8 +103,8 @@ class Watchdog:
     """Thread that ends a hanging process. If no call of restart() follows within `seconds` after
     the last one (0: no limit), the stacks of all threads are printed, with the number `rank`, and
     appended to stacks.txt in `folder`, and the process exits with code 1. The time starts with the
-    first restart(). close() stops the thread. Code in C that holds the GIL also blocks this thread;
-    then a timer in C prints the stacks and exits, 10 seconds after the limit."""
+    first restart(). close() stops the thread. Code in C that holds the GIL blocks this thread too,
+    and the process then does not end."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -116,16 +116,10 @@ class Watchdog:
 
     def restart(self, slow=False):
         """Restart the timer. slow: the limit is SLOW_STEP_FACTOR times as long this time."""
-        if self.seconds:
-            limit = self.seconds * (SLOW_STEP_FACTOR if slow else 1)
-            self.deadline = time.monotonic() + limit
-            with contextlib.suppress(RuntimeError, OSError):  # stderr is closed, or is no file
-                faulthandler.dump_traceback_later(limit + 10, exit=True)
+        self.deadline = time.monotonic() + self.seconds * (SLOW_STEP_FACTOR if slow else 1)
 
     def close(self):
         self.deadline = None
-        if self.seconds:
-            faulthandler.cancel_dump_traceback_later()
 
     def watch(self):
         while (deadline := self.deadline) and time.monotonic() < deadline:
