@@ -283,9 +283,7 @@ def find_newest_checkpoint(folder, log, damaged=()):
     path = os.path.join(folder, "ckpt.pt")
     problems = []
     names = [*filter(os.path.lexists, (path, file_format.prev_path(path)))]
-    others = sorted([*map(str, numbered_checkpoints(folder)),
-                     *filter(os.path.lexists, [os.path.join(folder, "ckpt_best.pt")])],
-                    key=lambda path: os.lstat(path).st_mtime_ns)
+    others = [*map(str, numbered_checkpoints(folder, "best|[0-9]{7,}"))]
     for candidate in names or reversed(others):
         try:
             if candidate in damaged:
@@ -323,13 +321,13 @@ def restarted_job(folder):
                  and mark.read_text() == job)
 
 
-def numbered_checkpoints(folder):
+def numbered_checkpoints(folder, names="[0-9]{7,}"):
     """Return a list of the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt in `folder`,
     oldest first, by the time of writing (after --resume FILE the numbers may be in a different
-    order)."""
+    order). names: a regular expression for what follows ckpt_ in the name."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
-             if re.fullmatch("ckpt_[0-9]{7,}.pt", path.name)]
-    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path))
+             if re.fullmatch(f"ckpt_({names}).pt", path.name)]
+    return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path))
 
 
 def move_files(folder, names):
