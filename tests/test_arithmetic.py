@@ -391,7 +391,7 @@ def test_no_better_means_by_less_than_min_delta_or_exactly_it():
     assert not any(EarlyStopping(0).check(v) for v in range(20))
     default = EarlyStopping()
     assert [default.check(v) for v in [3, *[3] * 7]] == [False] * 7 + [True]
-    with pytest.raises(ValueError, match="min or max"):
+    with pytest.raises(KeyError, match="mean"):
         EarlyStopping(mode="mean")
 
 

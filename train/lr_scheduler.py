@@ -73,9 +73,7 @@ class EarlyStopping:
     mode: str = "min"
 
     def __post_init__(self):
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"EarlyStopping: mode must be min or max, got {self.mode!r}")
-        self.sign = 1 if self.mode == "min" else -1
+        self.sign = {"min": 1, "max": -1}[self.mode]
 
     def check(self, val_loss: float) -> bool:
         """Add `val_loss`, the value of an evaluation: the loss, or a different metric that `mode`

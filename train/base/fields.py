@@ -78,8 +78,6 @@ def parse_value(field, raw):
         value = [word.strip() for item in value for word in item.split(",") if word.strip()]
     if kind is list:
         item_type, = typing.get_args(field.type)
-        if item_type not in TYPES:
-            raise ValueError(f"keys of type {field.type} are not supported; use list[str] or dict")
         value = [convert(item, *TYPES[item_type]) for item in value]
     for item in value if kind is list else [value]:
         check_limits(item, meta)
