@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import ctypes
 import inspect
 import os
 import pickle
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from train.base.errors import CollectiveExit, SetupError
-from train.base.memory import keep_freed_memory
+from train.base.memory import call_libc, keep_freed_memory
 from train.device import blocks, get_device
 
 
@@ -100,8 +99,7 @@ def process_group(config):
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Linux kills this process when torchrun dies: after kill -9 of torchrun the ranks would
         # continue as orphans.
-        with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        call_libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     if world_size > local_world_size:
         choose_interface(os.environ["MASTER_ADDR"])
     timeout = timedelta(seconds=config.dist_timeout)

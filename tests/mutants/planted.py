@@ -101,8 +101,8 @@ FAULTS = [
      "run.model is not run.raw_model"),
     ("train/distributed.py", "initial(name, tensors[name].shape, seed)",
      "initial(name, tensors[name].shape, seed + 1)"),
-    ("train/base/memory.py", "libc.mallopt(M_TRIM_THRESHOLD, -1)", "pass"),
-    ("train/base/memory.py", "ctypes.CDLL(None).malloc_trim(0)", "pass"),
+    ("train/base/memory.py", 'call_libc("mallopt", M_TRIM_THRESHOLD, -1)', "pass"),
+    ("train/base/memory.py", 'call_libc("malloc_trim", 0)', "pass"),
     # sampling
     ("model/core/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])"),
     ("model/core/generate.py", "((logits - largest) / temperature)", "(logits / temperature)"),

@@ -38,14 +38,18 @@ def keep_freed_memory():
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        with contextlib.suppress(OSError, AttributeError, TypeError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_MMAP_MAX, 0)
-            libc.mallopt(M_TRIM_THRESHOLD, -1)
+        call_libc("mallopt", M_MMAP_MAX, 0)
+        call_libc("mallopt", M_TRIM_THRESHOLD, -1)
 
 
 def return_freed_memory():
     """Release all unused memory that malloc holds, once, to the operating system, e.g. after
     writing a copy of a large state. Without effect for C libraries other than glibc."""
+    call_libc("malloc_trim", 0)
+
+
+def call_libc(name, *args):
+    """Call the function `name` of the C library. Without effect if there is no such function (other
+    systems than Linux)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), name)(*args)
