@@ -5,7 +5,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -530,12 +529,6 @@ def test_a_stream_with_two_methods_is_enough(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", Tee())
     fit(tmp_path)
     assert "Training complete" in capfd.readouterr().out
-
-
-def test_a_configuration_with_keys_of_a_model_type_can_be_pickled():
-    config = load_config(None, dict(model="moe", n_experts=3))
-    copy = pickle.loads(pickle.dumps(config))
-    assert copy == config and copy.origins == config.origins and type(copy) is type(config)
 
 
 def test_options_of_the_command_line_are_refused(tmp_path):

@@ -35,16 +35,7 @@ def config_class(model="gpt"):
         raise ConfigError([f"model/{model}.py: Keys has {', '.join(duplicates)}, already keys of "
                            "every run: choose other names"])
 
-    def reduce(config):  # pickle finds no class that was made at runtime
-        return default_config, (model,), (vars(config), {"origins": getattr(config, "origins", {})})
-    return dataclass(type("TrainConfig", (TrainConfig, keys),
-                          {"__doc__": TrainConfig.__doc__, "__reduce__": reduce}))
-
-
-def default_config(model):
-    """Return a TrainConfig with default values, for the model type with the name `model`. Called by
-    pickle."""
-    return config_class(model)()
+    return dataclass(type("TrainConfig", (TrainConfig, keys), {"__doc__": TrainConfig.__doc__}))
 
 
 def group_fields(cls):
