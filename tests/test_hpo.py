@@ -1,6 +1,5 @@
 """python -m train.tools.hpo: the search on Optuna studies, its stages, workers and failures."""
 
-import contextlib
 import gc
 import itertools
 import json
@@ -306,34 +305,7 @@ def test_a_damaged_study_is_named(search, tmp_path, capsys):
     (tmp_path / "hpo").mkdir()
     (tmp_path / "hpo/study.db").write_text("garbage")
     assert search(SPACE, trials(1)) == (2, [])
-    assert "study.db: file is not a database; move it away" in capsys.readouterr().err
-
-
-def test_damaged_rows_of_a_study_are_named(search, tmp_path, capsys):
-    stages = "stages: [{trials: 2}, {trials: 1}]"
-    assert search(SPACE + stages)[0] == 0
-    path = tmp_path / "hpo/study.db"
-    intact = path.read_bytes()
-    for damage in ("update study_user_attributes set value_json='{' where key='asked'",
-                   "update study_user_attributes set value_json='5' where key='asked'",
-                   "delete from study_user_attributes where key='start'",
-                   "update study_user_attributes set value_json='5' where key='start'",
-                   "update trial_params set distribution_json='{'",
-                   "delete from trial_values", "update trial_values set value='abc'",
-                   "update trials set datetime_complete=null",
-                   "update alembic_version set version_num='?'",
-                   "update trials set state='FOO'"):
-        path.write_bytes(intact)
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            connection.execute(damage)
-            connection.commit()
-        assert search(SPACE + stages)[0] == 2
-        assert re.search("study.db: .*; move it away to begin", capsys.readouterr().err), damage
-    path.write_bytes(intact)
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("update trials set number=0")
-        connection.commit()
-    assert search(SPACE + stages.replace("2", "3"))[0] == 0
+    assert "study.db: file is not a database\n" in capsys.readouterr().err
 
 
 def test_the_best_configuration_of_a_search_that_was_killed_after_its_last_trial(
@@ -363,8 +335,9 @@ def test_trials_are_pruned_after_a_quarter_of_their_steps(tmp_path, monkeypatch,
                                          ("Study", "tell"), ("Study", "enqueue_trial")])
 def test_a_full_disk_is_no_damaged_study(search, monkeypatch, capsys, owner, name):
     def fail(*_, **__):
-        error = sqlite3.OperationalError("database or disk is full")
-        error = hpo.sqlalchemy.exc.OperationalError("INSERT", None, error)
+        full = sqlite3.OperationalError("database or disk is full")
+        error = hpo.sqlalchemy.exc.OperationalError("INSERT", None, full)
+        error.__cause__ = full
         if not owner:
             raise error
         raise hpo.optuna.exceptions.StorageInternalError("during the commit") from error

@@ -37,8 +37,6 @@ from train.robust import run_reporting_errors
 from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
-# Of Optuna, with a study.db whose rows are not what it writes.
-DAMAGE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError)
 RANGE_KEYS = {"low", "high", "log", "step"}
 NOT_SAVED = dict(resume="never", run_name=None, sample_tokens=0, save_interval=0, save_epochs=None,
                  keep_last=0, mirror=None, save_precision=None, checkpoint_format="file")
@@ -155,15 +153,11 @@ def search(config, space, stages, out):
              if (v := getattr(config, k)) is not None and v in getattr(d, "choices", [v])
              and not (getattr(d, "log", False) and v <= 0)}
     for number, stage in enumerate(stages, 1):
-        with database_errors(out, DAMAGE_ERRORS):
-            study = open_study(config, space, number, stage, start, out)
-            studies.append(study)
-            trials = finished_trials(study) + study.best_trials  # reads all rows,
-            sum(t.duration.total_seconds() + (t.value or 0) for t in trials)  # and checks numbers
-            start = study.user_attrs["start"]
-            if number > 1:
-                space = {k: narrow_dimension(d, start[k], stage["narrow"])
-                         for k, d in space.items()}
+        study = open_study(config, space, number, stage, start, out)
+        studies.append(study)
+        start = study.user_attrs["start"]
+        if number > 1:
+            space = {k: narrow_dimension(d, start[k], stage["narrow"]) for k, d in space.items()}
         while len(finished_trials(study)) < stage["trials"]:
             print_result(study, run_trial(study, config, space, stage, out), config)
             write_results(studies, config, out)
@@ -205,26 +199,6 @@ def open_study(config, space, number, stage, start, out):
         raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
                            "change, or choose another --out"])
     return study
-
-
-@contextlib.contextmanager
-def database_errors(out, others=()):
-    """Context manager that converts errors of the database out/study.db, and exceptions of the
-    types in the tuple `others`, to a UserError with this path."""
-    path = os.path.join(out, "study.db")
-    try:
-        yield
-    except UserError:
-        raise
-    except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError,
-            *others) as error:
-        if isinstance(error, optuna.exceptions.StorageInternalError):
-            error = error.__cause__  # of sqlalchemy
-        reason = str(getattr(error, "orig", error)) or type(error).__name__
-        # An OperationalError is a full disk or a lock, and the file is intact.
-        if not isinstance(error, sqlalchemy.exc.OperationalError):
-            reason += "; move it away to begin the search again"
-        raise UserError(f"{path}: {reason}") from None
 
 
 def finished_trials(study):
@@ -357,8 +331,12 @@ def run_search(options, config):
     os.makedirs(options.out, exist_ok=True)
 
     def work(config):
-        with database_errors(options.out):
+        try:
             search(config, space, stages, options.out)
+        except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+            while error.__cause__:
+                error = error.__cause__  # at last the error of sqlite, e.g. of a full disk
+            raise UserError(f"{os.path.join(options.out, 'study.db')}: {error}") from None
     return run_reporting_errors(config, work)
 
 
