@@ -37,7 +37,6 @@ from train.robust import run_reporting_errors
 from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
-RANGE_KEYS = {"low", "high", "log", "step"}
 NOT_SAVED = dict(resume="never", run_name=None, sample_tokens=0, save_interval=0, save_epochs=None,
                  keep_last=0, mirror=None, save_precision=None, checkpoint_format="file")
 # With max_iters of a stage.
@@ -91,14 +90,11 @@ def read_dimension(name, raw, known):
         choices = [parse_value(known[name], value) for value in raw]
         return optuna.distributions.CategoricalDistribution(choices)
     kind = base_type(known[name].type)
-    is_range = isinstance(raw, dict) and {"low", "high"} <= set(raw) <= RANGE_KEYS
-    if kind not in (int, float) or not is_range:
+    if kind not in (int, float) or not isinstance(raw, dict):
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
     limits = {k: kind(v) if k == "step" else parse_value(known[name], v)
               for k, v in raw.items() if k != "log"}
-    if not all(v is not None and abs(v) < 1e300 for v in limits.values()):
-        raise ValueError(f"expected finite numbers, got {raw}")
     log = convert(raw.get("log", "false"), to_bool, "true or false for log")
     distributions = optuna.distributions
     distribution = distributions.IntDistribution if kind is int else distributions.FloatDistribution
