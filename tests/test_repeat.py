@@ -170,12 +170,9 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     result = dict(iter=20, val_loss=2.5, seconds=run.seconds)
     assert json.loads(run.result_file.read_text()) == result
     del run.process
-    for damage in (None, "", "\0" * 99, '{"iter": 9, "val_loss": 3.5}\n'):  # of a complete run
-        if damage is not None:
-            (run.folder / "metrics.jsonl").write_text(damage)
-        run.finish("val_loss", " (cached)")
-        assert (run.value, run.seconds) == (2.5, 10.0)
-        assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
+    run.finish("val_loss", " (cached)")
+    assert (run.value, run.seconds) == (2.5, 10.0)
+    assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
 
 
 def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):
@@ -237,21 +234,9 @@ def test_a_change_written_with_other_blanks_is_the_same(go):
                                                          ("planted=2 salt=1", "2 of 2")]
 
 
-@pytest.mark.parametrize("value", ["NaN", "true", '"5.5"', "1e999"])
-def test_a_damaged_result_is_no_crash(go, tmp_path, value):
-    """The number is in metrics.jsonl as well."""
-    _, found = go("--seeds", "2")
-    for path in (tmp_path / "repeat").glob("base,_seed_1_*/result.json"):
-        path.write_text(f'{{"iter": 2, "val_loss": {value}, "seconds": 1}}')
-    code, again = go("--seeds", "2")
-    assert code == 0 and len(go.started) == 2
-    assert again[-1]["runs"] == "2 of 2" and again[-1]["mean"] == found[-1]["mean"]
-
-
 def test_a_run_that_lost_its_numbers_is_named(go, tmp_path, capsys):
     go("--seeds", "2")
     folder, = (tmp_path / "repeat").glob("base,_seed_1_*")
-    (folder / "result.json").write_text("{}")
     (folder / "metrics.jsonl").unlink()
     code, found = go("--seeds", "2")
     assert code == 0 and found[-1]["runs"] == "1 of 2"
@@ -293,9 +278,7 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),
     (["--eval_interval=0"], "base, seed 1: needs evaluations: eval_interval above 0"),
-    (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations"),
-    *((["--set", mode], f"{mode}, seed 1: needs evaluations") for mode in (
-        "eval_only=true", "profile=3", "dry_run=true", "print_config=true"))])
+    (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err

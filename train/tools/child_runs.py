@@ -2,8 +2,9 @@
 
 The name of a run's folder contains a digest of the configuration and data, and of the size and time
 of other files that the run reads. A run that was stopped resumes in this folder. The result is the
-last value of a metric in metrics.jsonl. A complete run has a file result.json, and is not started
-again. A crash is a result without a value; the next command repeats the run.
+last value of a metric in metrics.jsonl. A complete run has a file result.json, with a copy of the
+result, and is not started again. A crash is a result without a value; the next command repeats the
+run.
 """
 
 import hashlib
@@ -25,7 +26,6 @@ from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 
 POLL_SECONDS = 0.1
-OTHER_MODES = ("eval_only", "profile", "dry_run", "print_config")  # of run_train.py: no training
 
 
 class ChildRun:
@@ -34,7 +34,7 @@ class ChildRun:
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
     run_train.py. fingerprint: of the data, a result of Loader.fingerprint(), part of the identity
-    of the run. Raises UserError if the configuration has no evaluations or does not train.
+    of the run. Raises UserError if the configuration has no evaluations.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
     data, {} without.
@@ -42,9 +42,8 @@ class ChildRun:
 
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
-        if not config.evaluates or any(getattr(config, mode) for mode in OTHER_MODES):
-            raise UserError(f"{name}: needs evaluations: eval_interval above 0, without "
-                            f"{', '.join(OTHER_MODES)}")
+        if not config.evaluates:
+            raise UserError(f"{name}: needs evaluations: eval_interval above 0")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
         paths = [path for file in files if file
                  for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
@@ -67,19 +66,16 @@ class ChildRun:
 
     def finish(self, metric, note=""):
         """To be called when the process has exited, or if result.json exists: set `value`,
-        `seconds` and `test` from metrics.jsonl and result.json, and print the result, followed by
-        the text `note`. If the run is complete and has the metric, write value and seconds to
-        result.json. metric: name of the result, e.g. val_loss."""
-        logged, result = read_metrics(self.folder / "metrics.jsonl"), read_metrics(self.result_file)
-        records = logged + result
+        `seconds` and `test` from metrics.jsonl, and print the result, followed by the text `note`.
+        If the run is complete and has the metric, write value and seconds to result.json. metric:
+        name of the result, e.g. val_loss."""
+        records = read_metrics(self.folder / "metrics.jsonl")
         # Of the last evaluation, even if it has no value: an earlier one is of other weights.
-        values = [None, *(to_number(r[metric]) for r in logged if metric in r),
-                  *(y for _, y in curve(result, metric))]
-        seconds = [0.0, *(60 * x for x, _ in curve(records, "iter", "time")),
-                   *(y for _, y in curve(records, "seconds"))]
+        values = [None, *(to_number(r[metric]) for r in records if metric in r)]
+        minutes = [0.0, *(x for x, _ in curve(records, "iter", "time"))]
         complete = self.result_file.exists() or self.process.poll() == 0
         self.value = values[-1] if complete else None
-        self.seconds = seconds[-1]
+        self.seconds = 60 * minutes[-1]
         self.test = {name: x for record in records for name, x in record.items()
                      if name.startswith("test_") and to_number(x) is not None}
         if not complete:
