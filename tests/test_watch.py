@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import socket
 import struct
 import subprocess
@@ -133,19 +132,6 @@ def test_named_pipes_and_links_are_not_read(at_once, tmp_path, make):
     with watching(tmp_path) as (get, _):
         (card,) = state(get)["runs"]
         assert card["lines"] == [] and card["sample"] == ""
-
-
-def test_a_run_that_is_none_does_not_take_the_page(at_once, tmp_path):
-    """Numbers that no browser reads, and gigabytes of a file without a line."""
-    for name in ("numbers", "hole"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "numbers/metrics.jsonl").write_text('{"iter": 1, "loss": NaN, "lr": 1e999}\n')
-    os.truncate(os.open(tmp_path / "hole/metrics.jsonl", os.O_CREAT | os.O_RDWR), 300_000_000)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with watching(tmp_path) as (get, _):
-        runs = json.loads(get("/state")[1], parse_constant=pytest.fail)["runs"]
-    assert {"iter": 1, "loss": "NaN", "lr": "Infinity"} in [run["step"] for run in runs]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 def test_the_newest_runs_are_shown(at_once, tmp_path):

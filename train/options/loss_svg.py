@@ -24,7 +24,6 @@ WIDTH = 960      # pixels
 LEFT = 64        # start and end of the horizontal axis
 RIGHT = 936
 PANEL_HEIGHTS = (380, 84)  # the metric, the learning rate
-MAX_LINE_BYTES = 1 << 20
 MAX_LINES = 3000     # of metrics.jsonl, per run in a picture
 MAX_NAME_CHARS = 40  # of a run, in the legend
 START_SHARE = 0.2    # of a run, which the axis of a comparison may cut off
@@ -46,11 +45,9 @@ def read_metrics(path, limit=None):
         return []
     records = []
     with open(path, "rb") as f:
-        def lines():  # a file of one line, e.g. a hole, is not read into memory at once
-            f.seek(0)
-            return iter(lambda: f.readline(MAX_LINE_BYTES), b"")
-        stride = 1 if limit is None else 1 + sum(1 for _ in lines()) // limit
-        for line in (x for n, x in enumerate(lines()) if n % stride == 0 or b'"val_loss"' in x):
+        stride = 1 if limit is None else 1 + sum(1 for _ in f) // limit
+        f.seek(0)
+        for line in (x for n, x in enumerate(f) if n % stride == 0 or b'"val_loss"' in x):
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and to_number(record.get("iter")) is not None:

@@ -138,7 +138,6 @@ class Server(ThreadingHTTPServer):
             stale = now > page["changed"] + STALE_SECONDS
             page["state"] = page["end"] or ("stale" if stale else "running")
         pages = json.dumps([page for _, _, page in newest])
-        pages = json.dumps(json.loads(pages, parse_constant=str))  # browsers read no NaN, Infinity
         if pages != self.pages:
             self.pages = pages
             curves = [(page["name"], records) for _, records, page in newest]
