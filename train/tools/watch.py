@@ -6,6 +6,7 @@ on 127.0.0.1 only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -52,7 +53,7 @@ class WatchOptions:
 
 def read_run(folder, stamps):
     """Return (records, values) of the run in `folder`, a Path. records: of metrics.jsonl, as from
-    read_metrics(). stamps: [(modification time, size), ...] of the files of the run, at least one.
+    read_metrics(). stamps: ((modification time, size), ...) of the files of the run, at least one.
     values: a dict for the page: name; started and changed, the first and last modification time;
     step and evaluation, the last training and evaluation record, or {}; end: "finished", "stopped"
     or `None`; eta, a text; lines, the last lines of the log; sample, the last generated text, or
@@ -81,10 +82,10 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: [(modification time, size), ...]} of the `n` runs in the folder `top` that
-    changed last, sorted by this time, the newest last. folder: a Path. The list has a pair for each
-    file in FILES that exists. A run is a folder with metrics.jsonl or train.log: `top`, or a folder
-    up to MAX_DEPTH levels below. Hidden folders and folders old_N are skipped."""
+    """Return {folder: ((modification time, size), ...)} of the `n` runs in the folder `top` that
+    changed last, sorted by this time, the newest last. folder: a Path. The tuple has a pair for
+    each file in FILES that exists. A run is a folder with metrics.jsonl or train.log: `top`, or a
+    folder up to MAX_DEPTH levels below. Hidden folders and folders old_N are skipped."""
     found = {}
     for folder, subfolders, files in os.walk(top):
         is_last = len(Path(folder).relative_to(top).parts) == MAX_DEPTH
@@ -92,7 +93,7 @@ def find_runs(top, n):
         if METRICS in files or LOG in files:
             with contextlib.suppress(OSError):  # a file was renamed
                 stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
-                found[Path(folder)] = [(stat.st_mtime, stat.st_size) for stat in stats]
+                found[Path(folder)] = tuple((stat.st_mtime, stat.st_size) for stat in stats)
     return dict(sorted(found.items(), key=lambda item: max(item[1]))[-n:])
 
 
@@ -109,7 +110,7 @@ class Server(ThreadingHTTPServer):
         self.options = options
         self.lock = threading.Lock()
         self.next_update = 0.0
-        self.runs = {}  # {folder: (stamps of its files, *read_run())}
+        self.read_run = functools.lru_cache(options.runs)(read_run)  # again if a file has changed
         self.pages = ""
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
@@ -126,21 +127,18 @@ class Server(ThreadingHTTPServer):
         """Read the files of runs that have changed and, if any run has changed, renew the content
         of /state and /chart. Runs are sorted by start time, the newest first. The caller must hold
         self.lock."""
-        runs = {}
-        for folder, stamps in find_runs(self.options.folder, self.options.runs).items():
-            old = self.runs.get(folder)
-            runs[folder] = old if old and old[0] == stamps else (stamps, *read_run(folder, stamps))
-        newest = sorted(runs.values(), key=lambda run: run[2]["started"], reverse=True)
-        self.runs = runs
+        found = find_runs(self.options.folder, self.options.runs)
+        runs = [self.read_run(folder, stamps) for folder, stamps in found.items()]
+        runs.sort(key=lambda run: run[1]["started"], reverse=True)
         now = time.time()
-        for i, (_, _, page) in enumerate(newest):
+        for i, (_, page) in enumerate(runs):
             page["color"] = COLORS[i % len(COLORS)]
             stale = now > page["changed"] + STALE_SECONDS
             page["state"] = page["end"] or ("stale" if stale else "running")
-        pages = json.dumps([page for _, _, page in newest])
+        pages = json.dumps([page for _, page in runs])
         if pages != self.pages:
             self.pages = pages
-            curves = [(page["name"], records) for _, records, page in newest]
+            curves = [(page["name"], records) for records, page in runs]
             self.bodies["/state"] = f'{{"version": {now}, "runs": {pages}}}'.encode()
             self.bodies["/chart"] = loss_svg(curves).encode()
 
