@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from data.prepare.features import prepare_features
+from model.autoencoder.__main__ import evaluate_rows
 from model.autoencoder.data import add_delays
-from model.autoencoder.report import evaluate_rows
 from model.core.load import load_model
 from train.config import load_config
 from train.train import train

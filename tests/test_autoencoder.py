@@ -33,7 +33,8 @@ from runs import (
 from data.meta import read_meta
 from data.prepare import features
 from data.rows import runs_in_val
-from model.autoencoder import MultimodalAutoencoder, main, open_data, report
+from model.autoencoder import MultimodalAutoencoder, __main__, open_data
+from model.autoencoder.__main__ import draw, evaluate_rows, main
 from model.autoencoder.data import (
     add_delays,
     fit_linear_path,
@@ -48,7 +49,6 @@ from model.autoencoder.losses import (
     reconstruction_losses,
     row_correlation,
 )
-from model.autoencoder.report import draw, evaluate_rows
 from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.config import load_argv, load_config
@@ -1037,7 +1037,7 @@ def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys
     go(repeats / "data", tmp_path / "out", **SYSTEM | dict(max_iters=60, match_weight=9.0))
     argv = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "n.json")]
     drawn = []
-    monkeypatch.setattr(report, "draw", lambda *args: (drawn.extend(args[1:]), draw(*args)))
+    monkeypatch.setattr(__main__, "draw", lambda *args: (drawn.extend(args[1:]), draw(*args)))
     assert main([*argv, "--plot", str(tmp_path / "r.png")]) == 0
     numbers = json.loads((tmp_path / "n.json").read_text())
     ceiling = np.load(repeats / "data/val_ceiling.npy")[0]

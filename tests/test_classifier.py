@@ -42,6 +42,8 @@ from data.rows import save_arrays
 from data.tokenizer import load_tokenizer
 from model import classifier
 from model.classifier import Classifier, NGrams, Pointer, classification_metrics, log_odds_counts
+from model.classifier.__main__ import faithfulness, predict
+from model.classifier.__main__ import main as evaluate_main
 from model.classifier.metrics import (
     auroc,
     calibration_error,
@@ -50,8 +52,6 @@ from model.classifier.metrics import (
     span_metrics,
     span_sums,
 )
-from model.classifier.report import faithfulness, predict
-from model.classifier.report import main as evaluate_main
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -944,7 +944,7 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
     message = capsys.readouterr().err
     assert "bad.jsonl:1: " in message and "--skip_bad" not in message  # it has no such option
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.delattr("model.classifier.report.predict")  # before the work
+    monkeypatch.delattr("model.classifier.__main__.predict")  # before the work
     assert evaluate_main(args) == 2
     assert "pip install scikit-learn" in capsys.readouterr().err
 

@@ -274,8 +274,8 @@ def test_a_model_file_without_build_model_is_refused(monkeypatch):
 @pytest.mark.parametrize("name, options", [
     ("sample", ["--max-new-tokens=1"]), ("serve", ["--max-tokens=1", "--port=0"]),
     ("convert", ["--save-precision=float32", "--to=x.pt"]),
-    ("classifier.report", ["--batch-size=1", "--data=x", "--out=y"]),
-    ("sae", ["--data-dir=x"]), ("autoencoder", ["--data-dir=x"]),
+    ("classifier.__main__", ["--batch-size=1", "--data=x", "--out=y"]),
+    ("sae.__main__", ["--data-dir=x"]), ("autoencoder.__main__", ["--data-dir=x"]),
     ("eval.lm_eval", ["--batch-size=1", "--tasks=x"])])
 def test_every_command_takes_both(name, options, capsys, monkeypatch):
     if name == "eval.lm_eval":

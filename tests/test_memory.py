@@ -29,7 +29,8 @@ from model import convert, memory, sample
 from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
-from model.memory import baselines, knn_lm
+from model.memory import __main__ as command
+from model.memory import knn_lm
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -253,7 +254,7 @@ def test_chats_are_learned_and_merged_it_talks(tmp_path, data_dir, backbone, cap
         assert sample.main([*how, "--chat", "--prompt", "say 77", "--max_new_tokens", "9"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != "\n"
-    assert baselines.main([*how, "--baseline"]) == 0  # the backbone is no chat model, and moved
+    assert command.main([*how, "--baseline"]) == 0  # the backbone is no chat model, and moved
     table = capsys.readouterr().out
     assert f"{losses[0]:.4f}" in table and f"{losses[-1]:.4f}" in table and "LoRA, rank" in table
     whole, beside = load_model(merged)[0], load_model(out / "ckpt.pt", backbone=str(base))[0]
@@ -480,7 +481,7 @@ def test_chats_with_old_text_are_merged(tmp_path, data_dir, old_dir, backbone, c
     assert convert.main(["--ckpt", ckpt, "--to", merged]) == 0
     ids = torch.arange(20)[None]
     torch.testing.assert_close(load_model(merged)[0](ids), load_model(ckpt)[0](ids))
-    assert baselines.main(["--ckpt", ckpt, "--baseline"]) == 0  # chats and text are no mixture
+    assert command.main(["--ckpt", ckpt, "--baseline"]) == 0  # chats and text are no mixture
     assert "\nLoRA, rank" in capsys.readouterr().out
 
 
@@ -525,7 +526,7 @@ def test_knn_lm_by_hand(backbone):
 def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, backbone, capsys):
     settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4)
     history = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
-    assert baselines.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
+    assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     table = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()
              if line.startswith(("backbone", "memory", "LoRA", "kNN-LM"))}
     losses = {name: [*map(float, cells[-3:-1])] for name, cells in table.items()}
@@ -535,9 +536,9 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
                                                 history[0]["val_old_loss"]], abs=1e-4)
     assert len(losses) == 5 and losses["kNN-LM"][0] < losses["backbone"][0]
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
-    assert baselines.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
+    assert command.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err
-    assert baselines.main(["--ckpt", str(backbone)]) == 2
+    assert command.main(["--ckpt", str(backbone)]) == 2
     assert "a checkpoint of --model gpt; expected one of --model memory" in capsys.readouterr().err
 
 
@@ -545,11 +546,11 @@ def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, ba
     """on the validation data, and with fewer stored tokens than neighbours"""
     go(data_dir, tmp_path / "a", **OWN | dict(backbone=str(backbone), max_iters=1, eval_interval=0),
        old_data_dir=str(old_dir))
-    assert baselines.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
+    assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     assert "kNN-LM" in capsys.readouterr().out
     go(f"{data_dir}:1,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
        backbone=str(backbone))
-    assert baselines.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
+    assert command.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
 
 
 def test_old_validation_batches_are_spread_over_all_of_the_old_text():
@@ -582,7 +583,7 @@ def test_knn_lm_stores_no_window_twice(data_dir, backbone, monkeypatch):
     _, data = opened(data_dir, backbone)
     data.train.samples = 5
     model, _ = load_model(str(backbone))
-    monkeypatch.setattr(baselines, "knn_losses", lambda model, stored, batches: (
+    monkeypatch.setattr(command, "knn_losses", lambda model, stored, batches: (
         torch.tensor([len(stored[1])])))
-    assert baselines.evaluate_knn(model, data.train, [data.val], tiny(
+    assert command.evaluate_knn(model, data.train, [data.val], tiny(
         backbone, block_size=8, max_iters=100)) == [5 * 8]

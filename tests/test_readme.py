@@ -157,9 +157,9 @@ def test_every_option_belongs_to_a_command(monkeypatch):
 
 
 def main_of(module):
-    """The main() of `python -m MODULE`. To import MODULE/__main__.py would run it."""
+    """The main() of `python -m MODULE`."""
     found = importlib.import_module(module)
-    return getattr(found, "main", None) or importlib.import_module(f"{module}.baselines").main
+    return getattr(found, "main", None) or importlib.import_module(f"{module}.__main__").main
 
 
 def options_of(module, monkeypatch):

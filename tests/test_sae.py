@@ -26,7 +26,8 @@ from runs import (
 
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
-from model.sae import ActivationBuffer, SparseAutoencoder, build_model, main, open_data
+from model.sae import ActivationBuffer, SparseAutoencoder, build_model, open_data
+from model.sae.__main__ import main
 from model.sae.activations import ActivationLoader, Backbone, load_backbone, open_activations
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
@@ -486,8 +487,8 @@ def test_the_start_of_an_autoencoder(kind, length):
 
 
 def test_top_contexts_are_those_of_all_windows(trained, data_dir):
+    from model.sae.__main__ import find_top_contexts
     from model.sae.activations import N_SKIPPED
-    from model.sae.report import find_top_contexts
     from train.dataloader import DataLoader
     model, _ = load_model(trained[0] / "ckpt.pt")
     tokens = DataLoader(data_dir, 16, 8, "val", vocab_size=256)
@@ -508,7 +509,7 @@ def test_top_contexts_are_those_of_all_windows(trained, data_dir):
 
 def test_a_place_and_what_stands_around_it():
     from data.tokenizer import load_tokenizer
-    from model.sae.report import format_context
+    from model.sae.__main__ import format_context
     row = torch.arange(100, 200)
     assert format_context(row, 50, None) == (" ".join(map(str, range(110, 150))) + " [150] "
                                        + " ".join(map(str, range(151, 163))))
@@ -521,7 +522,7 @@ def test_a_place_and_what_stands_around_it():
 
 
 def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
-    from model.sae.report import export_sae_lens
+    from model.sae.__main__ import export_sae_lens
     config = load_config(None, dict(model="sae", sae="relu", d_sae=10, auxk=0, layer=3,
                                     backbone="runs/deep/ckpt.pt"))
     spec = dict(d_in=4, mean=[1.0, 2.0, 3.0, 4.0], scale=0.5, block_size=32)
@@ -681,7 +682,7 @@ def test_new_activations_find_sparse_directions(keys):
 @pytest.mark.parametrize("keys", KINDS + TRANSCODERS, ids=str)
 def test_sae_lens_computes_the_same(tmp_path, keys):
     """The folder, loaded by sae-lens: features and reconstruction."""
-    from model.sae.report import export_sae_lens
+    from model.sae.__main__ import export_sae_lens
     lens = pytest.importorskip("sae_lens")
     model, x = untrained(**keys)
     x = x.flatten(0, 1)
@@ -704,7 +705,7 @@ def test_sae_lens_computes_the_same(tmp_path, keys):
 
 
 def test_sae_lens_has_no_transcoder_with_topk(tmp_path):
-    from model.sae.report import export_sae_lens
+    from model.sae.__main__ import export_sae_lens
     with pytest.raises(ValueError, match="use batchtopk"):
         export_sae_lens(untrained(sae="topk", target="mlp")[0], tmp_path)
 
@@ -970,7 +971,7 @@ def test_a_checkpoint_with_a_number_as_layer_goes_on(tmp_path, data_dir, backbon
 
 def test_random_directions(trained, data_dir, capsys):
     """Of each activation the k closest random directions, by least squares in numpy."""
-    from model.sae.report import random_directions
+    from model.sae.__main__ import random_directions
     model, _ = load_model(trained[0] / "ckpt.pt")
     baseline = random_directions(model, 3)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
@@ -1006,7 +1007,7 @@ def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):
     assert (tmp_path / "page.html").read_text() == page
     assert main([*command, "--backbone", "gone.pt"]) == 2
     assert "gone.pt: no such file" in capsys.readouterr().err
-    from model.sae.report import format_context
+    from model.sae.__main__ import format_context
     row = torch.tensor(list(b"a<b&c"))
     tokenizer = type("Bytes", (), dict(decode=lambda self, ids: bytes(ids).decode()))()
     import html

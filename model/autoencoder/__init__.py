@@ -17,7 +17,7 @@ counts as predicted exactly.
     python -m model.autoencoder --ckpt out/autoencoder/ckpt.pt    # metrics on held-out rows
     python -m model.autoencoder --data_dir FOLDER --arrays out.npz    # predictions for other rows
 
-This file has the model, data.py the data, losses.py the losses and correlations, report.py the
+This file has the model, data.py the data, losses.py the losses and correlations, __main__.py the
 command that evaluates a checkpoint.
 
 Shapes: N rows, K rows of a window (delays + 1; without delays this dimension is absent), D columns
@@ -34,7 +34,6 @@ import torch.nn.functional as F
 
 from model.autoencoder import losses
 from model.autoencoder.data import array_dims, of_subject, open_data, scale_of  # noqa: F401
-from model.autoencoder.report import main  # noqa: F401
 from model.core.init import fill, normal
 from train.base.fields import key
 from train.system import ModelHooks

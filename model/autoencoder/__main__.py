@@ -1,3 +1,139 @@
-from model.autoencoder import main
+"""Evaluation of a checkpoint of --model autoencoder, and predictions of rows."""
 
-raise SystemExit(main())
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.autoencoder import data, losses
+from model.core.load import load_model
+from train.base.cli import command
+from train.base.errors import DataError, echo, require
+from train.base.fields import key
+from train.base.files import atomic_write, write_text
+from train.evaluate import pack, to_numbers, unpack
+
+
+@torch.no_grad()
+def evaluate_rows(model, arrays, rows=1024):
+    """Evaluate `model`, a MultimodalAutoencoder, on all rows of `arrays`, numpy arrays in the order
+    of forward(), in batches of `rows` rows. Return (metrics, r, outputs).
+
+    metrics: {name: number or `None`}: "rows", "loss" and the numbers of model.numbers(); `None` for
+    the loss of an array without values and for an undefined correlation. r: the tensor of
+    correlations(), `None` without a target. outputs: numpy arrays {"latent": (N, Z) the bottleneck,
+    "prediction": (N, T) the predicted target in the units of the original data, only if the model
+    has a target}.
+    """
+    total = 0.0
+    parts = defaultdict(list)
+    for start in range(0, len(arrays[0]), rows):
+        batch = [torch.from_numpy(np.array(a[start:start + rows])).float() for a in arrays]
+        loss, sums = model(*batch)
+        total = total + pack(loss, sums, len(batch[0]))
+        x = model.standardise(batch)
+        z = model.encode(x)
+        parts["latent"].append(z)
+        if model.head is not None:
+            parts["prediction"].append(model.predict(x, z) * model.std_target + model.mean_target)
+    total, _ = unpack(total, sums)
+    metrics = dict(rows=len(arrays[0]), **to_numbers(model, total))
+    for name, array in zip(model.names, arrays):
+        if np.isnan(array).all():  # missing values count as predicted exactly
+            metrics["match" if name == "target" else f"recon_{name}"] = None
+    outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
+    if model.head is None:
+        return metrics, None, outputs
+    prediction = outputs["prediction"].astype(np.float64) + data.shift_of(model.spec, "target")
+    return metrics, losses.correlations(total), outputs | dict(prediction=prediction)
+
+
+def evaluate_ridge(model, arrays):
+    """Fit the baseline, a ridge regression on the same delays as `model`, a MultimodalAutoencoder,
+    to the training rows of the model's data_dir. Return the correlations(), a tensor (T,) or, for S
+    subjects, (S, T), between the target and the prediction of the baseline on `arrays`, the list of
+    open_features() with the model's spec and delays. Raises DataError if the training data are
+    missing or cannot be fitted."""
+    weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
+    x, y = map(torch.from_numpy, data.design(arrays, model.spec))
+    subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None
+    p = data.of_subject(x.flatten(1) @ weight.T.double() + bias, subjects)
+    return losses.correlations(losses.correlation_sums(p, y, subjects))
+
+
+def draw(figure, r, ridge, ceiling=None):
+    """Draw two plots into `figure`, a matplotlib Figure: the correlations r of the model against
+    those of ridge regression, and all of them sorted by r. r, ridge, ceiling (n,): numpy arrays of
+    correlations for the n columns of the target. ceiling: the noise ceiling, `None`: not drawn."""
+    left, right = figure.subplots(1, 2)
+    known = np.isfinite(r - ridge)  # not of a constant target or prediction
+    share = np.mean(r[known] > ridge[known])
+    left.axline([np.nanmean(ridge)] * 2, slope=1, color="gray", linewidth=1)
+    left.scatter(ridge, r, s=12, alpha=0.6, linewidth=0)
+    left.set(xlabel="r of ridge regression", ylabel="r of the model", aspect="equal",
+             adjustable="datalim", title=f"better for {share:.0%} of {known.sum()} targets")
+    order = r.argsort()
+    for name, values, style in (("noise ceiling", ceiling, "k--"), ("model", r, "C0"),
+                                ("ridge regression", ridge, "C1.")):
+        if values is not None:
+            right.plot(values[order], style, label=name, linewidth=1, markersize=3)
+    right.set(xlabel="target, sorted by r of the model", ylabel="r")
+    right.legend()
+
+
+@dataclass
+class EvaluationOptions:
+    """Evaluate a checkpoint of a multimodal autoencoder, or predict rows with it."""
+    ckpt: str = key("out/autoencoder/ckpt.pt", "checkpoint", path=True)
+    data_dir: str | None = key(None, "prepared features (default: the training data)",
+                               metavar="FOLDER", path=True)
+    split: str = key("val", "split to evaluate", choices=["train", "val"])
+    baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
+    plot: str | None = key(None, "also draw r, with --baseline", metavar="FILE.png", path=True)
+    to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
+                         path=True)
+    arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
+                             metavar="FILE.npz", path=True)
+
+
+def evaluate_checkpoint(args):
+    """Evaluate a checkpoint on a split of prepared features: print the metrics and write the files
+    that args.plot, args.to and args.arrays name. args: an EvaluationOptions. Raises UserError if
+    the checkpoint or the data cannot be used, or if a package is missing."""
+    fig = args.plot and require("matplotlib.figure", "--plot").Figure((10, 5), layout="constrained")
+    model, _ = load_model(args.ckpt, expect="autoencoder")
+    folder = args.data_dir or model.keys.data_dir
+    arrays = data.open_features(folder, args.split, model.spec, model.keys.delays)
+    metrics, r, outputs = evaluate_rows(model, arrays)
+    tables = dict(targets=r)
+    if args.baseline or args.plot:
+        tables["ridge_targets"] = evaluate_ridge(model, arrays)
+        metrics["ridge"] = losses.mean_correlation(tables["ridge_targets"])
+    if (ceiling := data.open_ceiling(folder, args.split, model.spec)) is not None:
+        tables["ceiling_targets"] = ceiling
+        metrics["ceiling"] = losses.mean_correlation(ceiling)
+    for subject, values in zip(model.spec.get("subjects", ()), () if r is None else r):
+        metrics[f"subject {subject}"] = losses.mean_correlation(values)
+    for name, value in metrics.items():
+        echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
+    for name, values in tables.items():
+        if values is not None:
+            metrics[name] = [v if v == v else None for v in values.flatten().tolist()]
+    if args.to:
+        write_text(args.to, json.dumps(metrics, indent=1))
+    if args.arrays:
+        with atomic_write(args.arrays) as f:
+            np.savez(f, **outputs)
+    if args.plot:
+        if metrics["correlation"] is None:
+            raise DataError(f"{folder}: {args.split} has no correlation to --plot: "
+                            "targets or predictions are constant, or not recorded")
+        draw(fig, *(values.flatten().numpy() for values in tables.values()))
+        with atomic_write(args.plot) as f:
+            fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
+
+
+main = command(EvaluationOptions, evaluate_checkpoint)

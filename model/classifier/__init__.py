@@ -5,7 +5,7 @@
 
 The evidence is the part of a text that supports the label, as one or more spans of tokens.
 data.prepare.labels prepares data. This file has the model and the loaders, metrics.py the metrics,
-report.py the command that evaluates a checkpoint.
+__main__.py the command that evaluates a checkpoint.
 
 Shapes: B batch, T tokens, C channels, K classes, S the maximum number of spans per text.
 """
@@ -21,7 +21,6 @@ from data.labels import SPLITS, open_labels, read_labels_meta
 from data.tokenizer import open_tokenizer
 from model.classifier import metrics
 from model.classifier.metrics import classification_metrics  # noqa: F401
-from model.classifier.report import main  # noqa: F401
 from model.core.init import fill, normal
 from model.gpt import GPT, GPTConfig, inherit_shape  # noqa: F401
 from train.base.errors import DataError

@@ -1,3 +1,127 @@
-from model.memory.baselines import main
+"""Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the losses on new and
+old text (the training data of the memory, and the text of old_data_dir).
 
-raise SystemExit(main())
+    python -m model.memory --ckpt out/memory/ckpt.pt --baseline
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from model import lora
+from model.core.adapters import find_layers
+from model.core.load import BACKBONE, load_model, saved_config
+from model.memory import first_batch, freeze
+from model.memory.knn_lm import N_STORED, knn_losses, read_states
+from train.base.checkpoint_file import load_checkpoint
+from train.base.cli import command, format_table
+from train.base.errors import CheckpointError, echo
+from train.base.fields import fields_by_name, key
+from train.base.keys import TrainConfig
+from train.distributed import Ranks
+from train.evaluate import evaluate
+from train.setup import open_data
+from train.train import train
+
+
+@dataclass
+class EvaluationOptions:
+    """Evaluate a memory on the new and the old text of its run, and compare it with baselines."""
+    ckpt: str = key("out/memory/ckpt.pt", "checkpoint", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
+    baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
+                         "old text: also on both, in equal parts), and evaluate kNN-LM; of "
+                         "conversations only the first")
+    lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
+
+
+def print_comparison(args):
+    """Print a table of the validation losses on new and old text: of the backbone, of the model in
+    args.ckpt and, with args.baseline, of LoRA, which is trained here in the folders lora_0, lora_1
+    of the run's out_dir, and of kNN-LM (not for conversations). args: an EvaluationOptions. Raises
+    CheckpointError if the model has no backbone, DataError without validation data."""
+    model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
+    values = load_checkpoint(args.ckpt)["config"]
+    if not values.get("backbone"):
+        raise CheckpointError(f"{args.ckpt}: trained without a backbone: nothing to compare with")
+    values = values | dict(backbone=args.backbone or values["backbone"])
+    config = saved_config(values | dict(eval_interval=1))  # 0 would leave out the validation data
+    data = open_data(config, Ranks())
+    loaders = [data.val.new, data.val.old] if config.old_data_dir else [data.val]
+    table = [["", "trained", "new text", "old text", "seconds"]]
+
+    def add_row(name, losses, n_trained=0, seconds=0.0):
+        numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
+        table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
+    shape, weights = lora.load_backbone(config, data)
+    backbone = freeze(weights, shape, data, lora.base_type(data))
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    add_row("backbone", evaluate_on(backbone, loaders, config))
+    add_row("memory", evaluate_on(model, loaders, config), n_trained)
+    if args.baseline:
+        for name, path, size, seconds in train_lora(args, values, backbone, n_trained):
+            add_row(name, evaluate_on(load_model(path)[0], loaders, config), size, seconds)
+        if "template" not in data.spec:
+            started = time.perf_counter()
+            losses = evaluate_knn(backbone, data.train, loaders, config)
+            add_row("kNN-LM", losses, seconds=time.perf_counter() - started)
+    echo(format_table(table))
+
+
+def evaluate_on(model, loaders, config):
+    """Return a list of floats, one for each loader in `loaders`: the mean loss of `model`, which
+    must be in eval mode, on config.eval_iters batches of validation data."""
+    return [evaluate(model, model, loader, config.eval_iters, Ranks(),
+                     contextlib.nullcontext)["val_loss"] for loader in loaders]
+
+
+def train_lora(args, values, backbone, n_trained):
+    """Train LoRA adapters with about n_trained parameters: one run on the new data and, if these
+    are text and there is old text, a second run on both in equal parts. Yield for each run (name,
+    path of the checkpoint, number of parameters, seconds). The runs write the folders lora_0,
+    lora_1 in out_dir. args: an EvaluationOptions, for the learning rate. values: the dict "config"
+    of the memory's checkpoint, with which LoRA is trained. backbone: the GPT, for the sizes of the
+    layers."""
+    layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
+    size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
+    rank = max(1, round(n_trained / size))
+    new, old, n = (values[name] for name in ("data_dir", "old_data_dir", "batch_size"))
+    runs = {f"LoRA, rank {rank}": {}}
+    if old and not getattr(backbone, "template", None):  # no mixture of conversations and text
+        runs[f"LoRA, rank {rank}, new and old text"] = dict(data_dir=f"{new}:0.5,{old}:0.5",
+                                                            batch_size=2 * n)
+    for i, (name, changes) in enumerate(runs.items()):
+        folder = os.path.join(values["out_dir"], f"lora_{i}")
+        own = {name: values[name] for name in fields_by_name(TrainConfig) if name in values}
+        own |= dict(model="lora", backbone=values["backbone"], lora_rank=rank,
+                    lora_alpha=2.0 * rank, optimizer="adamw", resume="never", out_dir=folder,
+                    learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch",
+                    max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
+                    mirror=None, tracker=[], early_stopping_metric="val_loss",
+                    early_stopping_mode="min")
+        started = time.perf_counter()
+        train(saved_config(own | changes))
+        yield (name, os.path.join(folder, "ckpt.pt"), rank * size, time.perf_counter() - started)
+
+
+def evaluate_knn(backbone, train_loader, loaders, config):
+    """Evaluate kNN-LM, which mixes the distribution of `backbone`, a GPT, with the neighbours in at
+    most N_STORED tokens of train_loader, the text on which the memory was trained. Return a list of
+    floats, the mean loss for each loader in `loaders`. The temperature of the distances and the
+    share of the neighbours' distribution are those with the lowest loss on the first loader.
+    config: the TrainConfig of the memory."""
+    n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
+            train_loader.samples)  # no window twice
+    windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
+    stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
+    grids = [knn_losses(backbone, stored, (loader.fixed_batch(i, config.eval_iters) for i in
+                                           range(loader.n_fixed(config.eval_iters))))
+             for loader in loaders]
+    best = grids[0].argmin()
+    return [grid.flatten()[best].item() for grid in grids]
+
+
+main = command(EvaluationOptions, print_comparison)

@@ -24,7 +24,7 @@ also reconstruct the activations, and become the most general ones. A transcoder
 arXiv:2406.11944) reads activations and reconstructs different ones, e.g. input and output of an
 MLP.
 
-This file has the model, activations.py the data, report.py the command.
+This file has the model, activations.py the data, __main__.py the command.
 
 Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, for a transcoder, 2C (input
 and target), L layers, F features (d_sae), P prefixes, the last of which is all features.
@@ -42,7 +42,6 @@ from model.core.ops import IGNORE
 from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, load_backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from model.sae.activations import open_data as open_data  # of the model interface
-from model.sae.report import main as main
 from model.sae.sparse import ActiveFeatures, sum_rows
 from train.base.errors import CheckpointError, ConfigError
 from train.base.fields import key
