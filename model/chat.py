@@ -22,7 +22,7 @@ from model import gpt
 from model.core.detokenizer import TextStreamer
 from model.core.generate import generate
 from model.core.ops import ID_BITS, IGNORE, histories
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, as_gpt, inherit_shape  # noqa: F401  model interface
 from train.base.errors import DataError, UserError, quote_path
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
@@ -112,10 +112,6 @@ class ChatGPT(GPT):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-inherit_shape = gpt.inherit_shape
-as_gpt = gpt.as_gpt
-
-
 @dataclass
 class FromChatKeys:
     """Base class of the configuration keys of model types (dpo, grpo) that continue the training of
@@ -164,11 +160,13 @@ def open_data(config, ranks):
 
 
 def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
-    template = ChatTemplate(data.spec["template"])
-    template.render([("user", "")], True)  # a template that fails is refused here
+    """Return a model for conversations or, if data.spec has no template, for text. The arguments
+    are those of build_model() of model/gpt.py."""
     model = gpt.build_model(config, data, kind, shape)
-    model.template = template
-    model.row_tokens = model.train_tokens = data.spec["row_tokens"]
+    if "template" in data.spec:
+        model.template = ChatTemplate(data.spec["template"])
+        model.template.render([("user", "")], True)  # a template that fails is refused here
+        model.row_tokens = model.train_tokens = data.spec["row_tokens"]
     return model
 
 
@@ -176,7 +174,9 @@ def sample(model, data, config):
     """Return a list of texts, the samples that a run writes: prompts, each with the greedy answer
     of `model`, a ChatGPT, of at most config.sample_tokens tokens. The prompts are user messages,
     the texts in config.sample_prompts; if this list is empty, the first three prompts of the
-    validation data, data.val."""
+    validation data, data.val. Without a template in data.spec, return the samples of a GPT."""
+    if "template" not in data.spec:
+        return gpt.sample(model, data, config)
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]

@@ -30,15 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import chat, gpt, grpo
+from model import chat, grpo
+from model.chat import sample  # noqa: F401  model interface
 from model.core import weights
 from model.core.ops import IGNORE, chunk_rows
-from model.gpt import GPT
+from model.gpt import GPT, USE, as_gpt, inherit_shape  # noqa: F401  model interface
 from train.base.errors import CheckpointError
 from train.base.fields import key
 from train.dataloader import open_token_data
-
-USE = gpt.USE
 
 
 @dataclass
@@ -176,14 +175,6 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-inherit_shape = gpt.inherit_shape
-as_gpt = gpt.as_gpt
-
-
-def sample(model, data, config):
-    return (grpo if config.on_policy else gpt).sample(model, data, config)
-
-
 def open_data(config, ranks):
     data = (grpo.open_prompts(config, ranks, needs_answers=True) if config.on_policy
             else open_token_data(config, ranks))
@@ -197,8 +188,7 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    base, model_class = (chat, AnsweringStudent) if config.on_policy else (gpt, Student)
-    student = base.build_model(config, data, model_class)
+    student = chat.build_model(config, data, AnsweringStudent if config.on_policy else Student)
     if not hasattr(data, "train"):  # a checkpoint that is loaded for sampling
         return student
     student.keys = config

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from data.rows import open_rows
-from model import chat, gpt
+from model import chat
+from model.chat import USE, as_gpt, inherit_shape, sample  # noqa: F401  model interface
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.formulas import warn_of_differences
 from model.core.ops import IGNORE
@@ -24,8 +25,6 @@ from train.base.errors import CheckpointError, DataError, quote_path
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.device import choose_dtype
-
-USE = chat.USE
 
 
 @dataclass
@@ -103,11 +102,6 @@ def sum_answer_logps(model, tokens, mask):
 
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
-
-sample = chat.sample
-inherit_shape = gpt.inherit_shape
-as_gpt = gpt.as_gpt
-
 
 def open_data(config, ranks):
     """Return the Data of config.data_dir, a folder that data.prepare.pairs wrote. A batch is

@@ -33,7 +33,8 @@ import torch
 
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
-from model import chat, gpt
+from model import chat
+from model.chat import USE, as_gpt, inherit_shape, sample  # noqa: F401  model interface
 from model.core.adapters import WithAdapters, add_adapters
 from model.core.generate import generate
 from model.core.init import stable_hash
@@ -43,7 +44,6 @@ from train.base.fields import key
 from train.dataloader import Data, RowLoader
 from train.distributed import all_gather_vectors
 
-USE = chat.USE
 MAX_REWARD = 1e15  # the squared norm of gradients must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
 PADDING = (0, 0, 0, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
@@ -369,11 +369,6 @@ def load_reward(path):
 
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
-
-sample = chat.sample
-inherit_shape = gpt.inherit_shape
-as_gpt = gpt.as_gpt
-
 
 class PromptLoader(RowLoader):
     """RowLoader whose batches are the arguments of AnsweringGPT: prompts (B, P), lengths (B,), row

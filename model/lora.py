@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from data.meta import prepared_model
-from model import chat, gpt
-from model.chat import ChatGPT
+from model import chat
+from model.chat import ChatGPT, as_gpt, inherit_shape, sample  # noqa: F401  model interface
 from model.core import adapters
 from model.core.weights import check_tokenizer, describe_backbone, read_backbone, with_shape
 from train.base.errors import CheckpointError, quote_path
@@ -25,9 +25,6 @@ from train.distributed import get_device
 
 USE = "python -m model.convert --ckpt {out}/ckpt.pt --to {out}/merged.pt"
 MUST_MATCH_TO_INIT = ("backbone", "lora_alpha")  # adapters belong to one backbone and one scale
-
-inherit_shape = gpt.inherit_shape
-as_gpt = gpt.as_gpt
 
 
 @dataclass
@@ -118,14 +115,4 @@ def build_model(config, data):
     c, weights = load_backbone(config, data, dtype)
     model_class = functools.partial(LoRA, weights=weights, r=c.lora_rank, alpha=c.lora_alpha,
                                     targets=c.lora_targets)
-    return base_type(data).build_model(c, data, model_class)
-
-
-def base_type(data):
-    """Return the module with the build_model() and sample() for the data: model.chat for
-    conversations (data.spec has "template"), otherwise model.gpt."""
-    return chat if "template" in data.spec else gpt
-
-
-def sample(model, data, config):
-    return base_type(data).sample(model, data, config)
+    return chat.build_model(c, data, model_class)

@@ -24,10 +24,8 @@ import torch.nn.functional as F
 from model import gpt
 from model.core.init import normal
 from model.core.ops import apply_dropout
-from model.gpt import GPT, MLP, Block, GPTConfig
+from model.gpt import GPT, MLP, USE, Block, GPTConfig, as_gpt, sample  # noqa: F401  model interface
 from train.base.fields import key
-
-USE = gpt.USE
 
 
 @dataclass
@@ -368,9 +366,6 @@ class MoE(RoutedGPT):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-sample = gpt.sample
-
-
 def inherit_shape(config, model_args):
     if config.balance_rate and model_args.get("balance_rate"):  # both have biases: this run's rate
         model_args = model_args | dict(balance_rate=config.balance_rate)
@@ -379,6 +374,3 @@ def inherit_shape(config, model_args):
 
 def build_model(config, data):
     return gpt.build_model(config, data, MoE, MoEConfig)
-
-
-as_gpt = gpt.as_gpt

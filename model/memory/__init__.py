@@ -34,18 +34,18 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from model import gpt, lora
+from model import chat, gpt, lora
 from model.chat import ChatGPT
 from model.core.adapters import PartialStateDict, WithAdapters, add_adapters, is_adapter
 from model.core.init import normal
 from model.core.ops import IGNORE
 from model.distill import HasTeachers
 from model.gpt import GPTConfig, qk_norm, stream_norm
+from model.lora import USE, inherit_shape, sample  # noqa: F401  model interface
 from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router, RouterKeys
 from train.base.errors import DataError
 from train.base.fields import key
 
-USE = lora.USE
 MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
 
 
@@ -311,10 +311,6 @@ def read_document(backbone, loader, config):
 # -----------------------------------------------------------------------------
 # model interface, see train/system.py
 
-sample = lora.sample
-inherit_shape = gpt.inherit_shape
-
-
 def open_data(config, ranks):
     data = (lora.open_data if config.backbone else lora.open_text)(config, ranks)
     if config.old_data_dir:
@@ -340,7 +336,7 @@ def build_model(config, data):
                 frozen = freeze(weights, config, data)
                 values = read_document(frozen, data.train, config)
     model_class = functools.partial(MemoryGPT, weights=weights, initial_values=values)
-    model = lora.base_type(data).build_model(config, data, model_class, MemoryConfig)
+    model = chat.build_model(config, data, model_class, MemoryConfig)
     if frozen and config.old_data_dir:
         model.frozen = (frozen,)
     return model

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model import lora
+from model import chat, lora
 from model.core.adapters import find_layers
 from model.core.load import BACKBONE, load_model, saved_config
 from model.memory import first_batch, freeze
@@ -57,7 +57,7 @@ def print_comparison(args):
         numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
         table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
     shape, weights = lora.load_backbone(config, data)
-    backbone = freeze(weights, shape, data, lora.base_type(data))
+    backbone = freeze(weights, shape, data, chat)
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     add_row("backbone", evaluate_on(backbone, loaders, config))
     add_row("memory", evaluate_on(model, loaders, config), n_trained)
