@@ -325,8 +325,6 @@ class RoutedGPT(GPT):
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens
                for name in ("load_balance", "auxiliary", "z_loss")}
-        if "lm_loss" in sums:
-            out["lm_loss"] = float(sums["lm_loss"]) / max(1.0, float(sums["count"]))
         return super().numbers(sums) | out | dict(
             use_min=float(use.min()), use_max=float(use.max()),
             use=[[round(x, 4) for x in layer] for layer in use.tolist()])
