@@ -105,17 +105,12 @@ class Student(HasTeachers, GPT):
     "teacher_loss", the cross-entropy of the teachers.
     """
 
-    @property
-    def temperature(self):
-        """The softmax temperature: distill_temperature in training, 1 in evaluations."""
-        return self.keys.distill_temperature if self.training else 1.0
-
     def compute_loss(self, idx, targets):
         x = self.trunk(idx)  # (B, T, C)
         loss, sums = self.score(x, targets)
         with torch.no_grad():
             states = [teacher.trunk(idx) for teacher in self.frozen]  # (B, T, C of each)
-        T = self.temperature
+        T = self.keys.distill_temperature if self.training else 1.0
         kl, teacher_loss = self.compare(x, states, targets, targets != IGNORE, T)
         sums["kl"] = kl.detach()
         if not self.training:
@@ -147,7 +142,7 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
         x = grpo.answer_states(self, tokens)  # (B, T, C)
         with torch.no_grad():
             states = [grpo.answer_states(teacher, tokens) for teacher in self.frozen]
-        T = self.temperature
+        T = self.keys.distill_temperature if self.training else 1.0
         kl, _ = self.compare(x, states, tokens[..., 3], weights, T)
         return T**2 * kl / sums["count"], sums
 
