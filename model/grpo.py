@@ -344,10 +344,7 @@ def user_code(path, context=""):
     except BaseException as error:  # also sys.exit()
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == path]
-        if isinstance(error, SyntaxError) and error.filename == path:
-            lines = [f":{error.lineno}"]
-        what = traceback.format_exception_only(error)  # str(error) may fail
-        what = what[-1 if isinstance(error, SyntaxError) else 0].strip()
+        what = "".join(traceback.format_exception_only(error)).strip()  # str(error) may fail
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
     finally:
         with contextlib.suppress(OSError):
