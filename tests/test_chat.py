@@ -546,7 +546,8 @@ def test_sample_chat_is_greedy_by_default(capitals, monkeypatch, capsys):
     from model import chat, sample
     calls = []
     monkeypatch.setattr(chat, "talk", lambda *args, **how: calls.append(how))
-    monkeypatch.setattr(sample, "load_for_decoding",
+    monkeypatch.setattr(sample, "replace_linear_layers", lambda model: model)
+    monkeypatch.setattr(sample, "load_text_model",
                         lambda options: (types.SimpleNamespace(template={}), 0, "cpu"))
     assert sample.main(["--chat", "--prompt", "moo"]) == 0
     assert calls[0]["temperature"] == 0

@@ -352,16 +352,12 @@ def test_only_plain_blocks_can_be_compiled():
 
 
 @pytest.mark.slow
-def test_compiled_command_line(checkpoint, tmp_path):
+def test_compiled_command_line(checkpoint):
     command = ["--ckpt", checkpoint, "--prompt", "the quick", "--max_new_tokens", 60,
                "--temperature", 0, "--compile"]
     done, plain = sample(*command), sample(*command[:-1])
     assert done.returncode == 0 and done.stdout == plain.stdout, done.stderr
     assert "failed" not in done.stderr
-    without = sample(*command, CXX=str(tmp_path / "none"),
-                     TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    assert without.returncode == 2, without.stderr
-    assert "--compile: torch.compile failed; remove the option" in without.stderr
 
 
 # --- checkpoints and the command line
@@ -388,7 +384,8 @@ def test_a_prompt_may_be_a_word_for_nothing(checkpoint, monkeypatch, capsys, tex
     ids = generate(model, idx, 9, temperature=0, stop_token=256)[0].tolist()
     assert capsys.readouterr().out == tokenizer.decode([i for i in ids if i != 256])
     heard, loaded = [], (types.SimpleNamespace(template=""), tokenizer, "cpu")
-    monkeypatch.setattr("model.sample.load_for_decoding", lambda options: loaded)
+    monkeypatch.setattr("model.sample.load_text_model", lambda options: loaded)
+    monkeypatch.setattr("model.sample.replace_linear_layers", lambda model: model)
     monkeypatch.setattr("model.chat.talk", lambda *args, **sampling: heard.append(args[2:]))
     assert main([*args, "--chat", f"--system={text}"]) == 0
     assert heard == [([text], 9, text)]

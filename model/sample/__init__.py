@@ -18,7 +18,7 @@ from model.gpt import GPT
 from train.base.cli import command
 from train.base.errors import UserError, echo
 from train.base.fields import key
-from train.device import choose_dtype, is_compile_error
+from train.device import choose_dtype
 from train.distributed import get_device
 
 SEPARATOR = "-" * 72  # between several texts
@@ -26,8 +26,7 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class LoadOptions:
-    """Base class of the options of commands that load a trained model. load_text_model() and
-    load_for_decoding() accept an instance."""
+    """Base class of the options of commands that load a trained model, for load_text_model()."""
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
@@ -57,14 +56,6 @@ def load_text_model(options):
     return model, tokenizer, device
 
 
-def load_for_decoding(options):
-    """Load a model as load_text_model(options), with linear layers replaced by packed ones, which
-    decode faster (model/core/packed.py). Return (GPT, Tokenizer, torch.device). The model can no
-    longer be trained. Raises the errors of load_text_model."""
-    model, tokenizer, device = load_text_model(options)
-    return replace_linear_layers(model), tokenizer, device
-
-
 @dataclass
 class SampleOptions(SamplingOptions, LoadOptions):
     """Generate text with a checkpoint, which contains the tokenizer."""
@@ -81,23 +72,6 @@ class SampleOptions(SamplingOptions, LoadOptions):
             self.temperature = 0.0 if self.chat else 0.8
 
 
-def load_compiled(options):
-    """Load a model as load_text_model(options), and compile it to generate one text at a time.
-    Return (CompiledDecoder, Tokenizer, torch.device). Prints a message to stderr first. Raises
-    UserError if torch.compile fails, ValueError for a model that cannot be compiled, and the errors
-    of load_text_model."""
-    from model.sample.compiled import compile_decoder
-    model, tokenizer, device = load_text_model(options)
-    print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
-    try:
-        return compile_decoder(model), tokenizer, device
-    except Exception as error:
-        if not is_compile_error(error):
-            raise
-        raise UserError("--compile: torch.compile failed; remove the option (blocks must exchange "
-                        f"x only): {str(error).strip().splitlines()[0][:200]}") from error
-
-
 def sample(options):
     """Run the command: load the model options.ckpt and print generated texts, or answer questions
     if options.chat is True. options: SampleOptions. Raises UserError or ValueError if the model or
@@ -107,7 +81,13 @@ def sample(options):
         raise UserError("--chat, --compile and --num_samples: use only one of them")
     if options.system is not None and not options.chat:
         raise UserError("--system: a system message goes with --chat")
-    model, tokenizer, device = (load_compiled if options.compile else load_for_decoding)(options)
+    model, tokenizer, device = load_text_model(options)
+    if options.compile:
+        from model.sample.compiled import compile_decoder
+        print("--compile: compiling takes some ten seconds; the result is cached", file=sys.stderr)
+        model = compile_decoder(model)
+    else:
+        replace_linear_layers(model)  # they decode faster
     if options.chat:
         from model.chat import read_questions, talk
         if model.template is None:

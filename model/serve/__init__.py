@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from data.hub import model_name
 from model.core.generate import find_ends
-from model.sample import LoadOptions, load_for_decoding
+from model.core.packed import replace_linear_layers
+from model.sample import LoadOptions, load_text_model
 from train.base.cli import command
 from train.base.errors import require
 from train.base.fields import key
@@ -71,7 +72,7 @@ def serve(options):
     """Run the command: load the model options.ckpt and answer HTTP requests until SIGINT, SIGTERM
     or SIGHUP; active requests are then finished. options: ServeOptions. Raises ValueError or
     UserError if the address or the API key cannot be used, a package is missing, the memory is
-    insufficient, or for an error of load_for_decoding()."""
+    insufficient, or for an error of load_text_model()."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine
@@ -79,7 +80,8 @@ def serve(options):
     with listen(options.host, options.port) as listening:
         api_key = choose_key(options, listening)
         host, port = listening.getsockname()[:2]
-        model, tokenizer, _ = load_for_decoding(options)
+        model, tokenizer, _ = load_text_model(options)
+        replace_linear_layers(model)  # they decode faster
         template = getattr(model, "template", None)
         end_tokens = find_ends(model, tokenizer)
         end_tokens += template.end_ids(tokenizer) if template else []
