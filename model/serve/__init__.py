@@ -43,13 +43,9 @@ class ServeOptions(LoadOptions):
 
 def listen(host, port):
     """Return a listening TCP socket at the address `host` and `port` (0: any free port). Raises
-    ValueError if that is not possible."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host {host} --port {port}: cannot listen: {error}; choose another "
-                         "--port (0: any free one) or --host") from None
+    OSError if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
 
 
 def choose_key(options, listening):
@@ -71,8 +67,8 @@ def choose_key(options, listening):
 def serve(options):
     """Run the command: load the model options.ckpt and answer HTTP requests until SIGINT, SIGTERM
     or SIGHUP; active requests are then finished. options: ServeOptions. Raises ValueError or
-    UserError if the address or the API key cannot be used, a package is missing, the memory is
-    insufficient, or for an error of load_text_model()."""
+    UserError if the API key cannot be used, a package is missing, or for an error of
+    load_text_model(); OSError if the address cannot be used."""
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine
@@ -85,12 +81,8 @@ def serve(options):
         template = getattr(model, "template", None)
         end_tokens = find_ends(model, tokenizer)
         end_tokens += template.end_ids(tokenizer) if template else []
-        try:
-            engine = Engine(model, tokenizer, options.slots, max_tokens=options.max_tokens,
-                            timeout=options.timeout, end_tokens=end_tokens)
-        except RuntimeError as error:  # out of memory
-            raise ValueError(f"--slots {options.slots}: not enough memory for the key-value cache: "
-                             f"{error}; use fewer slots") from None
+        engine = Engine(model, tokenizer, options.slots, max_tokens=options.max_tokens,
+                        timeout=options.timeout, end_tokens=end_tokens)
         name = options.name or model_name(options.ckpt)
         server = Server(listening, engine, name, template, [options.host, *options.allow_host],
                         api_key, options.cors, options.root_path)
