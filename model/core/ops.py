@@ -238,8 +238,7 @@ def fused_linear(x, *layers):
     matrix product. If they are all PartOfLinear of one ConcatLinear (model/core/packed.py), the
     ConcatLinear is called once."""
     whole = getattr(layers[0], "whole", None)
-    if whole and len(layers) == len(whole.parts) and all(
-            layer is part for layer, part in zip(layers, whole.parts)):
+    if whole and [*layers] == whole.parts:
         return whole(x)
     is_plain = all(type(layer).forward is nn.Linear.forward
                    and (layer.bias is None) == (layers[0].bias is None) for layer in layers)
