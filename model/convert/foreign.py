@@ -72,12 +72,9 @@ def check_complete(path, weights, shape):
     messages. weights: {name in this program: tensor}."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
-    try:
-        check_shape(shape, weights)
-        with torch.device("meta"):
-            wanted = model_class(shape, is_backbone=True).state_dict()
-    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}: its configuration describes no model: {error}") from None
+    check_shape(shape, weights)
+    with torch.device("meta"):
+        wanted = model_class(shape, is_backbone=True).state_dict()
     check_match(weights, wanted, path, dtypes=False)
 
 

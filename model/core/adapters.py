@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model.core.init import fill, stable_hash
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import ConfigError
 from train.optimizer import matches
 
 # -----------------------------------------------------------------------------
@@ -188,11 +188,8 @@ class PartialStateDict:
     def load_backbone(self, weights):
         """Set the parameters and buffers of the model to the tensors in `weights` {name: tensor}
         themselves, without copies, so that the model may be on the meta device. Raises
-        CheckpointError unless `weights` has exactly the names and shapes of the whole model."""
-        try:
-            super().load_state_dict(weights, assign=True)
-        except RuntimeError as error:
-            raise CheckpointError(f"backbone: {error}") from error
+        RuntimeError unless `weights` has exactly the names and shapes of the whole model."""
+        super().load_state_dict(weights, assign=True)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         if strict and (wrong := state_dict.keys() ^ self.state_dict().keys()):
