@@ -11,19 +11,14 @@ from model.serve.engine import APIError, Job
 from train.base.errors import UserError
 from train.base.fields import TYPES, base_type, key, parse_value
 
-# Options that change the answer but are not implemented, and the accepted neutral value.
-UNSUPPORTED_OPTIONS = dict(best_of=1, echo=False, suffix="", logit_bias={}, functions=[],
-                           presence_penalty=0, frequency_penalty=0, repetition_penalty=1,
-                           repeat_penalty=1, mirostat=0, logprobs=False, top_logprobs=0,
-                           response_format={"type": "text"}, format="", reasoning_effort=None,
-                           grammar="", json_schema=None, guided_json=None, structured_outputs=None,
-                           min_tokens=0, ignore_eos=False, stop_token_ids=[], bad_words=[],
-                           guided_choice=None, guided_regex=None, guided_grammar=None,
-                           prompt_logprobs=None, include_stop_str_in_output=False,
-                           allowed_token_ids=None, use_beam_search=False, length_penalty=1,
-                           truncate_prompt_tokens=None, chat_template=None, modalities=["text"],
-                           function_call="none", typical_p=1, dry_multiplier=0,
-                           xtc_probability=0, no_repeat_ngram_size=0)
+# Options that change the answer but are not implemented, and values with which they do not.
+UNSUPPORTED_OPTIONS = """
+    best_of echo suffix logit_bias functions function_call presence_penalty frequency_penalty
+    repetition_penalty repeat_penalty logprobs top_logprobs prompt_logprobs response_format
+    structured_outputs guided_json json_schema grammar reasoning_effort modalities min_tokens
+    ignore_eos stop_token_ids""".split()
+NEUTRAL = dict(best_of=1, repetition_penalty=1, repeat_penalty=1, function_call="none",
+               response_format={"type": "text"}, modalities=["text"])
 
 
 @dataclass
@@ -57,6 +52,8 @@ def parse_request(data, chat, engine, template):
     if not isinstance(body, dict):
         raise APIError(400, "expected a JSON object")
     options = parse_options(body)
+    wanted = options.max_tokens or (-1 if chat else 16)
+    options.max_tokens = engine.max_tokens if wanted < 0 else min(wanted, engine.max_tokens)
     if chat:
         prompts = [encode_messages(body, engine, template, options.max_tokens)]
     else:
@@ -73,18 +70,15 @@ def parse_request(data, chat, engine, template):
 
 def create_jobs(ids, n_left_out, options, chat, engine):
     """Return a list of options.n Jobs for a prompt. If options.seed is set, the jobs have the seeds
-    seed, seed + 1, ... max_tokens is reduced to the limits of `engine`, an Engine. ids: the prompt,
-    a list of token ids. n_left_out: number of messages that were left out of the prompt, for the
-    response. options: RequestOptions. chat: whether max_tokens, if it is missing, is the limit of
-    the engine instead of 16 (-1: always the limit). Raises APIError if the prompt is longer than
-    the context."""
+    seed, seed + 1, ... max_tokens is reduced to the rest of the context. ids: the prompt, a list of
+    token ids. n_left_out: number of messages that were left out of the prompt, for the response.
+    options: RequestOptions. chat: whether the prompt is of messages. engine: the Engine. Raises
+    APIError if the prompt is longer than the context."""
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
                        f"{size}", "messages" if chat else "prompt", "context_length_exceeded")
-    limit = min(engine.max_tokens, size - len(ids) + 1)  # the last token needs no place
-    max_tokens = options.max_tokens or (-1 if chat else 16)
-    max_tokens = limit if max_tokens < 0 else min(max_tokens, limit)
+    max_tokens = min(options.max_tokens, size - len(ids) + 1)  # the last one needs no place
     seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
     return [Job(ids, replace(options, max_tokens=max_tokens, seed=seed), n_left_out)
             for seed in seeds]
@@ -97,9 +91,9 @@ def parse_options(body):
     options that are not supported."""
     if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
         raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
-    for name, neutral in UNSUPPORTED_OPTIONS.items():
-        value = body.get(name)  # 0 is not False: logprobs 0 asks for each token's
-        if value not in (None, "", neutral) or isinstance(neutral, bool) and type(value) is int:
+    for name in UNSUPPORTED_OPTIONS:
+        value = body.get(name)  # "logprobs": 0 asks for those of the text
+        if value and value != NEUTRAL.get(name) or name == "logprobs" and type(value) is int:
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
     for name in ("n_predict", "max_new_tokens", "max_completion_tokens"):
@@ -163,9 +157,9 @@ def encode_messages(body, engine, template, max_new_tokens):
     the assistant's, the prompt ends with it, and the model continues it.
 
     body: the dict of the request, with "messages". template: the ChatTemplate of the model, or
-    `None`. max_new_tokens: tokens to reserve for the answer, at most half of the context (`None`, 0
-    or negative: the engine's limit). If the prompt is too long for the rest of the context, the
-    oldest messages are left out. Raises APIError for invalid messages, and if template is `None`.
+    `None`. max_new_tokens: tokens to reserve for the answer, at most half of the context. If the
+    prompt is too long for the rest of the context, the oldest messages are left out. Raises
+    APIError for invalid messages, and if template is `None`.
     """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
@@ -183,8 +177,6 @@ def encode_messages(body, engine, template, max_new_tokens):
         if not any(role != "assistant" for role, _ in turns):
             raise ValueError("expected at least one that is not the assistant's")
         size = engine.config.block_size
-        if (max_new_tokens or -1) < 0:
-            max_new_tokens = engine.max_tokens
         max_tokens = max(size - max_new_tokens, size // 2)
         return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
     except (ValueError, UserError) as error:
