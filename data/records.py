@@ -25,8 +25,7 @@ import zlib
 from train.base.errors import DataError, UserError, echo, require
 
 MAX_JSON_BYTES = 1 << 30  # of a list of records, which is read as a whole
-MANY = 1000               # problems after which reading stops
-MAX_PROBLEM_LINES = 20    # in one message
+MAX_PROBLEMS = 20         # after which reading stops
 # Folders of Python's library, or of a package, that are not used as text: tests, character tables,
 # installed packages.
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
@@ -41,20 +40,13 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError whose message lists `problems`, [(location, problem), ...] pairs of texts;
-    do nothing if the list is empty. Equal problems share a line, with up to three locations. At
-    most MAX_PROBLEM_LINES (20) lines are listed. hint: text to append to the message."""
-    locations = {}
-    for where, problem in problems:
-        locations.setdefault(problem, []).append(where)
-    lines = []
-    for problem, places in locations.items():
-        more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
-        lines.append(", ".join(places[:3]) + more + (f": {problem}" if problem else ""))
+    """Raise a DataError that lists `problems`, [(location, problem), ...] pairs of texts; do nothing
+    if the list is empty. hint: text to append to the message."""
+    lines = [": ".join(problem) for problem in problems]
     if len(lines) > 1:
         lines.insert(0, f"{len(lines)} problems")
-    if len(lines) > MAX_PROBLEM_LINES or len(problems) >= MANY:
-        lines[MAX_PROBLEM_LINES:] = ["there may be more"]
+    if len(problems) >= MAX_PROBLEMS:
+        lines.append("there may be more")
     if lines:
         raise DataError("\n  - ".join(lines) + hint)
 
@@ -309,28 +301,20 @@ def without_nan(record):
             for name, value in record.items()}
 
 
-def parse_each(stream, parse, problems, max_problems=MANY):
+def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record), in
-    which NaN is replaced by `None`. If a record is a ValueError, or `parse` raises one, (location,
-    message) is appended to the list `problems` instead; the generator returns when this list has
-    max_problems entries. A UserError of `parse` is such a problem, too, but it is raised if there
-    are three problems and no record was good."""
-    is_good = False  # whether a record was
+    which NaN is replaced by `None`. If a record is a ValueError, or `parse` raises one or a
+    UserError, (location, message) is appended to the list `problems` instead; the generator returns
+    when this list has max_problems entries."""
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
                 raise record
-            result = parse(without_nan(record))
+            yield parse(without_nan(record))
         except (ValueError, RecursionError, UserError) as error:
             problems.append((where, str(error)))
-            # E.g. a template that needs too much memory: not only for these records.
-            if type(error) is UserError and len(problems) >= 3 and not is_good:
-                raise UserError(f"{where}: {error}") from None
             if len(problems) >= max_problems:
                 break
-        else:
-            is_good = True
-            yield result
 
 
 def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
@@ -340,13 +324,13 @@ def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
     function that raises ValueError for a bad record. Bad records are reported after the last
     result. skip_bad True: call log(text), with the number of bad records and the first one. False:
     raise a DataError that lists the bad records and names the option --skip_bad; reading stops
-    after MANY (1000) bad records. `None`: as False, for a command without this option. Raises
+    after MAX_PROBLEMS (20) bad records. `None`: as False, for a command without this option. Raises
     DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)
     results = parse_each(itertools.chain.from_iterable(streams), parse, bad,
-                         math.inf if skip_bad else MANY)
+                         math.inf if skip_bad else MAX_PROBLEMS)
     yield from itertools.islice(results, limit)
     if bad and skip_bad:
         log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")

@@ -61,7 +61,6 @@ class Renderer:
                     self.child.kill()
                     self.child.wait()
         if not reply.endswith(b"\n"):
-            # Not a ValueError: if the first records have this problem, no other one is tried.
             raise UserError("the model's chat template fails: it needs more than "
                             f"{MAX_CPU_SECONDS} s of processor time or {MAX_BYTES >> 20} MiB; "
                             "expected another chat_template.jinja, or shorter messages")

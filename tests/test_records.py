@@ -187,21 +187,11 @@ def test_records_that_need_too_much_are_bad_records(tmp_path, bad):
         return record
     path = write(tmp_path, "a.jsonl", ROWS)  # every second line is blank
     first = f"{path}:{2 * bad[0] + 1}"
-    with pytest.raises(DataError, match=f"^{first}[,:].* too long\n--skip_bad"):
+    with pytest.raises(DataError, match=f"{first}: too long(.|\n)*\n--skip_bad"):
         list(parse_records([path], parse, skip_bad=False))
     said = []
     assert len(list(parse_records([path], parse, None, True, said.append))) == 120 - len(bad)
     assert said == [f"Left out {len(bad)} bad records, the first: {first}: too long"]
-
-
-def test_no_more_records_are_tried_if_the_first_ones_need_too_much(tmp_path):
-    def parse(record):
-        tried.append(record)
-        raise UserError("too long")
-    tried, path = [], write(tmp_path, "a.json", ROWS)
-    with pytest.raises(UserError, match="a.json:5: too long"):
-        list(parse_records([path], parse, skip_bad=True))
-    assert len(tried) == 3
 
 
 def test_all_values_of_a_format(tmp_path):
@@ -219,7 +209,7 @@ def test_all_values_of_a_format(tmp_path):
 
 def test_reading_for_problems_ends(tmp_path):
     (tmp_path / "a.jsonl").write_text("{\n" * 5000)
-    with pytest.raises(DataError, match="997 more: .*\n.*there may be more"):
+    with pytest.raises(DataError, match="^20 problems(.*\n){21}.*there may be more"):
         list(parse_records([str(tmp_path / "a.jsonl")], dict))
     said = []
     assert list(parse_records([str(tmp_path / "a.jsonl")], dict, skip_bad=True,

@@ -165,7 +165,7 @@ def read_sources(o, path):
     real_paths = set()
     for source in o.sources:
         for file in find_files(source, os.path.realpath(o.out)):
-            if len(documents.ends) == o.num_samples or len(problems) >= records.MANY:
+            if len(documents.ends) == o.num_samples or len(problems) >= records.MAX_PROBLEMS:
                 break
             if os.path.realpath(file) in real_paths:
                 skipped.append(file)
