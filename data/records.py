@@ -24,7 +24,6 @@ import zlib
 
 from train.base.errors import DataError, UserError, echo, require
 
-MAX_JSON_BYTES = 1 << 30  # of a list of records, which is read as a whole
 MAX_PROBLEMS = 20         # after which reading stops
 # Folders of Python's library, or of a package, that are not used as text: tests, character tables,
 # installed packages.
@@ -135,19 +134,12 @@ def json_values(stream, name, columns):
     """Yield (location, value) for each record in the binary stream of a .json file: a list of
     records, one record, or one record per line. It has one record per line if the first line is a
     whole record; a later line that is invalid is then yielded as a ValueError, not raised. name: of
-    the file, for the location. columns is ignored. Raises ValueError for other invalid content, and
-    for more than 1 GB unless there is one record per line."""
-    lines = [stream.readline(MAX_JSON_BYTES)]
-    while lines[-1].isspace():
-        lines.append(stream.readline(MAX_JSON_BYTES))
-    if isinstance(parse_json(lines[-1]), dict):  # one record per line, at any size
-        yield from json_lines(itertools.chain(lines, stream), name)
+    the file, for the location. columns is ignored. Raises ValueError for other invalid content."""
+    first = next(filter(bytes.strip, stream), b"")
+    if isinstance(parse_json(first), dict):  # one record per line, at any size
+        yield from json_lines(itertools.chain([first], stream), name)
         return
-    content = b"".join(lines)
-    content += stream.read(MAX_JSON_BYTES - len(content))
-    if len(content) >= MAX_JSON_BYTES:
-        raise ValueError("expected less than 1 GB; make lines: `jq -c '.[]' FILE > FILE.jsonl`")
-    values = parse_json(content)
+    values = parse_json(first + stream.read())
     if isinstance(values, ValueError):
         raise values
     for i, record in enumerate(values if isinstance(values, list) else [values]):
