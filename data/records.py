@@ -194,9 +194,8 @@ def csv_rows(stream, name, columns):
 def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
     a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
-    read (`None`: all); raises ValueError if one is missing or occurs twice, or a value does not
-    exist in Python, SetupError without the package pyarrow.
-    """
+    read (`None`: all); raises ValueError if one is missing or occurs twice, SetupError without the
+    package pyarrow."""
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
         names = file.schema_arrow.names
@@ -204,11 +203,8 @@ def parquet_rows(stream, name, columns):
         if twice := [name for name in columns or names if names.count(name) > 1]:
             raise ValueError(f"two columns {twice[0]!r}; rename or delete one")
         batches = file.iter_batches(1000, columns=columns)
-        try:
-            for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-                yield f"{name}: record {i}", row
-        except (ArithmeticError, LookupError) as error:  # the year 10000, an unknown time zone
-            raise ValueError(f"Python has no such value: {error}; leave out this column") from None
+        for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"{name}: record {i}", row
 
 
 def dataset_rows(source):
@@ -222,9 +218,6 @@ def dataset_rows(source):
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
-            if isinstance(dataset, dict) and "train" not in dataset:
-                folders = ", ".join(os.path.join(source, split) for split in dataset)
-                raise DataError(f"no split train; give the folder of another split: {folders}")
             dataset = dataset["train"] if isinstance(dataset, dict) else dataset
             dataset = dataset.with_format(None)  # that of set_format() is saved: tensors, columns
         else:
@@ -233,8 +226,6 @@ def dataset_rows(source):
                                             streaming=True)
         for number, record in enumerate(dataset):
             yield f"{source}: record {number}", record
-    except DataError:
-        raise
     except Exception as error:  # of the network, the hub, or any format
         raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}{hint}") from None
 

@@ -241,17 +241,6 @@ def test_a_quote_that_is_not_closed_swallows_no_rows(tmp_path, name, content, li
     assert isinstance(last, ValueError) and f"lines {lines} do not end with it" in str(last)
 
 
-@pytest.mark.parametrize("when, zone", [(253402300800000000, None), (0, "Mars/Phobos")])
-def test_a_column_of_values_that_python_lacks_is_named(tmp_path, when, zone):
-    """The year 10000, and a time zone."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.table(dict(prompt=["a"], when=pa.array([when], pa.timestamp("us", zone)))),
-                   tmp_path / "a.parquet")
-    no_zones = "The zoneinfo module"  # on a machine without tzdata
-    with pytest.raises(DataError, match=f"a.parquet: cannot be read: (Python has no|{no_zones})"):
-        list(parse_records([str(tmp_path / "a.parquet")], dict))
-
-
 def test_a_byte_that_is_not_utf8_costs_one_row_of_a_table(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.csv").write_bytes(b"text,n\n\xc3\xa9,1\nb\xff,2\nc,3\n")
