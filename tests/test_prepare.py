@@ -802,18 +802,6 @@ def test_a_damaged_file_in_a_folder_is_named(tmp_path, capsys, name, content, me
     assert name in said and message in said
 
 
-def test_options_of_other_sources_are_refused(tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("some text\n" * 50)
-    (tmp_path / "x.jsonl").write_text('{"body": "some text, and more"}\n' * 50)
-    out, text, records = (str(tmp_path / name) for name in ("o", "x.txt", "x.jsonl"))
-    for source, option, kind in ((text, "field", "records"), (records, "separator", "text files")):
-        options = ["--field", "body"] * (source == records)
-        assert main([source, "--out", out, *options, f"--{option}", "body"]) == 2
-        assert f"no {kind}; --{option} is for these only" in capsys.readouterr().err
-        assert not os.path.exists(out)
-    assert main([text, records, "--out", out, "--field", "body", "--separator", "xx"]) == 0
-
-
 def test_a_text_of_one_long_character_is_too_little_to_split(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("\N{GRINNING FACE}", encoding="utf-8")
     assert main([str(tmp_path / "x.txt"), "--out", str(tmp_path / "o")]) == 2

@@ -52,11 +52,10 @@ def choose_split(documents, fraction):
         return in_val, size
     cut = min(max(int(size * (1 - fraction)), 2), size - 2)
     if len(ends) > 1:
-        has_records = "records" in documents.kinds
         border = int(ends[np.abs(ends[:-1] - cut).argmin()])
-        if has_records and 1 - border / size > max(0.5, fraction * 2):
+        if documents.has_records and 1 - border / size > max(0.5, fraction * 2):
             return np.arange(len(ends)) == np.abs(sizes - fraction * size).argmin(), size
-        if has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
+        if documents.has_records or fraction / 2 <= 1 - border / size <= fraction * 2:
             cut = border
     with open(documents.path, "rb") as f:
         cut = seek_character(f, cut)

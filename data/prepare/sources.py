@@ -102,14 +102,14 @@ def record_text(record, fields):
 class Documents:
     """The documents of all sources, concatenated in a new UTF-8 file, `path`. Call add_file() for
     each file of a source, then file.close(). Attributes: path; file; ends, the position after each
-    document, in bytes; size, in bytes; kinds, the set of kinds of the sources ("records", which are
-    never divided, and "text files"); is_damaged, whether the last file could not be read to the
-    end, e.g. a damaged .gz."""
+    document, in bytes; size, in bytes; has_records, whether some documents are records, which are
+    never divided; is_damaged, whether the last file could not be read to the end, e.g. a damaged
+    .gz."""
 
     def __init__(self, path):
         self.path = path
         self.ends = array("q")
-        self.kinds = set()
+        self.has_records = False
         self.is_damaged = False
         self.file = open(path, "wb")
 
@@ -149,7 +149,7 @@ class Documents:
             self.is_damaged = not isinstance(error, ValueError)  # otherwise it is no text
         if not problems:
             self.ends += ends[1:]
-            self.kinds.add("records" if is_record else "text files")
+            self.has_records |= is_record
         return problems
 
 
@@ -157,8 +157,7 @@ def read_sources(o, path):
     """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
     (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
     link, and files in a folder that are not text. Raises a DataError that lists the problems of all
-    sources; also for almost no text, and for o.field or o.separator without a source to which it
-    applies."""
+    sources; also for almost no text."""
     documents = Documents(path)
     skipped = []
     problems = []
@@ -172,25 +171,16 @@ def read_sources(o, path):
                 continue
             real_paths.add(os.path.realpath(file))
             file_problems = documents.add_file(file, o)
+            # A file in a folder may be no text, but data must not be missing unnoticed.
             is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
-            # A table without the column is no text, and neither is a .json without records, but bad
-            # rows among good ones would be missing unnoticed.
-            has_good_rows = documents.file.tell() > documents.size
-            kinds = r"\.(csv|tsv|json)(\.gz)?$" if has_good_rows else r"\.(csv|tsv)(\.gz)?$"
-            has_bad_rows = (re.search(kinds, file.lower())
-                            and any(where != file for where, _ in file_problems))
-            if file == source or is_data or has_bad_rows or documents.is_damaged:
+            has_good_records = has_records(file) and documents.file.tell() > documents.size
+            if file == source or is_data or has_good_records or documents.is_damaged:
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
-    for option, kind in (("field", "records"), ("separator", "text files")):
-        is_used = kind in documents.kinds or problems or skipped
-        if getattr(o, option) not in (None, []) and not is_used:
-            raise DataError(f"{', '.join(o.sources)}: no {kind}; --{option} is for these only")
     documents.file.close()  # the end may have text of a file with problems
-    if documents.size < MIN_BYTES and not problems:
-        names = f"; skipped files: {', '.join(skipped[:3])}" if skipped else ""
-        too_little = f"{documents.size} bytes of text; too little to split{names}"
-        problems.append((", ".join(o.sources), too_little))
     records.raise_problems(problems)
+    if documents.size < MIN_BYTES:
+        raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little to "
+                        f"split; skipped files: {', '.join(skipped[:3]) or 'none'}")
     return documents, skipped
