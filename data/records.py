@@ -4,7 +4,7 @@
     .json                   a list of records, one record, or one per line
     .csv .tsv               tables with column names in the first line
     .parquet                needs pyarrow
-    any text format as .gz; - for JSON from standard input
+    any text format as .gz
     a folder                of such files, or saved by the package datasets
     hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
 
@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import sys
 import zlib
 
 from train.base.errors import DataError, UserError, echo, require
@@ -74,9 +73,7 @@ def has_record_extension(path):
 
 def open_bytes(path):
     """Open the file `path`, a string, for reading; return the binary stream. A .gz file is
-    decompressed; "-" is standard input."""
-    if path == "-":
-        return sys.stdin.buffer
+    decompressed."""
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
@@ -235,8 +232,8 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 
 def records(source, columns=None):
-    """Yield (location, record) for each record of a source: a file, "-" (standard input), or a data
-    set, as a saved folder or a name on the hub. A file with an unknown extension has one JSON
+    """Yield (location, record) for each record of a source: a file, or a data set, as a saved
+    folder or a name on the hub. A file with an unknown extension has one JSON
     record per line. A record is a dict, or a ValueError, not raised, if it cannot be read. columns:
     names of columns that a table (.csv, .tsv, .parquet) must have (`None`: any); of a parquet file,
     only these are read. Raises one of READ_ERRORS if the source cannot be read, SetupError without
@@ -244,8 +241,8 @@ def records(source, columns=None):
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
-    name = "-.json" if source == "-" else source.lower().removesuffix(".gz")
-    read = READERS.get(os.path.splitext(name)[1], json_lines)
+    extension = os.path.splitext(source.lower().removesuffix(".gz"))[1]
+    read = READERS.get(extension, json_lines)
     with open_bytes(source) as stream:
         for where, record in read(stream, source, columns):
             if not isinstance(record, (dict, ValueError)):

@@ -47,12 +47,12 @@ def quiet(sources, out, **options):
     return prepare([str(s) for s in sources], str(out), log=lambda line: None, **options)
 
 
-def start(*args, cwd=REPO, stdin=False, **env):
+def start(*args, cwd=REPO, **env):
     """The command as a person starts it, in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "data.prepare", *map(str, args)], cwd=cwd, text=True,
         env=os.environ | {"PYTHONPATH": str(REPO)} | env, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, stdin=subprocess.PIPE if stdin else None, start_new_session=True)
+        stderr=subprocess.PIPE, start_new_session=True)
 
 
 def run(*args, cwd=REPO, **env):
@@ -437,21 +437,6 @@ def test_packed_text_is_the_text(tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(mixed_text(500).encode()))
     metas = [quiet([tmp_path / name], tmp_path / name[0]) for name in ("a.txt", "b.txt.gz")]
     assert metas[0]["splits"] == metas[1]["splits"]
-
-
-@pytest.mark.parametrize("content, expected", [("plain { text", "plain { text|"),
-                                               (LINES, "one|two, three|four\nfive|"),
-                                               (json.dumps(RECORDS), "one|two, three|four\nfive|"),
-                                               ("[plain]{", "[plain]{|")])
-def test_standard_input(tmp_path, content, expected):
-    process = start("-", cwd=tmp_path, stdin=True)
-    _, err = process.communicate(content, timeout=60)
-    assert process.returncode == 0, err
-    out = tmp_path / "data" / "bin" / "stdin"
-    assert text_of(out) == expected
-    again = python("-m", "data.prepare", "-", cwd=tmp_path, env={"PYTHONPATH": REPO},
-                   input="another")  # nobody knows whether it is the same input
-    assert again.returncode == 2 and "--force" in again.stderr and text_of(out) == expected
 
 
 @pytest.mark.parametrize("name, content, message", [

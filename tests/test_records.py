@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import io
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import pytest
 from data import prepare
 from data.labels import read_labelled_texts
 from data.prepare import chat, labels
-from data.prepare.sources import has_records
 from data.records import is_hub_name, parse_records, records
 from train.base.errors import DataError, UserError
 
@@ -109,7 +107,7 @@ def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "here" / "file").write_text("x")
     names = ["owner/name", "owner/name-1.5", "hf:name", "hf:a/b:c:d"]
     assert all(map(is_hub_name, names))
-    others = ["name", "a/b/c", "/a/b", "./a", "a/b.jsonl", "a/b.CSV.gz", "here/file", "-", "../b"]
+    others = ["name", "a/b/c", "/a/b", "./a", "a/b.jsonl", "a/b.CSV.gz", "here/file", "../b"]
     assert not any(map(is_hub_name, others))
 
 
@@ -278,16 +276,6 @@ def test_a_folder_without_records_and_links_out_of_it_are_named(tmp_path, capsys
     with pytest.raises(DataError, match="no file in this folder has records"):
         list(parse_records([str(tmp_path / "folder")], dict))
     assert "Skipped: 1 links in " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("start, expected", [
-    ("[", True), ("\n [ \n", True), ("[\n {", True), ("[{", True), ("{", True), ("[a", False),
-    ("a [", False), ("", False)])
-def test_standard_input_has_records_by_its_first_line(monkeypatch, start, expected):
-    """The rest of a list may come seconds later."""
-    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(start.encode())))
-    monkeypatch.setattr("sys.stdin", stdin)
-    assert has_records("-") == expected
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "list.json", "a.parquet"])

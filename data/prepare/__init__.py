@@ -33,7 +33,7 @@ BPE_BYTES = 500_000_000     # of the text from which a tokenizer is trained
 class Options(FolderOptions):
     """Turn text into token files: train.bin, val.bin and meta.json."""
     sources: list[str] = key([], f"text, one document per file; records: {SOURCES}; folders of "
-                             "text; - for standard input", positional=True, metavar="SOURCE")
+                             "text", positional=True, metavar="SOURCE")
     field: list[str] = key([], "field of records with the text (default: text); the texts of "
                            "several fields are joined by newlines", text=True)
     separator: str = key(None, "the line between documents in text files, e.g. "

@@ -7,7 +7,6 @@ a token is written, and several threads can encode pieces of it.
 import io
 import os
 import re
-import sys
 import sysconfig
 from array import array
 from itertools import groupby
@@ -31,7 +30,7 @@ def find_files(source, skipped_folder):
     """Return the list of paths to read for a source, a name. For a folder: the files in it and in
     folders below, in a fixed order, without hidden ones and without `skipped_folder` (an absolute
     path without links). For dataset:stdlib: the .py files of Python's library. For any other source
-    (a file, hf:NAME, -, a folder that the package datasets saved): [source]."""
+    (a file, hf:NAME, a folder that the package datasets saved): [source]."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -42,9 +41,7 @@ def find_files(source, skipped_folder):
 
 def source_name(source):
     """Return the name of a source, for the default name of the output folder: the last part of the
-    path or of hf:NAME, without extension; "stdin" for "-"."""
-    if source == "-":
-        return "stdin"
+    path or of hf:NAME, without extension."""
     path = source.split(":")[1] if source.startswith("hf:") else os.path.abspath(source)
     return Path(path.removesuffix(".gz")).stem
 
@@ -54,13 +51,8 @@ def source_name(source):
 
 def has_records(path):
     """Return whether a source has records, e.g. JSONL or CSV; if False, it is text. path: a file, a
-    folder, hf:NAME, or "-" for standard input. Folders and data sets of the hub always have
-    records; a file, if the extension is one of RECORD_EXTENSIONS, also with .gz; standard input, if
-    it begins with { or [{, or its first line is [. The first characters of standard input can still
-    be read after this call."""
-    if path == "-":
-        start = sys.stdin.buffer.peek(READ_BYTES)  # perhaps only the first line
-        return bool(re.match(rb"(\xef\xbb\xbf)?\s*(\{|\[\s*(\{|$))", start))
+    folder or hf:NAME. Folders and data sets of the hub always have records; a file, if the
+    extension is one of RECORD_EXTENSIONS, also with .gz."""
     return (os.path.isdir(path) or records.is_hub_name(path)
             or records.has_record_extension(path))
 
