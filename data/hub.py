@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from train.base.errors import DataError, UserError, require
@@ -156,12 +155,6 @@ def run_download(function, max_bytes, max_seconds, arguments):
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
     folders = [Path(arguments.get("local_dir", cache / repo)).resolve(), cache / ".locks" / repo]
     try:
-        with contextlib.suppress(OSError):
-            # Parts of downloads that were ended: huggingface_hub 2 does not use them again. A
-            # process that still writes changes its file every few seconds.
-            for part in folders[0].rglob("*.????????.incomplete"):
-                if part.stat().st_mtime < time.time() - 3600:
-                    part.unlink()
         huggingface_hub.get_token()  # may write a new access token
         sys.addaudithook(lambda event, args: check_write(folders, event, *args))
         path = getattr(huggingface_hub, function)(**arguments)

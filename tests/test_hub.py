@@ -73,17 +73,6 @@ def test_a_cut_download_is_resumed(hub):
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
 
-def test_parts_of_earlier_downloads_are_removed(hub):
-    """huggingface_hub 2 does not use them again. A present part may belong to another command."""
-    blobs = Path(local_folder("hf:some/one", weights=False)).parents[1] / "blobs"
-    old, new = (blobs / f"{'a' * 64}.{end}.incomplete" for end in ("0123abcd", "4567abcd"))
-    old.write_bytes(b"part")
-    new.write_bytes(b"part")
-    os.utime(old, (time.time() - 7200,) * 2)
-    local_folder("hf:some/one", weights=False)
-    assert new.exists() and not old.exists()
-
-
 @pytest.mark.parametrize("name, content", [
     ("config.json", b"<html>Sign in</html>"), ("tokenizer.json", b'{"error": "Not logged in"}'),
     ("config.json", b'{"model_type": "llama", "hidden'), ("chat_template.jinja", b"\xff{{ a }}"),
