@@ -314,11 +314,6 @@ tokenizer("a merge of no tokens", "tokenizers reads: Token .xy. out of vocabular
 tokenizer("nested", f"cannot be read: {TOO_DEEP}", text=DEEP)
 tokenizer("broken pattern", "tokenizers reads: Oniguruma error", pattern="(")
 tokenizer("pattern of a number", "tokenizers reads: invalid type: integer", pattern=5)
-DOUBLING = dict(type="Replace", pattern=dict(String="a"), content="aa")
-tokenizer("doubling", "its replacements make a text over 1000 times as long",
-          normalizer=dict(type="Sequence", normalizers=[DOUBLING] * 30))
-tokenizer("doubling decoder", "its replacements make a text over 1000 times as long",
-          decoder=dict(type="Sequence", decoders=[DOUBLING] * 30))
 
 
 def pickled(name, words, content):
