@@ -5,7 +5,6 @@ as words or as offsets in characters; a list if there are several parts. Label o
 missing.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -264,9 +263,6 @@ def open_fold(folder, split, spec):
     divided into n folds by the hash of the group, modulo n. Fold k is "test", fold (k + 1) % n is
     "val", and the others are "train". Raises DataError if one of the n folds is empty."""
     k, n = spec["fold"]
-    if not os.path.exists(os.path.join(folder, "train_groups.npy")):
-        raise DataError(f"{folder}: folds: no groups of rows in it: an earlier version wrote it; "
-                        "prepare the data again")
     parts = [open_split(folder, name, spec, groups=((), 0, GROUPS)) for name in SPLITS]
     for i, value in ((0, 0), (3, -1)):  # tokens, spans
         width = max(part[i].shape[1] for part in parts)
