@@ -57,15 +57,9 @@ def open_tokenizer(source) -> Tokenizer:
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer in the file or folder `path`, as open_tokenizer(path). If `path` is
-    `None`, return open_tokenizer(name). With both, a name byte, char, gpt2 or bpe is the expected
-    kind of the tokenizer in `path`, and any other name is ignored. Raises DataError if it cannot be
-    read or is of a different kind."""
-    tokenizer = open_tokenizer(os.fspath(path or name))
-    kind = "ranks" if name == "bpe" else name
-    if path and name in NAMES and kind != tokenizer.kind:
-        raise DataError(f"{path}: has no {name} tokenizer")
-    return tokenizer
+    """Return the tokenizer in the file or folder `path`, or if that is `None` the one that `name`
+    names. See open_tokenizer()."""
+    return open_tokenizer(os.fspath(path or name))
 
 
 def gpt2_ranks():
