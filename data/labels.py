@@ -233,7 +233,7 @@ def read_labels_meta(folder):
     max_tokens. Raises DataError for any other folder."""
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
-                         task=str, classes=[str], class_counts=[int], max_tokens=int)
+                         "task", "classes", "class_counts", "max_tokens")
 
 
 def open_labels(folder, split, spec):

@@ -97,31 +97,19 @@ def parse_meta(content):
     return meta
 
 
-def read_meta_for(model, folder, how_to_prepare, **types):
+def read_meta_for(model, folder, how_to_prepare, *keys):
     """Return the Meta of a folder that was prepared for the model type `model`, a value of --model.
-    types: KEY=TYPE for each key that must be present: a type, [type] for a list, {str: type} for a
-    dict. Raises DataError if a key is missing or of a different type, or the folder is for a
-    different model. how_to_prepare: the end of the error message, a text."""
+    keys: names of keys that must be present. Raises DataError if a key is missing, or the folder is
+    for a different model. how_to_prepare: the end of the error message, a text."""
     meta = read_meta(folder)
     values = meta.to_dict()
-    problems = [f"{name} is {reprlib.repr(values[name])}" if name in values else f"no {name}"
-                for name, kind in types.items() if not has_type(values.get(name), kind)]
+    problems = [f"no {name}" for name in keys if name not in values]
     if meta.model not in (None, model):
         problems = [f"no data for --model {model}"]
     if problems:
         raise DataError(f"{folder}: {problems[0]} in a meta.json there{model_hint(folder)}; "
                         f"{how_to_prepare}")
     return meta
-
-
-def has_type(value, kind):
-    """Return whether `value` is of the type `kind`: a type, [type] for a list of such values, or
-    {str: type} for a dict of such values."""
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(has_type(v, kind[0]) for v in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and all(has_type(v, kind[str]) for v in value.values())
-    return isinstance(value, kind)
 
 
 def is_prepared(folder):

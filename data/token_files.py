@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.meta import MAX_ID, has_type, model_hint, prepared_model, read_meta
+from data.meta import MAX_ID, model_hint, prepared_model, read_meta
 from train.base.errors import DataError
 
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
@@ -154,8 +154,7 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     stream = TokenStream([open_shard(p, meta.dtype) for p in paths],
                          vocab_size or meta.vocab_size)
     n = stream.n_tokens
-    splits = meta.splits if has_type(meta.splits, {str: dict}) else {}  # else: of another program
-    expected = splits.get(split, {}).get("tokens", n)
+    expected = (meta.splits or {}).get(split, {}).get("tokens", n)
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
         raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}; prepare again")
     if n < least:

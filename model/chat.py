@@ -124,17 +124,17 @@ class FromChatKeys:
         return ["init_from: missing; set it to a chat model, e.g. out/chat/ckpt.pt"]
 
 
-def read_rows_meta(config, model, command, **types):
+def read_rows_meta(config, model, command, *keys):
     """Read meta.json and the tokenizer of config.data_dir, a folder with token rows that
     data.prepare.`command` wrote for the model type `model`, e.g. "chat". Return (Meta, tokenizer,
-    dict), where the dict has vocab_size, tokenizer, template and row_tokens for Data.spec. types:
-    KEY=TYPE of further keys that meta.json must have, as for read_meta_for(). Raises DataError if
-    the folder has other data, or if the rows are longer than config.block_size."""
+    dict), where the dict has vocab_size, tokenizer, template and row_tokens for Data.spec. keys:
+    names of further keys that meta.json must have. Raises DataError if the folder has other data,
+    or if the rows are longer than config.block_size."""
     folder = config.data_dir
     option = {"pairs": " --reference CKPT", "prompts": " --tokenizer CKPT"}.get(command, "")
     how = (f"prepare some: python -m data.prepare.{command} FILE...{option} --out "
            f"{quote_path(folder)}")
-    meta = read_meta_for(model, folder, how, **types, block_size=int, vocab_size=int, template=dict)
+    meta = read_meta_for(model, folder, how, *keys, "block_size", "vocab_size", "template")
     if meta.block_size > config.block_size:
         raise DataError(f"{folder}: prepared for a block_size of {meta.block_size}, but the "
                         f"model's is {config.block_size}; prepare the data with --block_size "

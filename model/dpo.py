@@ -108,7 +108,7 @@ def open_data(config, ranks):
     (tokens, mask, logps), the arguments of PreferenceGPT. config: a TrainConfig; ranks: a Ranks.
     Raises DataError if the folder cannot be used, or if the log probabilities were computed in a
     different dtype than the dtype of this run."""
-    meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", reference=str)
+    meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", "reference")
     width = meta.block_size + 1
     warn_of_differences(meta.extra, config.data_dir, "dpo")
     dtype = str(choose_dtype(config.dtype, ranks.device)[0]).removeprefix("torch.")

@@ -345,15 +345,10 @@ def prepared(model, words, **meta):
 prepared("chat", TOO_DEEP)
 prepared("chat", "has no known tokenizer", kind="chat", block_size=8, vocab_size=9, template={})
 prepared("chat", "no block_size in a meta.json", kind="chat")
-prepared("chat", "block_size is 'x'", kind="chat", block_size="x", tokenizer=dict(kind="byte"))
 prepared("classifier", TOO_DEEP)
-prepared("classifier", "classes is 5", task="class", classes=5)
 prepared("autoencoder", TOO_DEEP)
-prepared("autoencoder", "modalities is 5", kind="features", modalities=5)
-prepared("autoencoder", "mean, std, shift or subjects do not", kind="features",
+prepared("autoencoder", "mean or std do not match", kind="features",
          modalities=dict(a=2), rows=dict(train=1, val=1), mean=dict(a=[1]), std=dict(a=[1, 2]))
-prepared("autoencoder", "or subjects do not match", kind="features", modalities=dict(a=2),
-         subjects=[[]], mean=dict(a=[1, 1]), std=dict(a=[1, 2]))
 
 
 # -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from data.meta import has_type, read_meta_for
+from data.meta import read_meta_for
 from data.rows import open_rows
 from model.core.ridge import fit_ridge
 from train.base.errors import ConfigError, DataError
@@ -30,15 +30,11 @@ def read_features_meta(folder):
 
     Raises DataError if the file is missing or does not have this form.
     """
-    numbers = {str: [int | float]}
-    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, modalities={str: int},
-                         target=int | None, mean=numbers, std=numbers).extra
+    meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, "modalities", "mean", "std").extra
     meta.setdefault("target", None)
-    if not has_type(meta.get("shift", {}), numbers) or any(
-            {n: len(v) for n, v in meta[part].items()} != array_dims(meta)
-            for part in ("mean", "std")) or not has_type(meta.get("subjects", []), [int]):
-        raise DataError(f"{folder}: mean, std, shift or subjects do not match the arrays; "
-                        f"{HOW_TO_PREPARE}")
+    if any({n: len(v) for n, v in meta[part].items()} != array_dims(meta)
+           for part in ("mean", "std")):
+        raise DataError(f"{folder}: mean or std do not match the arrays; {HOW_TO_PREPARE}")
     return meta
 
 
