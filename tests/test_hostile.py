@@ -322,10 +322,8 @@ def pickled(name, words, content):
         return ["run_train", *tiny_args(data_dir=folder, out_dir=folder / "out")]
 
 
-pickled("nine bytes that ask for gigabytes", "a memory of .* places",
-        b"\x80\x02}r\xff\xff\xff\x7f.")
-pickled("a text of gigabytes", "expected .* bytes", b"\x80\x02T\xff\xff\xff\x7f.")
-pickled("a buffer of gigabytes", "expected .* bytes", b"\x80\x05\x96\xff\xff\xff\xff" + bytes(4))
+pickled("a text of gigabytes", "was truncated", b"\x80\x02T\xff\xff\xff\x7f.")
+pickled("a buffer of gigabytes", "was truncated", b"\x80\x05\x96\xff\xff\xff\xff" + bytes(4))
 pickled("doubled", "dtype is", pickle.dumps(dict(vocab_size=65, dtype=doubled())))
 pickled("words for characters", "other things than characters",
         pickle.dumps(dict(vocab_size=65, itos=dict.fromkeys(range(10_000), "x" * 10**6))))
