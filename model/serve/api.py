@@ -15,8 +15,8 @@ from train.base.fields import TYPES, base_type, key, parse_value
 UNSUPPORTED_OPTIONS = """
     best_of echo suffix logit_bias functions function_call presence_penalty frequency_penalty
     repetition_penalty repeat_penalty logprobs top_logprobs prompt_logprobs response_format
-    structured_outputs guided_json json_schema grammar reasoning_effort modalities min_tokens
-    ignore_eos stop_token_ids""".split()
+    structured_outputs guided_json guided_choice guided_regex guided_grammar json_schema grammar
+    reasoning_effort modalities min_tokens ignore_eos stop_token_ids bad_words""".split()
 NEUTRAL = dict(best_of=1, repetition_penalty=1, repeat_penalty=1, function_call="none",
                response_format={"type": "text"}, modalities=["text"])
 
