@@ -27,11 +27,6 @@ from train.base.errors import DataError
 from train.base.fields import key
 from train.dataloader import Data, RowLoader
 
-# Evaluations count rows in LOG_ODDS_BINS bins (shared by all classes) of the log-odds of each class
-# between -MAX_LOG_ODDS and MAX_LOG_ODDS, from which AUROC is computed. Early in training the values
-# differ little, which needs narrow bins: 65,536 per class for four classes.
-MAX_LOG_ODDS = 16.0
-LOG_ODDS_BINS = 1 << 18
 MAX_NGRAM = 6
 NGRAM_SCALE = 16.0  # how much faster their weights change than those of the network
 # With n-grams, the network's scores are multiplied by n / (n + ROWS_FOR_HALF) for n training rows:
@@ -284,10 +279,10 @@ class Classifier(nn.Module):
 
         sums: "count", the number of texts, or for the task "span" of texts with evidence; for the
         task "joint" "label_loss" and "span_loss"; in eval mode also the sums for numbers():
-        "confusion" (K, K), "odds", the result of log_odds_counts(), and the sums of
-        metrics.span_sums(). x (B, T, C): states of the tokens; scores (B, K): class scores, `None`
-        for the task "span"; ends (B, T): the score of each token as a last token, `None` for the
-        task "class"; labels (B,), spans (B, 2S): the true values.
+        "confusion" (K, K), and the sums of metrics.span_sums(). x (B, T, C): states of the tokens;
+        scores (B, K): class scores, `None` for the task "span"; ends (B, T): the score of each
+        token as a last token, `None` for the task "class"; labels (B,), spans (B, 2S): the true
+        values.
         """
         losses = {}  # (B,) each
         if self.head is not None:
@@ -303,8 +298,9 @@ class Classifier(nn.Module):
         loss = sum(losses.values()).sum() / sums["count"].clamp(min=1)
         if not self.training and self.head is not None:
             K = scores.size(1)
-            cells = count_indices(labels * K + scores.argmax(1), K * K)  # rows: true classes
-            sums |= dict(confusion=cells.view(K, K), odds=log_odds_counts(scores, labels))
+            cells = labels.new_zeros(K * K)  # bincount would wait for the GPU
+            cells.index_add_(0, labels * K + scores.argmax(1), torch.ones_like(labels))
+            sums["confusion"] = cells.view(K, K)  # rows: true classes
         if not self.training and self.end is not None:
             sums |= metrics.span_sums(spans, self.predict_spans(x, ends))
         return loss, sums
@@ -314,7 +310,7 @@ class Classifier(nn.Module):
         {name: tensor}: of losses(), added over batches.
 
         For the task "joint" label_loss and span_loss. In evaluations, for labels: accuracy;
-        precision, recall and f1, each with the suffixes _macro and _weighted; auroc. For evidence:
+        precision, recall and f1, each with the suffixes _macro and _weighted. For evidence:
         exact_match and token_f1, see metrics.span_metrics(). score: the mean of f1_macro and
         exact_match, or the one that exists. For the task "span", f1_macro is token_f1.
         """
@@ -324,8 +320,6 @@ class Classifier(nn.Module):
         if "confusion" in sums:
             values = metrics.confusion_metrics(sums["confusion"].numpy())
             out |= {name: v for name, v in values.items() if not name.endswith("per_class")}
-            areas = [metrics.auroc(*counts) for counts in sums["odds"].numpy()]
-            out["auroc"] = metrics.average_auroc(areas)
         if "spans" in sums:
             out |= metrics.span_metrics(sums)
             out.setdefault("f1_macro", out["token_f1"])  # SQuAD's name for it, arXiv:1606.05250
@@ -342,27 +336,6 @@ class Classifier(nn.Module):
     def compile(self, *args, **kwargs):
         for block in self.gpt.h:  # all blocks share the first one's code; the heads are small
             block.compile(*args, **kwargs)
-
-
-def log_odds_counts(scores, labels):
-    """Count rows in bins of the log-odds of each class, from which AUROC is computed. Return (K, 2,
-    bins): [k, 0] counts the rows of other classes, [k, 1] the rows of class k. The LOG_ODDS_BINS //
-    K bins are evenly spaced between -MAX_LOG_ODDS and MAX_LOG_ODDS; values outside count in the
-    outermost bins. scores (B, K): logits; labels (B,): class indices."""
-    K = scores.size(1)
-    logp = scores.log_softmax(1)
-    bins = LOG_ODDS_BINS // K
-    odds = (logp - torch.log1p(-logp.exp())).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)  # (B, K)
-    index = ((odds + MAX_LOG_ODDS) * ((bins - 1) / (2 * MAX_LOG_ODDS))).round().long()
-    classes = torch.arange(K, device=scores.device)
-    cell = (classes * 2 + (labels[:, None] == classes)) * bins + index  # (B, K)
-    return count_indices(cell.flatten(), K * 2 * bins).view(K, 2, bins)
-
-
-def count_indices(indices, n):
-    """Return (n,), how often each of the numbers 0 to n - 1 occurs in `indices` (m,) int64, as
-    torch.bincount does, which would wait for the GPU."""
-    return indices.new_zeros(n).index_add_(0, indices, torch.ones_like(indices))
 
 
 def states_at(x, positions):

@@ -42,24 +42,16 @@ def auroc(negatives, positives):
     return float((positives * below).sum() / pairs) if pairs else None
 
 
-def average_auroc(areas):
-    """Return the AUROC of a classifier. areas: a list of floats, the AUROC of each class against
-    all others. With two classes, the result is the area of the second class; with more, the mean,
-    or `None` if an area is undefined (`None`)."""
-    if len(areas) == 2:
-        return areas[1]
-    return None if None in areas else float(np.mean(areas))
-
-
 def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
     """Return a dict of the metrics that scikit-learn computes from class scores.
 
     labels: (N,) true classes, 0 to K - 1. scores: (N, K), e.g. probabilities; the predicted class
     has the largest score. The result has accuracy; precision, recall and f1, each with the suffixes
-    _macro, _weighted and _per_class; auroc (see average_auroc) and auroc_per_class, a list with
-    `None` for a class that no sample or every sample has; confusion_matrix, a nested list (rows:
-    true classes); support, the number of samples of each class. Raises ValueError for other shapes,
-    no rows, labels outside of the range, and scores that are not finite.
+    _macro, _weighted and _per_class; auroc_per_class, a list of the AUROC of each class against all
+    others, `None` for a class that no sample or every sample has; auroc, the mean of these, `None`
+    if one is, or with two classes that of the second; confusion_matrix, a nested list (rows: true
+    classes); support, the number of samples of each class. Raises ValueError for other shapes, no
+    rows, labels outside of the range, and scores that are not finite.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
@@ -73,9 +65,10 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
         values, rank = np.unique(scores[:, k], return_inverse=True)
         counts = np.bincount(rank + len(values) * (labels == k), minlength=2 * len(values))
         areas.append(auroc(*counts.reshape(2, -1)))
+    mean = None if None in areas else float(np.mean(areas))
     return confusion_metrics(matrix) | dict(
-        auroc=average_auroc(areas), auroc_per_class=areas, support=matrix.sum(1).tolist(),
-        confusion_matrix=matrix.tolist())
+        auroc=areas[1] if K == 2 else mean, auroc_per_class=areas,
+        support=matrix.sum(1).tolist(), confusion_matrix=matrix.tolist())
 
 
 # -----------------------------------------------------------------------------
