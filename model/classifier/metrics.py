@@ -30,13 +30,14 @@ def confusion_metrics(matrix):
     return out
 
 
-def auroc(negatives, positives):
-    """Return the area under the ROC curve, a float; `None` without negatives or positives.
-
-    negatives, positives: NumPy arrays (n,), the numbers of negative and of positive samples at each
-    of n scores, in ascending order of the score. The area is the probability that a random positive
-    sample has a higher score than a random negative one; ties count half.
-    """
+def auroc(scores, is_positive):
+    """Return the area under the ROC curve, a float; `None` without negatives or positives. scores
+    (N,), is_positive (N,) bool: NumPy arrays. The area is the probability that a random positive
+    sample has a higher score than a random negative one; ties count half."""
+    values, rank = np.unique(scores, return_inverse=True)
+    # How many have each of the values, in ascending order.
+    negatives, positives = (np.bincount(rank[chosen], minlength=len(values))
+                            for chosen in (~is_positive, is_positive))
     pairs = negatives.sum() * positives.sum()
     below = negatives.cumsum() - negatives / 2
     return float((positives * below).sum() / pairs) if pairs else None
@@ -60,11 +61,7 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
     if labels.min() < 0 or labels.max() >= K or not np.isfinite(scores).all():
         raise ValueError(f"expected labels from 0 to {K - 1} and finite scores")
     matrix = np.bincount(labels * K + scores.argmax(1), minlength=K * K).reshape(K, K)
-    areas = []
-    for k in range(K):
-        values, rank = np.unique(scores[:, k], return_inverse=True)
-        counts = np.bincount(rank + len(values) * (labels == k), minlength=2 * len(values))
-        areas.append(auroc(*counts.reshape(2, -1)))
+    areas = [auroc(scores[:, k], labels == k) for k in range(K)]
     mean = None if None in areas else float(np.mean(areas))
     return confusion_metrics(matrix) | dict(
         auroc=areas[1] if K == 2 else mean, auroc_per_class=areas,
