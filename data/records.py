@@ -38,8 +38,8 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists `problems`, [(location, problem), ...] pairs of texts; do nothing
-    if the list is empty. hint: text to append to the message."""
+    """Raise a DataError that lists `problems`, [(location, problem), ...] pairs of texts; do
+    nothing if the list is empty. hint: text to append to the message."""
     lines = [": ".join(problem) for problem in problems]
     if len(lines) > 1:
         lines.insert(0, f"{len(lines)} problems")
