@@ -312,8 +312,8 @@ class GPT(nn.Module):
         """Register buffers that move with the model but are not saved. `ropes`:
         GPTConfig.rope_tables() of the positions 0 to block_size - 1; `None` without rotary
         positions. `token_bytes` (V,): the number of bytes of each token, from the numpy array
-        token_bytes, or 0 if it is `None`. Both have values also under torch.device("meta"), because
-        they are not initialised later."""
+        token_bytes; all 0 if it is `None`. Both have values also under torch.device("meta"),
+        because they are not initialised later."""
         c = self.config
         ropes = None
         with torch.device("cpu"):

@@ -318,9 +318,9 @@ class RoutedGPT(GPT):
     def numbers(self, sums):
         """Return {name: number or list} for the log: the numbers of GPT; load_balance (1: uniform),
         auxiliary and z_loss, means over sequences and layers; use, for each layer a list of the
-        load of each expert relative to a uniform load, with use_min and use_max; in training
-        lm_loss, the loss without the router losses. sums: those of compute_loss(), added over all
-        batches."""
+        load of each expert relative to a uniform load; use_min and use_max, the lowest and the
+        highest of these loads; in training lm_loss, the loss without the router losses. sums: those
+        of compute_loss(), added over all batches."""
         n_tokens = max(1.0, float(sums["routed"][0].sum()))
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens

@@ -177,7 +177,7 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
 
 def sample_indices(weights, generators):
     """Return a random index (B, 1) for each row of weights (B, V), with probability proportional to
-    the weight; an arbitrary index if the weights are not finite. generators: as for
+    the weight; any index from 0 to V - 1 if the weights are not finite. generators: as for
     sample_tokens().
 
     On a CPU, one uniform number per row is looked up in the cumulative sum (torch.multinomial uses
