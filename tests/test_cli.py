@@ -31,7 +31,7 @@ class Options(Sampling):
 def parsed(*argv):
     """(exit code, the options that the command gets or None)."""
     got = []
-    code = run_command(Options, got.append, argv, prog="model.x")
+    code = run_command(Options, got.append, argv)
     return code, got[0] if got else None
 
 
@@ -59,15 +59,14 @@ def test_options_become_values_of_their_type(argv, changes):
 
 
 def test_a_path_that_is_not_utf8_is_printed(capsys):
-    assert run_command(Options, lambda options: print(options.ckpt), ["--ckpt=x\udcff.pt"],
-                       prog="model.x") == 0
+    assert run_command(Options, lambda options: print(options.ckpt), ["--ckpt=x\udcff.pt"]) == 0
     assert capsys.readouterr().out == "x\\udcff.pt\n"
 
 
 def test_all_invalid_values_are_reported_at_once(capsys):
     assert parsed("--top_k=0", "--depth=1,x", "--mode=fats", "--from=1") == (2, None)
     assert capsys.readouterr().err.splitlines() == [
-        "model.x: --top_k: must be at least 1, got 0",
+        "test_cli: --top_k: must be at least 1, got 0",
         "--depth: expected an integer, got 'x'",
         "--mode: must be one of fast, slow; got 'fats' (did you mean 'fast'?)",
         "--from: must be below 1, got 1.0"]
@@ -81,7 +80,7 @@ def test_unknown_options_are_refused_with_the_usage(argv, words, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(*argv.split())
     text = capsys.readouterr().err
-    assert ended.value.code == 2 and text.startswith("usage: python -m model.x") and words in text
+    assert ended.value.code == 2 and text.startswith("usage: python -m test_cli") and words in text
 
 
 @pytest.mark.parametrize("command, missing", [
@@ -115,32 +114,32 @@ def test_required_options_and_positional_arguments():
         source: str = key("", "where", positional=True, required=True)
         to: str = key("", "target", required=True)
     got = []
-    assert run_command(Required, got.append, ["a", "--to=b"], prog="model.x") == 0
+    assert run_command(Required, got.append, ["a", "--to=b"]) == 0
     assert got == [Required("a", "b")]
     for argv in (["a"], ["--to=b"], []):
         with pytest.raises(SystemExit):
-            run_command(Required, got.append, argv, prog="model.x")
+            run_command(Required, got.append, argv)
     assert len(got) == 1
 
 
 def test_other_arguments_can_be_those_of_a_run():
     got = []
     code = run_command(Options, lambda *both: got.append(both) or 5,
-                       ["--top_k=2", "--max-iters=3", "lr=1"], load=lambda rest: rest, prog="x")
+                       ["--top_k=2", "--max-iters=3", "lr=1"], load=lambda rest: rest)
     assert code == 5 and got == [(Options(top_k=2, files=["lr=1"]), ["--max_iters=3"])]
 
 
 @pytest.mark.parametrize("error, code, message", [
-    (None, 0, ""), (UserError("two\nlines"), 2, "model.x: two\nlines\n"),
-    (ValueError("no"), 2, "model.x: no\n"), (OSError("disk"), 2, "model.x: disk\n"),
-    (KeyboardInterrupt(), 130, "model.x: interrupted\n"),
-    (KeyboardInterrupt(15), 143, "model.x: interrupted\n")])
+    (None, 0, ""), (UserError("two\nlines"), 2, "test_cli: two\nlines\n"),
+    (ValueError("no"), 2, "test_cli: no\n"), (OSError("disk"), 2, "test_cli: disk\n"),
+    (KeyboardInterrupt(), 130, "test_cli: interrupted\n"),
+    (KeyboardInterrupt(15), 143, "test_cli: interrupted\n")])
 def test_how_a_command_ends(error, code, message, capsys):
     def work(options):
         assert options.top_k == 3
         if error:
             raise error
-    assert run_command(Options, work, ["--top-k", "3"], prog="model.x") == code
+    assert run_command(Options, work, ["--top-k", "3"]) == code
     assert capsys.readouterr().err == message
 
 
@@ -148,7 +147,7 @@ def test_a_bug_keeps_its_traceback():
     def work(options):
         raise KeyError("why")
     with pytest.raises(KeyError, match="why"):
-        run_command(Options, work, [], prog="model.x")
+        run_command(Options, work, [])
 
 
 def test_dashes_and_underscores_are_equivalent():

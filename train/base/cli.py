@@ -127,21 +127,21 @@ def command(cls, work, **how):
     return main
 
 
-def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None, prog=None):
+def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None):
     """Run a command: parse `argv`, a list of arguments (default: sys.argv[1:]), into `options`, an
     instance of the dataclass `cls`, call work(options) and return the exit code.
     interrupt_message: printed after a KeyboardInterrupt.
     load: a function of a list of arguments, e.g. train.config.load_argv. If given, arguments that
     are not options of `cls` are passed to `load`, work(options, load(these arguments)) is called,
     and the result of work() is the exit code.
-    prog: name of the module in messages; default: the module of `cls`.
 
     Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError, an
     OSError or the failed import of a file of this project; 130 after Ctrl-C (128 + N after signal
     N). These exceptions are printed as one message on stderr. Other exceptions are raised, also the
     SystemExit of argparse (0 after --help, 2 for invalid options).
     """
-    name = prog or sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
+    # The name of the command in messages.
+    name = sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
     epilog = "All other arguments are those of run_train.py." if load else None
     parser = make_parser(cls, f"python -m {name}", epilog)
     with contextlib.suppress(AttributeError):  # a stream of another type
