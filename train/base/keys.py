@@ -204,7 +204,8 @@ class GPTKeys:
                            "last `window` tokens; f and w: the same without rotary positions")
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"
                                    "ORIGINAL_LENGTH", check=parse_rope_scaling, needs="pos=rope")
-    window_rope_theta: float | None = key(None, "base in layers W", gt=0, needs="layer_types=W")
+    window_rope_theta: float | None = key(None, "rope_theta of layers W; unscaled", gt=0,
+                                          needs="layer_types=W")
     max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
     bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
     pad_id: int | None = key(None, "id that fills up texts, for exports (default: none)", ge=0)
