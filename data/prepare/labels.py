@@ -89,6 +89,9 @@ def prepare_labels(args):
                        frame=[len(tokenizer.start), len(tokenizer.end)])))
     echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
          f"{dict(zip(classes, counts))}")
+    if n_long := sum((part["lengths"] == args.max_tokens).sum() for part in arrays.values()):
+        echo(f"{n_long:,} texts have --max_tokens {args.max_tokens} tokens or more; the rest of "
+             "each is cut off")
     if n_lost := sum(bool(row.spans) for row in rows) - n_with_spans:
         echo(f"{n_lost:,} rows lost their evidence, which has no token or is beyond --max_tokens "
              f"{args.max_tokens}")
