@@ -439,6 +439,15 @@ def test_packed_text_is_the_text(tmp_path):
     assert metas[0]["splits"] == metas[1]["splits"]
 
 
+def test_standard_input_does_not_replace_that_of_an_earlier_command(tmp_path):
+    command = ("-m", "data.prepare", "/dev/stdin")
+    for content, code in (("one text " * 9, 0), ("another one", 2)):
+        done = python(*command, cwd=tmp_path, env={"PYTHONPATH": REPO}, input=content)
+        assert done.returncode == code, done.stderr
+    assert "--force" in done.stderr
+    assert text_of(tmp_path / "data/bin/stdin").replace("|", "") == "one text " * 9
+
+
 @pytest.mark.parametrize("name, content, message", [
     ("a.json", '"just a string"', "expected an object"),
     ("a.json", "[1, 2]", "expected an object"), ("a.json", '[{"text": "x"', "delimiter"),

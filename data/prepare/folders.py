@@ -44,14 +44,16 @@ def check_replaceable(out, model, sources, force):
     """Raise DataError unless the data in the folder `out` may be replaced. That is the case if
     `out` is missing or empty, `force` is True, or the data was prepared (or an interrupted
     preparation began) for --model `model` from the same `sources`, a list of names in the same
-    order. Raises OSError if `out` is a file."""
+    order; but not if one is /dev/stdin or /dev/fd/N, whose content can be another each time.
+    Raises OSError if `out` is a file."""
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:
         meta = read_meta(out, allow_incomplete=True)
     except DataError:
         meta = Meta()
-    if (meta.model, meta.sources) != (model, absolute(sources)):
+    if (meta.model, meta.sources) != (model, absolute(sources)) or any(
+            name.startswith(("/dev/stdin", "/dev/fd/")) for name in sources):
         raise DataError(f"{out}: contains files that were not prepared from these sources; name "
                         "another folder with --out, or replace its data with --force")
 
