@@ -775,9 +775,10 @@ def test_a_corpus_replaces_the_shards_and_rows_of_earlier_preparations(tmp_path,
 def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/x.txt").write_text("some text\n" * 50)
-    (tmp_path / "in/big.csv").write_text("text\n" + "good\n" * 9 + "one,two\n")
-    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "o")]) == 2
-    assert "big.csv:11: not the 1 values of the header" in capsys.readouterr().err
+    for rows, line in (("good\n" * 9 + "one,two\n", 11), ("one,two\n" * 30 + "good\n" * 9, 21)):
+        (tmp_path / "in/big.csv").write_text("text\n" + rows)
+        assert main([str(tmp_path / "in"), "--out", str(tmp_path / "o")]) == 2
+        assert f"big.csv:{line}: not the 1 values of the header" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, content, message", [

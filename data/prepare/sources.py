@@ -166,7 +166,11 @@ def read_sources(o, path):
             # A file in a folder may be no text, but data must not be missing unnoticed.
             is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
             has_good_records = has_records(file) and documents.file.tell() > documents.size
-            if file == source or is_data or has_good_records or documents.is_damaged:
+            # Reading may have stopped before the first good row of a table that has the column.
+            has_bad_rows = (re.search(r"\.(csv|tsv)(\.gz)?$", file.lower())
+                            and any(where != file for where, _ in file_problems))
+            if (file == source or is_data or has_good_records or has_bad_rows
+                    or documents.is_damaged):
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
