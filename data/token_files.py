@@ -4,6 +4,7 @@ Formats: nanoGPT's raw .bin (uint16, or the dtype of meta.json), llm.c and modde
 .npy files. The format is recognised and checked when a file is opened.
 """
 
+import contextlib
 import glob
 import mmap
 import os
@@ -154,7 +155,9 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     stream = TokenStream([open_shard(p, meta.dtype) for p in paths],
                          vocab_size or meta.vocab_size)
     n = stream.n_tokens
-    expected = (meta.splits or {}).get(split, {}).get("tokens", n)
+    expected = n
+    with contextlib.suppress(TypeError, KeyError):  # no splits, or those of another program
+        expected = meta.splits[split]["tokens"]
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
         raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}; prepare again")
     if n < least:

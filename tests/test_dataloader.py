@@ -296,6 +296,9 @@ def test_grown_data_is_detected_and_meta_json_knows_the_count(folder):
     os.truncate(folder / "train.bin", 9000)
     with pytest.raises(DataError, match="4,500 tokens, but meta.json says 5000"):
         DataLoader(folder, 1, 8)
+    for splits in (["train", "val"], {"train": 4500}, {"train": None}):  # of another program
+        (folder / "meta.json").write_text(json.dumps(dict(splits=splits)))
+        DataLoader(folder, 1, 8)
 
 
 # --- bad files, found before work starts: matrix F
