@@ -84,7 +84,7 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
     lines = err.splitlines()[1:]
     for n, words in enumerate([
             "not a key", "`low <= high`", "an integer, got '2.5'", "not a key", "adamw, muon",
-            "log", "a list of choices", "'x'", "got 0.1", "NoneType", "hihg", "got 'true'",
+            "log", "a list of choices", "'x'", "got 0.1", "NoneType", "hihg", "lgo",
             "one or more", "{trials: 12"], 1):
         assert words in lines[n - 1], (words, lines[n - 1])
         assert f"space.yaml:{n}: " in lines[n - 1]
@@ -94,6 +94,7 @@ def test_problems_of_a_space_are_told_all_at_once(search, capsys):
     ("low: nan, high: 1", "expected a finite number, got 'nan'"),
     ("low: 1e-4, high: inf", "expected a finite number, got 'inf'"),
     ("low: -1e308, high: 1e308", "must be above 0"),
+    ("low: 1e-3, high: 1e-2, step: nan", "expected a finite number, got 'nan'"),
     ("low: 1e-3, high: 1e-2, step: 1e-40", "DivisionImpossible")])
 def test_limits_that_are_no_range_are_refused(search, capsys, limits, words):
     assert search(f"learning_rate: {{{limits}}}\n") == (2, [])

@@ -30,7 +30,7 @@ except ImportError:
 
 from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
-from train.base.fields import base_type, convert, fields_by_name, key, parse_value, to_bool
+from train.base.fields import TYPES, base_type, convert, fields_by_name, key, parse_value, to_bool
 from train.base.files import exclusive_lock, write_text
 from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
 from train.robust import run_reporting_errors
@@ -90,10 +90,10 @@ def read_dimension(name, raw, known):
         choices = [parse_value(known[name], value) for value in raw]
         return optuna.distributions.CategoricalDistribution(choices)
     kind = base_type(known[name].type)
-    if kind not in (int, float) or not isinstance(raw, dict):
+    if kind not in (int, float) or {*(raw or ())} - {"log", "step"} != {"low", "high"}:
         raise ValueError("expected a list of choices, or for a number {low, high, log: true} or "
                          f"{{low, high, step}}; got {raw}")
-    limits = {k: kind(v) if k == "step" else parse_value(known[name], v)
+    limits = {k: convert(v, *TYPES[kind]) if k == "step" else parse_value(known[name], v)
               for k, v in raw.items() if k != "log"}
     log = convert(raw.get("log", "false"), to_bool, "true or false for log")
     distributions = optuna.distributions
