@@ -111,6 +111,20 @@ def test_without_evaluations_nothing_is_killed_and_nothing_is_said_of_resume():
         check_resume(case)
 
 
+def test_a_crash_while_a_refusal_is_handled_is_a_crash(tmp_path, monkeypatch):
+    from train.tools import check
+
+    def crash(config, on_evaluation):
+        try:
+            raise SetupError("refused")
+        except SetupError:
+            return 1 / 0
+    (tmp_path / "config.yaml").write_text("max_iters: 1\n")
+    monkeypatch.setattr(check, "train", crash)
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        check.train_in_process(SimpleNamespace(folder=tmp_path), "a")
+
+
 def test_a_shared_tensor_has_the_initial_values_of_its_last_name():
     from train.tools.check import check_initial
     model = torch.nn.Module()

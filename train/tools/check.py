@@ -150,7 +150,8 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
         if killed_at is None:
             raise AssertionError(str(error)) from None
     except mp.ProcessRaisedException as error:  # its text has the traceback of the process
-        refusal = re.search(r"\ntrain\.base\.errors\.\w+Error: (.*)", str(error), re.DOTALL)
+        last = str(error).rpartition("\nTraceback")[2]  # not an error that was being handled
+        refusal = re.search(r"\ntrain\.base\.errors\.\w+Error: (.*)", last, re.DOTALL)
         if refusal and "resume" not in changes:
             raise SetupError(refusal[1]) from None
         raise AssertionError(str(error)[-MAX_REASON_CHARS:]) from error
