@@ -189,7 +189,6 @@ def test_a_killed_replacement_is_never_taken_for_complete(tmp_path, function, ca
     (out / "notes").write_text("mine")
     code = f"""
 import os
-import re
 from data.meta import Meta, write_meta
 from data.prepare.folders import new_folder
 real, calls = os.{function}, []
