@@ -446,6 +446,9 @@ def test_standard_input_does_not_replace_that_of_an_earlier_command(tmp_path):
         assert done.returncode == code, done.stderr
     assert "--force" in done.stderr
     assert text_of(tmp_path / "data/bin/stdin").replace("|", "") == "one text " * 9
+    done = python(*command, "--field=text", "--force", cwd=tmp_path, env={"PYTHONPATH": REPO},
+                  input=LINES)
+    assert done.returncode == 2 and "no records; --field" in done.stderr
 
 
 @pytest.mark.parametrize("name, content, message", [

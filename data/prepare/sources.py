@@ -149,7 +149,7 @@ def read_sources(o, path):
     """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
     (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
     link, and files in a folder that are not text. Raises a DataError that lists the problems of all
-    sources; also for almost no text."""
+    sources; also for almost no text, and for o.field without records."""
     documents = Documents(path)
     skipped = []
     problems = []
@@ -176,6 +176,8 @@ def read_sources(o, path):
                 skipped.append(file)
     documents.file.close()  # the end may have text of a file with problems
     records.raise_problems(problems)
+    if o.field and not documents.has_records:  # e.g. JSON lines from /dev/stdin would be text
+        raise DataError(f"{', '.join(o.sources)}: no records; --field is for these only")
     if documents.size < MIN_BYTES:
         raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little to "
                         f"split; skipped files: {', '.join(skipped[:3]) or 'none'}")
