@@ -233,11 +233,11 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 def records(source, columns=None):
     """Yield (location, record) for each record of a source: a file, or a data set, as a saved
-    folder or a name on the hub. A file with an unknown extension has one JSON
-    record per line. A record is a dict, or a ValueError, not raised, if it cannot be read. columns:
-    names of columns that a table (.csv, .tsv, .parquet) must have (`None`: any); of a parquet file,
-    only these are read. Raises one of READ_ERRORS if the source cannot be read, SetupError without
-    a package that it needs."""
+    folder or a name on the hub. A file with an unknown extension has one JSON record per line. A
+    record is a dict, or a ValueError, not raised, if it cannot be read. columns: names of columns
+    that a table (.csv, .tsv, .parquet) must have (`None`: any); of a parquet file, only these are
+    read. Raises one of READ_ERRORS if the source cannot be read, SetupError without a package that
+    it needs."""
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
