@@ -154,9 +154,9 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     assert code == 0 and found[0]["runs"] == "2 of 2" and "Resuming from" in log.read_text()
 
 
-def test_a_result_is_read_from_the_metrics(data_dir, tmp_path, capsys):
+def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     """Two lines of ten steps of half a second each, and an evaluation."""
-    run = child_runs.ChildRun("a", [f"--data_dir={data_dir}", "--block_size=16"], tmp_path)
+    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
     run.folder.mkdir()
     lines = [dict(iter=9, loss=3, time_ms=500.0), dict(iter=19, loss=2, time_ms=500.0),
              dict(iter=20, val_loss=2.5)]
@@ -175,9 +175,9 @@ def test_a_result_is_read_from_the_metrics(data_dir, tmp_path, capsys):
     assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
 
 
-def test_without_a_value_in_the_last_evaluation_there_is_no_result(data_dir, tmp_path, capsys):
+def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):
     """A correlation with constant predictions; that of an earlier evaluation is not the run's."""
-    run = child_runs.ChildRun("a", [f"--data_dir={data_dir}", "--block_size=16"], tmp_path)
+    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
     run.folder.mkdir()
     (run.folder / "metrics.jsonl").write_text('{"iter": 10, "val_correlation": 0.9}\n'
                                               '{"iter": 20, "val_correlation": null}\n')
@@ -202,7 +202,7 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
         assert capsys.readouterr().out.count("(cached)") == there
 
 
-def test_a_result_is_of_the_files_that_the_run_reads(go, data_dir, tmp_path, capsys):
+def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
     """Other weights under the name of the first ones; then a run of each is there."""
     go("--seeds", "2")
     weights = sorted(tmp_path.glob("repeat/base,_seed_?_*/ckpt.pt"))
@@ -214,16 +214,15 @@ def test_a_result_is_of_the_files_that_the_run_reads(go, data_dir, tmp_path, cap
         assert go("--seeds", "2", f"--init_from={start}")[0] == 0
         assert capsys.readouterr().out.count("(cached)") == there
     folders = set()
-    data = [f"--data_dir={data_dir}", "--block_size=16"]
     for text in ("{}", "{}\n"):
         tasks.write_text(text)
-        folders.add(child_runs.ChildRun("a", [*data, f"--eval_tasks={tasks}"], tmp_path).folder)
+        folders.add(child_runs.ChildRun("a", [f"--eval_tasks={tasks}"], "", tmp_path).folder)
     weights = tmp_path / "hf" / "model.safetensors"
     weights.parent.mkdir()
     for text in ("a", "bb"):  # in place: the state of the folder is the same
         weights.write_text(text)
-        start = f"--init_from={weights.parent}"
-        folders.add(child_runs.ChildRun("a", [*data, start], tmp_path).folder)
+        folders.add(child_runs.ChildRun("a", [f"--init_from={weights.parent}"], "",
+                                        tmp_path).folder)
     assert len(folders) == 4
 
 

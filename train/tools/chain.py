@@ -15,7 +15,9 @@ from train.base.cli import command, format_table
 from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.config import load_argv
+from train.distributed import Ranks
 from train.options.loss_svg import curve, read_metrics
+from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
 
 
@@ -35,13 +37,14 @@ def train_chain(options, arguments):
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
+    fingerprint = open_data(config, Ranks()).train.fingerprint()
     runs = []
     for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
         teachers = [str(run.folder / "ckpt.pt") for run in runs if run.value is not None]
         taught = ["--model=distill", f"--teacher={','.join(teachers)}",
                   f"--distill_weight={options.weight}"] if teachers else []
         runs.append(ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs)}"],
-                             options.out))
+                             fingerprint, options.out))
         train_all(runs[-1:], "val_loss", options.out, jobs=1)
     header = ("run", "seconds", "val_loss", "ensemble of the earlier runs")
     echo(format_table([header, *map(table_row, runs)]))

@@ -22,10 +22,8 @@ from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, input_files, load_argv, to_yaml
-from train.distributed import Ranks
 from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
-from train.setup import open_data
 
 POLL_SECONDS = 0.1
 
@@ -35,14 +33,14 @@ class ChildRun:
     of the run, inside the folder `out`.
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
-    run_train.py. Raises UserError if the configuration or the data are invalid, or if there are no
-    evaluations.
+    run_train.py. fingerprint: of the data, a result of Loader.fingerprint(), part of the identity
+    of the run. Raises UserError if the configuration has no evaluations.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
     data, {} without.
     """
 
-    def __init__(self, name, arguments, out):
+    def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
         if not config.evaluates:
             raise UserError(f"{name}: needs evaluations: eval_interval above 0")
@@ -50,8 +48,7 @@ class ChildRun:
         paths = [path for file in files if file
                  for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
         states = [path.stat() for path in paths]
-        fingerprint = str(open_data(config, Ranks()).train.fingerprint())
-        identity = to_yaml(config) + fingerprint + "".join(
+        identity = to_yaml(config) + str(fingerprint) + "".join(
             f" {state.st_size} {state.st_mtime_ns}" for state in states)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]

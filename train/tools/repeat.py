@@ -24,6 +24,8 @@ from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, printable
 from train.base.fields import key
 from train.config import load_argv
+from train.distributed import Ranks
+from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
 
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
@@ -147,9 +149,14 @@ def repeat(options, arguments):
     runs = {(size, change): {} for size in sizes for change in [BASE, *changes]}
     for size, change in runs:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
+        changed_config = load_argv(changed)
+        data = open_data(changed_config, Ranks())
         for seed in seeds:
-            name = f"{label(size, change)}, seed {seed}"
-            runs[size, change][seed] = ChildRun(name, [*changed, f"--seed={seed}"], options.out)
+            if "fold" in data.spec:  # the seed chooses the training rows
+                data = open_data(changed_config.replace(seed=seed), Ranks())
+            fingerprint = data.train.fingerprint()
+            runs[size, change][seed] = ChildRun(f"{label(size, change)}, seed {seed}", [
+                *changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
     in_order = [by_seed[seed] for seed in seeds for by_seed in runs.values()]
     train_all(in_order, config.early_stopping_metric, options.out, options.jobs)

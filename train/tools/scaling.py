@@ -146,12 +146,13 @@ def plan_run(arguments, config, width, data, budget, depth):
     return SmallRun(budget, depth, flops / units / 6, steps * units, [*arguments, *settings])
 
 
-def train_runs(runs, options):
+def train_runs(runs, fingerprint, options):
     """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
-    losses (`None` for a run that crashed). Runs with the same arguments and data that are complete
-    in options.out are not trained again. options: ScalingOptions."""
-    children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, options.out)
-                for run in runs]
+    losses (`None` for a run that crashed). Runs with the same arguments and fingerprint that are
+    complete in options.out are not trained again. fingerprint: of the data, a result of
+    Loader.fingerprint(). options: ScalingOptions."""
+    children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
+                         options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
     table = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
     for (budget, depth, n, d, _), child in zip(runs, children):
@@ -190,9 +191,10 @@ def scaling(options, arguments):
         raise UserError("needs two --budgets or more")
     require("scipy.optimize", "the fit")
     data = open_data(config, Ranks())
+    fingerprint = data.train.fingerprint()
     plan = functools.partial(plan_run, arguments, config, options.width, data)
     runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
-    losses = train_runs(runs, options) if len(runs) >= MIN_RUNS else []
+    losses = train_runs(runs, fingerprint, options) if len(runs) >= MIN_RUNS else []
     points = [(run.n, run.d, loss) for run, loss in zip(runs, losses) if loss is not None]
     if len(points) < MIN_RUNS:
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: add --budgets, --depth")
@@ -222,7 +224,7 @@ def scaling(options, arguments):
          f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
     if options.check:
-        reached, = train_runs([larger], options)
+        reached, = train_runs([larger], fingerprint, options)
         if reached is None:
             return 1
         echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
