@@ -154,7 +154,8 @@ class SystemKeys:
                                       "(default: those of a node)", ge=1, needs="distributed=hsdp")
     gradient_checkpointing: str = free_key("false", "recompute blocks in the backward pass, saves "
                                            "memory", choices=["false", "true", "selective"])
-    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1)
+    num_threads: int | None = free_key(None, "CPU threads (default: OMP_NUM_THREADS, cores)", ge=1,
+                                       le=1024)  # of many more, torch crashes
     dist_timeout: float = free_key(600.0, "timeout of a collective, in seconds", gt=0, le=1e6)
     step_timeout: float = free_key(0.0, "seconds per step, else exit; ten times as long for the "
                                    "first two, saves, evaluations; 0: no limit", ge=0, le=1e6)
