@@ -194,10 +194,10 @@ def test_tensors_of_a_base_model(hf):
     weights = theirs.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}
     base = {n.removeprefix("transformer."): t for n, t in weights.items() if "lm_head" not in n}
     model = GPT(GPTConfig(**SIZE | GPT2 | dict(n_hidden=40, bias=True)))
-    model.load_state_dict(tensors.read_weights(base, "gpt2"))
+    model.load_state_dict(tensors.read_weights(base, "gpt2", ""))
     assert_close(logits_of(theirs, idx), logits_of(model, idx))
     llama = theirs_made(hf, "llama").model.state_dict()
-    named = tensors.read_weights(llama, "qwen3")
+    named = tensors.read_weights(llama, "qwen3", "")
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 

@@ -45,7 +45,7 @@ def read_model(path, state=None):
     weights = convert_ddp_state(state["model"])
     if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):
         return state  # not of nanoGPT
-    ours = read_weights(weights, "nanogpt")
+    ours = read_weights(weights, "nanogpt", path)
     if "lm_head.weight" in ours and torch.equal(ours["lm_head.weight"], ours["wte.weight"]):
         del ours["lm_head.weight"]  # nanoGPT stores both copies of a tied weight
     args = (state.get("model_args") or {}) | dict(model_type="nanogpt")
@@ -128,7 +128,7 @@ def read_folder(folder):
                               f"as {folder}/ckpt.pt, or a Hugging Face folder")
     path = os.path.join(folder, "config.json")
     kind, args = read_config(read_json(path), path)
-    weights = read_weights(read_shards(folder), kind)
+    weights = read_weights(read_shards(folder), kind, folder)
     if args["tie_weights"]:
         head = weights.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, weights.get("wte.weight", head)):

@@ -126,37 +126,43 @@ def write_weights(weights, shape, kind):
 # -----------------------------------------------------------------------------
 # reading
 
-def read_weights(tensors, kind):
+def read_weights(tensors, kind, path):
     """Convert weights of other programs. Return {name in this program: tensor}, with q, k, v as
     separate tensors and the vocabulary padded with zeros to a multiple of 128 rows.
 
-    tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". Buffers,
-    the output layers of encoders and the vision part of Gemma 3 are left out. Unknown names are
-    kept, except for a prefix, e.g. "model."; check_complete() finds them, and missing tensors.
+    tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". path: of
+    the weights, for messages. Buffers, the output layers of encoders and the vision part of Gemma 3
+    are left out. Unknown names are kept, except for a prefix, e.g. "model.". Raises CheckpointError
+    for shapes that cannot be converted, and for some missing tensors, e.g. experts; check_complete
+    finds all.
     """
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
     out = {}
-    for name, t in tensors.items():
-        if UNUSED.match(name) or "bert" in kind and ENCODER_HEADS.match(name):
-            continue
-        name = PREFIX.sub("", name)
-        if "bert" in kind:  # names in old files
-            name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
-        name = name if name.startswith(("lm_head.", root)) else root + name
-        name = rename(name, names, known_only=False)
-        if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
-            t = t.t()  # of (in, out)
-        whole = next((part for part in CONCATENATED if f".{part}." in name), "")
-        parts = CONCATENATED.get(whole, [""])
-        out |= {name.replace(whole, part): piece.contiguous()
-                for part, piece in zip(parts, t.chunk(len(parts)))}
-    out = stack_experts(out)
-    if NAMES[kind] is BERT:
-        out = fold_bert(out, "roberta" in kind)
-    for name in EMBEDDINGS:
-        if name in out:
-            out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
+    try:
+        for name, t in tensors.items():
+            if UNUSED.match(name) or "bert" in kind and ENCODER_HEADS.match(name):
+                continue
+            name = PREFIX.sub("", name)
+            if "bert" in kind:  # names in old files
+                name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
+            name = name if name.startswith(("lm_head.", root)) else root + name
+            name = rename(name, names, known_only=False)
+            if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
+                t = t.t()  # of (in, out)
+            whole = next((part for part in CONCATENATED if f".{part}." in name), "")
+            parts = CONCATENATED.get(whole, [""])
+            out |= {name.replace(whole, part): piece.contiguous()
+                    for part, piece in zip(parts, t.chunk(len(parts)))}
+        out = stack_experts(out)
+        if NAMES[kind] is BERT:
+            out = fold_bert(out, "roberta" in kind)
+        for name in EMBEDDINGS:
+            if name in out:
+                out[name] = F.pad(out[name], (0, 0, 0, -len(out[name]) % 128))
+    except (RuntimeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path}: its tensors do not have the shapes and numbers of their "
+                              f"names: {error}") from None
     if kind == "gemma3_text":
         out = {n: t.float() + 1 if t.dim() == 1 else t for n, t in out.items()}
     return out
