@@ -47,6 +47,15 @@ def run(data_dir, tmp_path, monkeypatch):
     return start
 
 
+def test_an_evaluation_finds_no_gradients(data_dir, tmp_path):
+    """They would need as much memory as the weights."""
+    model = GPT(GPTConfig(**SHAPE))
+    found = []
+    train(configure(data_dir, tmp_path, max_iters=4, eval_interval=2), model=model,
+          on_evaluation=lambda *_: found.append([p.grad for p in model.parameters()]))
+    assert len(found) == 3 and not any(g is not None for grads in found for g in grads)
+
+
 def plain_run(data_dir, steps, batch, accumulation, clip=1.0, betas=(0.9, 0.95), eps=1e-8,
               decay=0.1, seed=1337):
     """([loss, gradient norm] of each step, weights) of the same run in PyTorch alone. The learning
