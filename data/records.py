@@ -132,11 +132,13 @@ def json_values(stream, name, columns):
     records, one record, or one record per line. It has one record per line if the first line is a
     whole record; a later line that is invalid is then yielded as a ValueError, not raised. name: of
     the file, for the location. columns is ignored. Raises ValueError for other invalid content."""
-    first = next(filter(bytes.strip, stream), b"")
-    if isinstance(parse_json(first), dict):  # one record per line, at any size
-        yield from json_lines(itertools.chain([first], stream), name)
+    lines = [stream.readline()]
+    while lines[-1].isspace():
+        lines.append(stream.readline())
+    if isinstance(parse_json(lines[-1]), dict):  # one record per line, at any size
+        yield from json_lines(itertools.chain(lines, stream), name)
         return
-    values = parse_json(first + stream.read())
+    values = parse_json(b"".join(lines) + stream.read())
     if isinstance(values, ValueError):
         raise values
     for i, record in enumerate(values if isinstance(values, list) else [values]):

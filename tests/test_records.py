@@ -304,7 +304,9 @@ def test_quoted_line_breaks_and_quotes_are_read(tmp_path):
 
 def test_blank_lines_may_precede_the_records(tmp_path):
     (tmp_path / "a.json").write_text('\n \n{"text": "a"}\n{"text": "b"}\n')
-    assert [row["text"] for _, row in records(str(tmp_path / "a.json"))] == ["a", "b"]
+    found = list(records(str(tmp_path / "a.json")))
+    assert [row["text"] for _, row in found] == ["a", "b"]
+    assert [where.rpartition(":")[2] for where, _ in found] == ["3", "4"]
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
