@@ -160,8 +160,9 @@ def test_at_its_ends_too_a_draw_is_a_weight_above_zero(monkeypatch, total, unifo
 
 
 def test_a_temperature_near_zero_is_the_most_likely_token():
-    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    for temperature in 1e-40, 1e-50:  # the second one is 0 in float32
+    logits = 100 * torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    # Divided by the first one, the logits are infinite; the last one is 0 in float32.
+    for temperature in 1e-37, 1e-40, 1e-50:
         for top_k in None, 3:
             picked = sample_tokens(logits, temperature, top_k, None, [torch.Generator()])
             assert torch.equal(picked, logits.argmax(-1))
