@@ -365,7 +365,7 @@ def find_alphabet(model):
 
 def find_frame(content):
     """Return (before, after): the lists of the ids that a tokenizer's post-processor adds before
-    and after every text. content: the dict of a tokenizer.json."""
+    and after every text, [] without one. content: the dict of a tokenizer.json."""
     before, after = [], []
     processor = content.get("post_processor") or {}
     for part in processor.get("processors", [processor]):

@@ -32,11 +32,12 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
 
 def read_weights(path):
-    """Read a checkpoint. Return a dict with "model" {name: tensor}, and with "config", "spec" and
-    other keys if it is a checkpoint of this program. path: a checkpoint, or weights of other
-    programs, which are converted: ckpt.pt of nanoGPT, a .safetensors file, a Hugging Face folder,
-    or hf:OWNER/NAME. If the code for the logits differs from the program that wrote the checkpoint,
-    a warning is printed. Raises CheckpointError if the file is missing or cannot be used."""
+    """Read a checkpoint. Return a dict with "model" {name: tensor} on the CPU, "model_args",
+    "config", "spec" and other keys; of a bare state dict, with "model" only. path: a checkpoint, or
+    weights of other programs, which are converted: ckpt.pt of nanoGPT, a .safetensors file, a
+    Hugging Face folder, or hf:OWNER/NAME. If the code for the logits differs from the program that
+    wrote the checkpoint, a warning is printed. Raises CheckpointError if the file is missing or
+    cannot be used, DataError if a download fails."""
     is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
                   or os.path.isdir(path) and not is_sharded(path))
     state = None if is_foreign else load_checkpoint(path)
