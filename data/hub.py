@@ -5,6 +5,7 @@ access token. The environment variable HF_ENDPOINT is the address of a mirror.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -26,6 +27,7 @@ CONTENT = {"config.json": "model_type", "tokenizer.json": "model",
            "model.safetensors.index.json": "weight_map", "chat_template.jinja": "{{"}
 MAX_JSON_BYTES = 1 << 27
 MAX_FILE_BYTES = 100 << 30  # twice what the hub sends by HTTP
+MAX_MEMORY_BYTES = 1 << 33  # also for the list of files, which huggingface_hub reads as a whole
 MAX_SECONDS = 24 * 3600
 MAX_JSON_SECONDS = 600
 # Audit events of what creates files and links; the index of the new path among the arguments.
@@ -132,15 +134,22 @@ def check_write(folders, event, *args):
 def run_download(function, max_bytes, max_seconds, arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`. Print the path
     that is returned; after an error, print the error and exit with code 1. The operating system
-    ends the process after max_seconds, and limits each file to max_bytes. Only the folder of the
-    repository in the cache, or the argument local_dir, is written."""
+    ends the process after max_seconds or when the parent ends, and limits each file to max_bytes
+    and memory to 16 * max_bytes (at most MAX_MEMORY_BYTES). Only the folder of the repository in
+    the cache, or the argument local_dir, is written."""
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants
-    with contextlib.suppress(ImportError, ValueError):  # Windows; a lower limit of the user stays
+    with contextlib.suppress(ImportError, AttributeError):  # Windows; macOS
         import resource
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
         signal.alarm(max_seconds)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+        limits = {resource.RLIMIT_FSIZE: max_bytes,
+                  resource.RLIMIT_DATA: min(16 * max_bytes, MAX_MEMORY_BYTES)}
+        for kind, limit in limits.items():
+            present = resource.getrlimit(kind)[1]  # which only root may raise
+            limit = limit if present == resource.RLIM_INFINITY else min(limit, present)
+            resource.setrlimit(kind, (limit, limit))
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()

@@ -4,15 +4,18 @@ One dataclass, one reader and one writer for all kinds of prepared data. nanoGPT
 as well, without running code from it.
 """
 
+import io
 import json
 import os
 import pickle
+import pickletools
 import reprlib
 from dataclasses import dataclass, field, fields
 
 from train.base.errors import DataError
 from train.base.files import write_text
 
+MAX_PICKLE_BYTES = 4 << 20
 MAX_ID = 1 << 24  # larger than any vocabulary
 # The key `kind` of folders that earlier versions prepared, and the model type of each.
 KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
@@ -148,5 +151,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_pickle(f):
     """Return the content of a pickle of builtin types in the open binary file `f`, without running
-    code from it. Raises ValueError for other types."""
-    return PlainUnpickler(f).load()
+    code from it. Raises ValueError for other types, and for a pickle that would need far more
+    memory than the size of the file (nine bytes can request gigabytes)."""
+    content = f.read(MAX_PICKLE_BYTES)
+    for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
+        if op.name.endswith("PUT") and value > len(content):
+            raise ValueError(f"it asks for a memory of {value:,} places")
+    return PlainUnpickler(io.BytesIO(content)).load()

@@ -26,6 +26,7 @@ R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
+MAX_GROWTH = 1000  # of a text by replacements; of published tokenizers 1
 HIDDEN = "\U0010fffd"  # private use: no text has it
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
@@ -248,6 +249,7 @@ class JsonTokenizer(Tokenizer):
         self.plain_enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
+        check_growth(content)
         # Otherwise the texts of tokens are characters, as SentencePiece's.
         self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
@@ -379,6 +381,22 @@ def find_frame(content):
             else:
                 ids = after
     return before, after
+
+
+def check_growth(content):
+    """Raise DataError if the replacements in a tokenizer.json can make a text more than MAX_GROWTH
+    (1000) times as long. content: the dict of the tokenizer.json."""
+    growth = 1
+    parts = [content.get("normalizer"), content.get("decoder")]
+    while parts and growth <= MAX_GROWTH:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if isinstance(part, dict):
+            new = part.get("content"), part.get("prepend")  # of Replace and Prepend
+            growth *= max(len(text) if isinstance(text, str) else 1 for text in (*new, None))
+    if growth > MAX_GROWTH:
+        raise DataError(f"tokenizer.json: its replacements make a text over {MAX_GROWTH} times as "
+                        "long")
 
 
 @functools.cache

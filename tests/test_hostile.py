@@ -311,6 +311,11 @@ tokenizer("a merge of no tokens", "tokenizers reads: Token .xy. out of vocabular
 tokenizer("nested", f"cannot be read: {TOO_DEEP}", text=DEEP)
 tokenizer("broken pattern", "tokenizers reads: Oniguruma error", pattern="(")
 tokenizer("pattern of a number", "tokenizers reads: invalid type: integer", pattern=5)
+DOUBLING = dict(type="Replace", pattern=dict(String="a"), content="aa")
+tokenizer("doubling", "its replacements make a text over 1000 times as long",
+          normalizer=dict(type="Sequence", normalizers=[DOUBLING] * 30))
+tokenizer("doubling decoder", "its replacements make a text over 1000 times as long",
+          decoder=dict(type="Sequence", decoders=[DOUBLING] * 30))
 
 
 def pickled(name, words, content):
@@ -322,8 +327,10 @@ def pickled(name, words, content):
         return ["run_train", *tiny_args(data_dir=folder, out_dir=folder / "out")]
 
 
-pickled("a text of gigabytes", "was truncated", b"\x80\x02T\xff\xff\xff\x7f.")
-pickled("a buffer of gigabytes", "was truncated", b"\x80\x05\x96\xff\xff\xff\xff" + bytes(4))
+pickled("nine bytes that ask for gigabytes", "a memory of .* places",
+        b"\x80\x02}r\xff\xff\xff\x7f.")
+pickled("a text of gigabytes", "expected .* bytes", b"\x80\x02T\xff\xff\xff\x7f.")
+pickled("a buffer of gigabytes", "expected .* bytes", b"\x80\x05\x96\xff\xff\xff\xff" + bytes(4))
 pickled("doubled", "dtype is", pickle.dumps(dict(vocab_size=65, dtype=doubled())))
 pickled("words for characters", "other things than characters",
         pickle.dumps(dict(vocab_size=65, itos=dict.fromkeys(range(10_000), "x" * 10**6))))

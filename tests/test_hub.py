@@ -1,13 +1,18 @@
 """data/hub.py against a hub on this machine: by huggingface_hub, or one line without it."""
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub
+from processes import REPO
 
 from data import hub as data_hub
 from data.hub import download, local_folder
@@ -163,6 +168,44 @@ def test_a_mirror_that_sends_without_end_is_one_line(hub, monkeypatch, sizes, me
     assert "config.json" not in kept
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, the download ends by its limit")
+def test_a_download_ends_with_its_command(hub, monkeypatch):
+    begun, left = send_config(hub, monkeypatch, [1] * 300)
+    command = "from data.hub import local_folder; local_folder('hf:some/one')"
+    with subprocess.Popen([sys.executable, "-c", command], start_new_session=True,
+                          cwd=Path(data_hub.__file__).parents[1]) as process:
+        assert begun.wait(60)
+        process.kill()
+    assert left.wait(10)
+
+
+def test_a_list_of_files_without_end_is_one_line(hub, monkeypatch):
+    def endless(request, path):
+        request.send_response(200)
+        request.end_headers()
+        with contextlib.suppress(OSError):  # the client left
+            for _ in range(200):
+                request.wfile.write(b" " * (4 << 20))
+    monkeypatch.setattr(hub, "describe", endless)
+    monkeypatch.setattr(data_hub, "MAX_JSON_BYTES", 20 << 20)
+    with pytest.raises(DataError, match=r"could not be downloaded \(MemoryError"):
+        local_folder("hf:some/one")
+
+
+def test_the_memory_of_a_download_of_weights_is_limited(tmp_path):
+    """A list of files without end has no length that could be refused."""
+    (tmp_path / "huggingface_hub").mkdir()
+    (tmp_path / "huggingface_hub" / "constants.py").write_text("HF_HUB_CACHE = 'cache'")
+    (tmp_path / "huggingface_hub" / "__init__.py").write_text(
+        "def get_token(): pass\n"
+        "def snapshot_download(**arguments):\n    return str(len(bytearray(10 << 30)))\n")
+    request = json.dumps(["snapshot_download", data_hub.MAX_FILE_BYTES, 60, dict(repo_id="a/b")])
+    done = subprocess.run([sys.executable, "-m", "data.hub", request], capture_output=True,
+                          cwd=Path(data_hub.__file__).parents[1], text=True,
+                          env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+    assert (done.returncode, done.stdout[:11]) == (1, "MemoryError"), done.stdout
+
+
 def test_a_page_for_everything_is_one_line(hub, monkeypatch):
     """What a sign-in page answers to each address."""
     def page(request, send=True):
@@ -222,3 +265,22 @@ def test_a_missing_package_is_one_line(monkeypatch):
 def test_a_path_is_no_name(tmp_path):
     assert local_folder(str(tmp_path)) == str(tmp_path)
     assert local_folder("~/x") == os.path.expanduser("~/x")
+
+
+def test_a_lower_limit_of_the_user_stays(hub, tmp_path):
+    """The program may not raise it: the download would end with an error."""
+    program = """
+import resource
+from data.hub import run_download
+import huggingface_hub
+def show(repo_id):
+    print(resource.getrlimit(resource.RLIMIT_FSIZE), resource.getrlimit(resource.RLIMIT_DATA))
+    return __file__
+huggingface_hub.show = show
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+run_download("show", 1 << 22, 60, dict(repo_id="some/one"))
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(REPO)))
+    assert f"{(1 << 20,) * 2} {(1 << 26,) * 2}" in done.stdout, done
