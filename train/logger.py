@@ -44,8 +44,8 @@ class Logger:
         self.system_info = system_info or {}
         self.tracker_names = trackers
         self.trackers = None    # opened by start()
-        # Lines for train.log that start() writes; lost if the run ends before. `None`: written at
-        # once.
+        # Lines for train.log that write_held() writes; lost if the run ends before. `None`: written
+        # at once.
         self.held = None
         self.first_iter = 0     # where this part of the run starts
         self.evaluated = False  # whether the evaluation at first_iter is in metrics.jsonl already
@@ -75,11 +75,7 @@ class Logger:
         if self.is_main and self.console.live:
             self.console.show(live=text)
 
-    def write_file(self, text):
-        """Append `text` to train.log only."""
-        self.write(printable(text))
-
-    def write(self, text, line=None, live=None):
+    def write(self, text, line, live=None):
         """Append `text`, without a final newline, to train.log, with the time before each line;
         before start(), it may be held. Print `line` on the console, if it is not `None`. live: new
         text of the status line at the bottom of a terminal (`None`: unchanged). The texts must be
@@ -89,6 +85,12 @@ class Logger:
             add = self.log_file.write if self.held is None else self.held.append
             add(stamp + text.replace("\n", f"\n{stamp}"))
             self.console.show(line, live)
+
+    def write_held(self):
+        """Write the lines that write() has held to train.log; later lines are written at once."""
+        for line in self.held or ():
+            self.log_file.write(line)
+        self.held = None
 
     def samples(self, iter, text, whole=False):
         """Append a generated `text` to samples.txt under the heading of step `iter`, unless the run
@@ -130,18 +132,16 @@ class Logger:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Prepare the log for a run that starts at step `iter`: write the lines that write() has
-        held to train.log, remove the numbers of steps that will be repeated from metrics.jsonl, and
-        open the trackers. If nothing is complete yet (iter 0 and not `evaluated`), metrics.jsonl is
-        renamed to metrics.jsonl.old instead.
+        """Prepare the log for a run that starts at step `iter`: call write_held(), remove the
+        numbers of steps that will be repeated from metrics.jsonl, and open the trackers. If nothing
+        is complete yet (iter 0 and not `evaluated`), metrics.jsonl is renamed to metrics.jsonl.old
+        instead.
 
         Step k is logged as iter k when it is complete, so lines with a number below `iter` stay.
         The evaluation with the number `iter` precedes that step: it stays if `evaluated`, i.e. if
         the run has completed it.
         """
-        held, self.held = self.held, None
-        for line in held or ():
-            self.log_file.write(line)
+        self.write_held()
         self.first_iter = iter
         self.evaluated = evaluated
         path = self.metrics.path

@@ -17,7 +17,7 @@ import torch
 
 from train import checkpoint, device, distributed, logger, robust
 from train.base.adamw import AdamW
-from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserError, echo
+from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserError
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
 from train.config import load_config, needing_evaluations, to_yaml
@@ -83,11 +83,17 @@ class Run:
         self.progress = Progress()
         self.test_numbers = {}  # on the test data, after the final evaluation
         self.saved_at = 0       # iter_num of the last save
-        self.notes = []         # messages from before the log was opened
         self.best_due = False   # the next save also writes ckpt_best.pt
         self.is_taken = False   # whether out_dir is prepared for this run
         # best_metric and loss_of_best before the last improvement.
         self.best_before = math.inf, math.inf
+        self.folder = RunFolder(config.out_dir, config.keep_last, config.save_precision)
+        # Console, train.log, metrics.jsonl, trackers. Until take_folder(), which may still move
+        # files of an earlier run, only the console is written.
+        self.log = logger.Logger(
+            self.folder.path, main=ranks.is_main, trackers=config.tracker, config=asdict(config),
+            system_info=dict(world_size=ranks.world_size, **device.device_facts(ranks.device)))
+        self.log.held = []
 
     def open_folder(self, stack):
         """Create out_dir, lock it until `stack` (an ExitStack) is closed, and set self.start (a
@@ -95,19 +101,10 @@ class Run:
         self.config then takes the architecture. Raises CheckpointError; UserError if it is already
         locked."""
         c = self.config
-        self.folder = RunFolder(c.out_dir, c.keep_last, c.save_precision)
         stack.callback(self.folder.close)
         # Creates and locks the folder.
-        self.start = checkpoint.find_start(self.folder, c, self.ranks, self.note)
+        self.start = checkpoint.find_start(self.folder, c, self.ranks, self.log.info)
         self.config = c.inherit(self.start.shape)
-
-    def note(self, text):
-        """Print the message `text` on rank 0, and append it to self.notes: open_log() writes these
-        to train.log. Never raises if stdout is closed."""
-        if self.ranks.is_main:
-            self.notes.append(text)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed stdout
-                echo(text)
 
     def open_data(self, data=None):
         """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
@@ -162,8 +159,8 @@ class Run:
             from model.eval.tasks import Tasks
             self.tasks = Tasks(c, self.data, self.raw_model, ranks)
         compiled = should_compile(c, self.flops_per_step, ranks)
-        # Console, train.log, metrics.jsonl, trackers.
-        self.log = stack.enter_context(self.open_log(f"{reason}; compile {ON_OFF[compiled]}"))
+        self.log_plan(f"{reason}; compile {ON_OFF[compiled]}")
+        stack.enter_context(self.log)
         stack.push(self.finish_saves)  # the save under way may still log a warning
         if self.tasks:
             self.log.info(self.tasks.summary)
@@ -187,20 +184,14 @@ class Run:
                                      self.config.replica_size(self.ranks.world_size))
         return model.to(self.ranks.device)
 
-    def open_log(self, precision):
-        """Open and return the Logger of the run, and log the start-up lines; take_folder() creates
-        the files. precision: text about dtype and compiling, for a start-up line."""
-        c = self.config
-        ranks = self.ranks
-        machine = dict(world_size=ranks.world_size, **device.device_facts(ranks.device))
-        log = logger.Logger(self.folder.path, main=ranks.is_main, trackers=c.tracker,
-                            config=asdict(c), system_info=machine)
-        log.held = [] if log.writes_files else None
-        for text in self.notes:  # which the console already shows
-            log.write_file(text)
-        logger.log_plan(log.info, c, ranks, self.data, self.raw_model,
-                        device.describe_device(ranks.device), precision, self.flops_per_step)
-        return log
+    def log_plan(self, precision):
+        """Log the start-up lines; take_folder() creates the files. precision: text about dtype and
+        compiling, for a start-up line."""
+        self.log.config = asdict(self.config)
+        if self.config.eval_only:  # which writes train.log, without take_folder()
+            self.log.write_held()
+        logger.log_plan(self.log.info, self.config, self.ranks, self.data, self.raw_model,
+                        device.describe_device(self.ranks.device), precision, self.flops_per_step)
 
     def open_optimizer(self):
         """Load the weights of init_from if the run starts from them. Build the optimizer, the
@@ -516,7 +507,7 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
             run.model_type.USE = ""  # the file's command is for the file's models
         with contextlib.suppress(ModuleNotFoundError):  # train/options/ranks.py is deleted
             from train.options.ranks import check_ranks
-            check_ranks(config, ranks, run.note)
+            check_ranks(config, ranks, run.log.info)
         run.open_folder(stack)
         run.open_data(data)
         run.open_model(stack, model)
