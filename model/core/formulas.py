@@ -13,11 +13,10 @@ import ast
 import functools
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.base.cli import command
+from train.base.cli import command, env_rank
 from train.base.errors import CheckpointError, warn_stderr
 from train.system import REPOSITORY
 
@@ -94,7 +93,7 @@ def warn_of_differences(state, path, kind):
     """Print a warning to stderr if find_edits(state, kind) is not empty: the logits may differ from
     those in training. Only rank 0 prints, and each message only once. path: the file with `state`,
     for the message."""
-    if (names := find_edits(state, kind)) and os.environ.get("RANK", "0") == "0":
+    if (names := find_edits(state, kind)) and not env_rank():
         warn_once(f"{path}: written with other formulas than this program's, and the logits may "
                   f"differ: {', '.join(names)}")
 

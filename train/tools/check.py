@@ -48,7 +48,7 @@ from train.distributed import process_group
 from train.evaluate import evaluate
 from train.options.loss_svg import read_metrics
 from train.setup import open_data, open_run
-from train.system import REPOSITORY, bind_before_step, hook, load_model_type
+from train.system import bind_before_step, hook, load_model_type
 from train.train import train
 
 # Small and quick; without dropout: the random numbers differ between ranks. dist_timeout: a run
@@ -563,8 +563,7 @@ def check(settings, config):
 def load_small(argv):
     """Return the TrainConfig of `argv`, a list of arguments of run_train.py, changed by SETTINGS
     for short runs on a CPU. Default of --config: train/config_test.yaml."""
-    config = load_config(os.path.join(REPOSITORY, "train", "config_test.yaml"), argv)
-    return load_config(None, vars(config) | SETTINGS)
+    return load_config(None, vars(load_config("train/config_test.yaml", argv)) | SETTINGS)
 
 
 main = command(Settings, check, load=load_small)
