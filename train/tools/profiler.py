@@ -11,9 +11,9 @@ import tempfile
 import torch
 
 from train.base.errors import echo
+from train.device import timed
 from train.distributed import process_group
 from train.setup import open_run
-from train.tools.dry_run import timed
 from train.train import train_step
 
 WARM_UP_STEPS = 3  # a CPU compiles in the second step
