@@ -59,7 +59,7 @@ class HasTeachers(weights.HoldsFrozen):
     """Mixin for a GPT whose predictions are compared with the mean distribution of other GPTs, the
     tuple `frozen`: teachers, or a backbone. reverse: whether the divergence is KL(this model,
     teachers) instead of KL(teachers, this model)."""
-    reverse = False  # whether the divergence is KL(student, teacher)
+    reverse = False
 
     def compare(self, x, states, targets, weights, temperature=1.0):
         """Return two sums over all tokens, a float32 tensor (2,): of the KL divergence,

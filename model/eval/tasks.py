@@ -49,10 +49,10 @@ class Example(NamedTuple):
     generates it. sequences: for each choice (ids of the question and the choice, n): the last n
     ids, i.e. the choice, are scored. lengths: the number of characters of each choice. answer:
     index of the correct choice. task: index of the task."""
-    task: int        # index of the task
-    sequences: list  # [(ids, n)] per choice, with the last n ids scored
-    lengths: list    # characters per choice
-    answer: int      # index of the correct choice
+    task: int
+    sequences: list
+    lengths: list
+    answer: int
 
     @property
     def width(self):

@@ -344,7 +344,7 @@ class SAEModel(nn.Module):
         the data. The backbone is not compiled, because evaluations add hooks to it. The arguments
         are those of nn.Module.compile()."""
         for sae in self.children():
-            if self.keys.sae != "batchtopk":  # it has shapes that depend on the data
+            if self.keys.sae != "batchtopk":
                 sae.compile(*args, **kwargs)
 
     def flops_per_unit(self):

@@ -52,12 +52,12 @@ class Job:
     True to cancel the job: it then has no event except from a step that is already running.
     n_generated: number of new tokens. token: id of the last one; -1 before the first."""
     ids: list
-    options: object      # model.serve.api.RequestOptions
-    n_left_out: int = 0  # messages of a conversation that do not fit in the context
+    options: object  # model.serve.api.RequestOptions
+    n_left_out: int = 0
     on_event: Callable[[tuple], object] = print
-    ended: bool = False  # set at the end of the text, or to cancel it
+    ended: bool = False
     n_generated: int = 0
-    token: int = -1      # the last one
+    token: int = -1
 
     def emit(self, text, finish_reason=None):
         """Call on_event((text, finish_reason)). With a finish_reason ("stop", "length" or an

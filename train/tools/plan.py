@@ -22,7 +22,7 @@ class Gpu:
     """A type of GPU. name: a key of PEAK_TFLOPS. memory: in GiB. link, network, host: bandwidths
     per GPU in one direction, in GB/s, to GPUs in the same node, to other nodes, and to host memory.
     """
-    name: str  # in PEAK_TFLOPS
+    name: str
     memory: float
     link: float
     network: float

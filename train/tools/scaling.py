@@ -104,9 +104,9 @@ class SmallRun(NamedTuple):
     of training tokens. arguments: list of arguments for run_train.py."""
     budget: float
     depth: int
-    n: float         # FLOPs per token / 6
-    d: int           # tokens
-    arguments: list  # of run_train.py
+    n: float
+    d: int
+    arguments: list
 
 
 def depth_keys(depth, width, config):
