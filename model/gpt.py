@@ -47,17 +47,14 @@ class GPTConfig(GPTKeys):
         self.n_kv_head = self.n_kv_head or self.n_head
         self.n_hidden = self.n_hidden or 4 * self.n_embd
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        # Whether the embedding of a token depends on the tokens before it.
+        self.uses_history = self.prev_embedding or self.ngram_rows > 0
 
     @property
     def padded_vocab_size(self):
         """Number of rows of the embedding (V): vocab_size rounded up to a multiple of 128, for the
         efficiency of matrix units."""
         return (self.vocab_size + 127) // 128 * 128
-
-    @property
-    def uses_history(self):
-        """Whether the embedding of a token depends on the tokens before it."""
-        return self.prev_embedding or self.ngram_rows > 0
 
     def layer_type(self, layer):
         """Return the attention type of the block with index `layer`, a letter: F full attention, W
