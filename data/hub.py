@@ -5,7 +5,6 @@ access token. The environment variable HF_ENDPOINT is the address of a mirror.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import sys
 from pathlib import Path
 
 from train.base.errors import DataError, UserError, require
+from train.base.memory import call_libc
 
 HUB = "https://huggingface.co"
 # Anyone on the way can change plain http.
@@ -149,7 +149,7 @@ def run_download(function, max_bytes, max_seconds, arguments):
             present = resource.getrlimit(kind)[1]  # which only root may raise
             limit = limit if present == resource.RLIM_INFINITY else min(limit, present)
             resource.setrlimit(kind, (limit, limit))
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        call_libc("prctl", 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # huggingface_hub makes paths of what the server sends: ETag, commit, names of files.
     repo = "models--" + arguments["repo_id"].replace("/", "--")
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).resolve()
