@@ -41,6 +41,7 @@ from model.core.init import stable_hash
 from model.core.ops import IGNORE, extend_history, token_logprobs
 from train.base.errors import DataError, UserError
 from train.base.fields import key
+from train.base.tensors import digest
 from train.dataloader import Data, RowLoader
 from train.distributed import all_gather_vectors
 
@@ -441,7 +442,7 @@ def open_data(config, ranks):
         rewards = data.reward_function
         rewards.path = os.path.abspath(config.reward)
         rewards.function = load_reward(rewards.path)
-        data.spec["reward"] = hashlib.sha256(Path(rewards.path).read_bytes()).hexdigest()
+        data.spec["reward"] = digest(rewards.path)
     return data
 
 

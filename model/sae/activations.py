@@ -10,7 +10,6 @@ Shapes: B windows, T tokens, C channels of the residual stream, D channels of an
 import contextlib
 import copy
 import functools
-import hashlib
 import math
 import os
 
@@ -23,6 +22,7 @@ from model.core.init import stable_hash
 from model.core.weights import check_tokenizer, load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError, DataError
+from train.base.tensors import digest
 from train.dataloader import Data, RowLoader, open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0, get_device
@@ -80,9 +80,7 @@ class Backbone:
     def file_hash(self):
         """The SHA-256 of the checkpoint file, in hexadecimal, by which earlier versions of this
         program identified the backbone; `None` if the path is not a file."""
-        if not os.path.isfile(self.path):
-            return None
-        return hashlib.sha256(np.memmap(self.path, mode="r")).hexdigest()
+        return digest(self.path) if os.path.isfile(self.path) else None
 
     @torch.no_grad()
     def activations(self, idx):
