@@ -148,15 +148,21 @@ def find_vocabulary(data_dir, name=None, size=None):
     return size or tokenizer.n_vocab, tokenizer
 
 
+def saved_formats(state):
+    """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec} of a
+    checkpoint, each `None` if it has none. state: the dict of the checkpoint."""
+    spec = state.get("spec") or {}
+    return dict(tokenizer=spec.get("tokenizer") or state.get("tokenizer"),
+                template=spec.get("template"))
+
+
 def read_checkpoint_spec(path):
     """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec or `None`,
     "block_size": int or `None`} of the checkpoint file `path`. Raises DataError if the checkpoint
     has no tokenizer, CheckpointError if it cannot be read."""
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(path)
-    data_spec = state.get("spec") or {}
-    tokenizer = data_spec.get("tokenizer") or state.get("tokenizer")
-    if not tokenizer:
+    spec = saved_formats(state)
+    if not spec["tokenizer"]:
         raise DataError(f"{path}: no tokenizer; name it: byte, gpt2, a rank file, a data folder")
-    return dict(tokenizer=tokenizer, template=data_spec.get("template"),
-                block_size=state.get("model_args", {}).get("block_size"))
+    return spec | dict(block_size=state.get("model_args", {}).get("block_size"))

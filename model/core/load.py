@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 
 from data.chat_template import ChatTemplate
-from data.tokenizer import tokenizer_from_spec
+from data.tokenizer import saved_formats, tokenizer_from_spec
 from model.core.formulas import warn_of_differences
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
@@ -115,11 +115,9 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 def open_text_format(state):
     """Return (tokenizer or `None`, ChatTemplate or `None`) of a checkpoint. state: the dict of the
     checkpoint, which contains descriptions of both."""
-    spec = state.get("spec") or {}
-    tokenizer = spec.get("tokenizer") or state.get("tokenizer")
-    template = spec.get("template")
-    return (tokenizer_from_spec(tokenizer) if tokenizer else None,
-            ChatTemplate(template) if template else None)
+    spec = saved_formats(state)
+    return (tokenizer_from_spec(spec["tokenizer"]) if spec["tokenizer"] else None,
+            ChatTemplate(spec["template"]) if spec["template"] else None)
 
 
 def build_empty_model(state):

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import torch
 
-from data.tokenizer import is_same_tokenizer
+from data.tokenizer import is_same_tokenizer, saved_formats
 from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
 from model.core.adapters import is_adapter, merge
 from model.core.shape import check_size, check_value
@@ -217,9 +217,9 @@ def describe_backbone(path, key, ranks):
     file cannot be used."""
     def describe():
         state = read_backbone(path, key)
-        tokenizer = (state.get("spec") or {}).get("tokenizer") or state.get("tokenizer")
         return dict(digest=state["digest"], kind=load.saved_model_type(state),
-                    shape=state.get("model_args") or {}, tokenizer=tokenizer)
+                    shape=state.get("model_args") or {},
+                    tokenizer=saved_formats(state)["tokenizer"])
     return broadcast_from_rank0(describe, ranks)
 
 
