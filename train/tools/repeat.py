@@ -139,10 +139,6 @@ def repeat(options, arguments):
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        names = {word.lstrip("-").partition("=")[0].rpartition(".")[2]  # training.seed
-                 for word in shlex.split(text)}
-        for name in names & {"seed", "out_dir"}:
-            raise UserError(f"{text}: this command sets {name} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     seeds = range(config.seed, config.seed + options.seeds)
@@ -150,6 +146,10 @@ def repeat(options, arguments):
     for size, change in runs:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         changed_config = load_argv(changed)
+        for name in ("seed", "out_dir"):  # not in a file that config=FILE names
+            if (changed_config.origins.get(name, "").startswith("command line")
+                    and getattr(changed_config, name) != getattr(config, name)):
+                raise UserError(f"{label(size, change)}: this command sets {name} of each run")
         data = open_data(changed_config, Ranks())
         for seed in seeds:
             if "fold" in data.spec:  # the seed chooses the training rows
