@@ -351,6 +351,20 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
     assert "expected one of --model sae" in capsys.readouterr().err
 
 
+def test_a_backbone_that_was_trained_again_is_read_again(tmp_path, data_dir, backbone):
+    """cells of a notebook, executed twice: other weights in the same file -> they are analysed"""
+    path = tmp_path / "backbone.pt"
+    shutil.copy(backbone, path)
+    digests = [open_data(configure(data_dir, "unused", backbone=str(path), **SAE),
+                         Ranks()).spec["backbone"]]
+    state = load_checkpoint(path)
+    state["model"]["wte.weight"][0] += 1
+    save_checkpoint(path, state)
+    digests.append(open_data(configure(data_dir, "unused", backbone=str(path), **SAE),
+                             Ranks()).spec["backbone"])
+    assert digests[0] != digests[1]
+
+
 def test_the_file_alone_rebuilds_it(trained):
     model, _ = load_model(trained[0] / "ckpt.pt")
     assert isinstance(model.sae, SparseAutoencoder) and model.sae.silent.dtype == torch.int64

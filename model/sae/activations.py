@@ -242,6 +242,7 @@ def open_data(config, ranks):
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
+    load_backbone.cache_clear()  # the file may have changed since another run of this process
     backbone = load_backbone(c.backbone, tuple(c.layer), ranks.device, c.dtype, c.target)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(c.replace(vocab_size=shape.vocab_size,
