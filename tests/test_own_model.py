@@ -204,6 +204,18 @@ def small_data():
     return Data(rows(16), rows(60, seed=2))
 
 
+def test_the_model_has_the_weights_of_the_test_numbers_also_after_a_finished_run(tmp_path):
+    """train() again after the end of a run that overfits -> the model has the weights of
+    ckpt_best.pt, whose test numbers are returned, as at the first time"""
+    data = Data(rows(16), rows(60, seed=2), test=rows(30, seed=3))
+    for _ in range(2):
+        model = wide()
+        result = fit(tmp_path, model, data=data, **OVERFITTING)
+        assert result["best_val_loss"] < result["val_loss"]
+        loss = model(*data.test[:])[0].item()
+        assert loss == pytest.approx(result["test"]["test_loss"])
+
+
 def test_a_branch_knows_that_its_first_checkpoint_is_the_best(tmp_path):
     """--resume FILE, whose evaluation is better than all later ones, into a new folder -> it is
     ckpt_best.pt there, as in the run that was not interrupted"""

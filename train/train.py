@@ -35,7 +35,8 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     reason, a text; "" if it is not finished), history (a list with a dict of numbers per
     evaluation) and test (numbers on the test data, {} if not evaluated).
 
-    model: an nn.Module to train, in place, instead of the one that the model file builds.
+    model: an nn.Module to train, in place, instead of the one that the model file builds. In the
+    end it has the last weights; with test data, those of ckpt_best.pt, which were evaluated.
     on_evaluation(iter_num, numbers): called after each evaluation with {val_NAME: number}, on every
     rank; an exception stops the run.
     data: Data(train, val, spec, test) to train on instead of config.data_dir; the splits are
@@ -408,14 +409,12 @@ def save(run, last=False):
 def report_finished(run):
     """Log that a resumed run has already finished, and how to continue it. Set run.test_numbers to
     the results in metrics.jsonl; if there are none, evaluate the test data. All ranks must call."""
-    p = run.progress
-    run.log.info(f"This run is finished at iter {p.iter_num}: {p.finished}. A larger "
-                 f"{' and '.join(run.limits_reached())} continues it; with `--resume never` it "
-                 "starts afresh.")
+    run.log.info(f"This run is finished at iter {run.progress.iter_num}: {run.progress.finished}. "
+                 f"A larger {' and '.join(run.limits_reached())} continues it; with `--resume "
+                 "never` it starts afresh.")
     # A run that was stopped before the test evaluates the test data now.
     run.test_numbers = distributed.broadcast_from_rank0(run.log.read_tested, run.ranks)
-    if not run.test_numbers:
-        test(run)
+    test(run)
 
 
 def finish(run):
@@ -444,10 +443,10 @@ def finish(run):
 
 
 def test(run):
-    """Evaluate the test data, if there are any, with the weights in ckpt_best.pt (without this
-    file, with the last weights). Log the numbers and set run.test_numbers {test_NAME: number}, {}
-    if a signal interrupts the evaluation. The weights of ckpt_best.pt stay in the model: save the
-    last weights before. All ranks must call."""
+    """Load the weights in ckpt_best.pt (without this file, the last weights stay) and evaluate the
+    test data, if there are any. Log the numbers and set run.test_numbers {test_NAME: number}, {} if
+    a signal interrupts the evaluation; if it has numbers already, only load the weights. They stay
+    in the model: save the last weights before. All ranks must call."""
     p = run.progress
     loader = run.data.test
     if loader is None:
@@ -455,6 +454,8 @@ def test(run):
     # The last weights are saved, and may be replaced. Every rank loads the best ones and evaluates
     # a part of the batches.
     weights = checkpoint.load_best(run.raw_model, run.folder, run.config, run.ranks)
+    if run.test_numbers:
+        return
     # More batches than there can be: all of the data. {} after a signal.
     numbers = evaluate_loader(run, loader, loader.samples + 1) or {}
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}
