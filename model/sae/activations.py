@@ -54,6 +54,7 @@ class Backbone:
 
     def __init__(self, path, layers, device, dtype, target="input"):
         self.path = path
+        self.modified = time_modified(path)
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
@@ -133,6 +134,11 @@ def measure_scale(x, d_in):
     variances = [part.var(0, correction=0).mean().clamp(min=1e-12) for part in x.split(d_in, dim=1)]
     scales = [float(variance ** -0.5) for variance in variances]
     return x.mean(0).tolist(), scales if len(scales) > 1 else scales[0]
+
+
+def time_modified(path):
+    """Return the time when the file or folder `path` was last modified, 0 if there is none."""
+    return os.path.getmtime(path) if os.path.exists(path) else 0
 
 
 load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the model share it
@@ -242,8 +248,11 @@ def open_data(config, ranks):
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
-    load_backbone.cache_clear()  # the file may have changed since another run of this process
-    backbone = load_backbone(c.backbone, tuple(c.layer), ranks.device, c.dtype, c.target)
+    arguments = (c.backbone, tuple(c.layer), ranks.device, c.dtype, c.target)
+    backbone = load_backbone(*arguments)
+    if backbone.modified != time_modified(c.backbone):  # since another run of this process
+        load_backbone.cache_clear()
+        backbone = load_backbone(*arguments)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(c.replace(vocab_size=shape.vocab_size,
                                      block_size=min(c.block_size, shape.block_size)), ranks)
