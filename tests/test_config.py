@@ -271,6 +271,20 @@ def test_a_model_file_without_build_model_is_refused(monkeypatch):
     assert problem.startswith("model: model/chat.py has no build_model(config, data); expected")
 
 
+def test_a_model_file_that_was_edited_and_reloaded_has_its_new_keys(tmp_path, monkeypatch):
+    """in a notebook: importlib.reload(model.edited)"""
+    import model
+    path = tmp_path / "edited.py"
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(tmp_path)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for width in (64, 8):
+        path.write_text(f"class Keys:\n    width: int = {width}\n\ndef build_model(c, data): ...\n")
+        module = importlib.import_module("model.edited")
+        importlib.reload(module)
+        assert load_config(None, dict(model="edited")).width == width
+    del sys.modules["model.edited"]
+
+
 @pytest.mark.parametrize("name, options", [
     ("sample", ["--max-new-tokens=1"]), ("serve", ["--max-tokens=1", "--port=0"]),
     ("convert", ["--save-precision=float32", "--to=x.pt"]),

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from runs import planted_children, slow
 
-from train import config as config_file
 from train.base.files import lock_folder
 from train.tools import child_runs, repeat
 
@@ -35,7 +34,6 @@ def go(tmp_path, monkeypatch):
         return code, [dict(zip(lines[0], line)) for line in lines[1:]]
     run.started = started
     yield run
-    config_file.config_class.cache_clear()
 
 
 # -----------------------------------------------------------------------------

@@ -21,15 +21,19 @@ DEFAULT_PATH = os.path.join("train", "config.yaml")
 # -----------------------------------------------------------------------------
 # keys of a model type
 
-@functools.cache
 def config_class(model="gpt"):
     """Return the configuration class, a dataclass, of the model type with the name `model`:
     TrainConfig, or a subclass with the additional keys of the class Keys in model/NAME.py. For gpt
     no file is imported, so that plain --help does not import torch. ConfigError if there is no such
     model type, or if Keys repeats a key of TrainConfig."""
     keys = None if model == "gpt" else load_model_type(model).Keys
-    if keys is None:
-        return TrainConfig
+    return TrainConfig if keys is None else join_keys(keys, model)
+
+
+@functools.cache  # by the class: importlib.reload() of the file makes another one
+def join_keys(keys, model):
+    """Return a subclass of TrainConfig with the additional keys of `keys`, the class Keys in the
+    file of the model type `model`. ConfigError if it repeats a key of TrainConfig."""
     keys = keys if is_dataclass(keys) else dataclass(keys)
     if duplicates := [f.name for f in fields(keys) if f.name in FIELDS]:
         raise ConfigError([f"model/{model}.py: Keys has {', '.join(duplicates)}, already keys of "
