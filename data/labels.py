@@ -38,8 +38,8 @@ class LabelledText(NamedTuple):
     id: object = None   # field `id` of the record
 
     @property
-    def evidence(self):
-        return [self.text[start:end] for start, end in self.spans]
+    def evidence(self):  # in the order of the text, as predictions are
+        return [self.text[start:end] for start, end in sorted(self.spans)]
 
 
 @dataclass

@@ -624,7 +624,7 @@ def test_lists_of_words_and_of_offsets_make_the_same_spans(tmp_path):
     offsets = dict(text=text, label="a", start=[a for a, _ in places], end=[b for _, b in places])
     path = write_jsonl(tmp_path / "a.jsonl", [words, offsets, dict(text=text, evidence=[])])
     rows = read_labelled_texts([path])
-    assert rows[0] == rows[1] and rows[0].evidence == words["evidence"]
+    assert rows[0] == rows[1] and rows[0].evidence == ["OWL é", "é lo", "DOG"]
     tokenizer = load_tokenizer("byte")
     arrays = to_arrays(rows, tokenizer, ["a"], 99)
     assert [tokenizer.decode(arrays["tokens"][0][a:b + 1]) for a, b in spans_of(
