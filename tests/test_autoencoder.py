@@ -51,6 +51,7 @@ from model.autoencoder.losses import (
 )
 from model.core.ridge import fit_ridge
 from model.sample import load_model
+from train.base.errors import UserError
 from train.config import load_argv, load_config
 from train.distributed import Ranks
 from train.evaluate import pack, unpack
@@ -652,11 +653,15 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     arrays, target, runs = features.synthetic(n_runs=11, run_length=40)
     features.prepare_features(arrays, target[:, ::-1].copy(), str(tmp_path / "new"), 0.1, runs)
     keys = SYSTEM | dict(linear_path=True, max_iters=1)
-    go(folder, tmp_path / "old", **keys)
+    old = go(folder, tmp_path / "old", **keys)
     init = dict(init_from=str(tmp_path / "old/ckpt.pt"))
     first, again = (go(tmp_path / "new", tmp_path / name, **keys | changes)["history"][0]
                     for name, changes in (("a", {}), ("b", init)))
     assert again["val_ridge"] == first["val_ridge"]
+    with pytest.raises(UserError, match="mean: checkpoint has"):  # nothing would adapt the weights
+        go(tmp_path / "new", tmp_path / "c", **keys | init, eval_only=True)
+    same = go(folder, tmp_path / "d", **keys | init, eval_only=True)["history"][0]
+    assert same["val_loss"] == old["val_loss"]
 
 
 @pytest.mark.matrix(134)
