@@ -127,6 +127,16 @@ def test_repeating_a_config_yaml_moves_nothing_aside_and_switches_no_check_off(t
     assert sorted(p.name for p in tmp_path.glob("old_*")) == ["old_1"]
 
 
+def test_a_finished_run_keeps_the_keys_that_it_was_trained_with(tmp_path, data_dir):
+    """Started again with a smaller max_iters, it does nothing: config.yaml must repeat the run."""
+    go(data_dir, tmp_path, max_iters=3)
+    go(data_dir, tmp_path, max_iters=2)
+    for name in ("config.yaml", "training_args.json"):
+        assert load_config(str(tmp_path / name)).max_iters == 3, name
+    go(data_dir, tmp_path, max_iters=4)
+    assert load_config(str(tmp_path / "config.yaml")).max_iters == 4
+
+
 @pytest.mark.parametrize("key, theirs, ours", [
     ("n_head", 4, 1), ("norm", "layer", "rms"), ("rope_theta", 500.0, 100.0),
     ("mlp", "relu2", "gelu")])

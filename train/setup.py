@@ -302,7 +302,8 @@ class Run:
             if c.resume_file:
                 self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
             self.folder.take(c.resume, self.log.info)
-            self.log.describe_run(to_yaml(c))
+            if not self.limits_reached():  # a finished run keeps the keys that it was trained with
+                self.log.describe_run(to_yaml(c))
             return os.path.exists(self.folder.file("ckpt_best.pt"))
         has_best = distributed.broadcast_from_rank0(prepare_files, self.ranks)
         if c.resume_file and not has_best:
