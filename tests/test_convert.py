@@ -756,6 +756,19 @@ def test_only_names_of_folders_become_folders(tmp_path, capsys):
         assert not refused or said.count("\n") == 1 and "FILE.gguf or a folder" in said
 
 
+def test_the_checkpoint_of_another_run_is_not_replaced(tmp_path, capsys):
+    keys = dict(norm="layer", pos="learned", mlp="gelu_exact", n_hidden=128)  # nanoGPT's
+    make(tmp_path / "ckpt.pt", **keys)
+    make(tmp_path / "run" / "ckpt.pt", **keys)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    before = (tmp_path / "run" / "ckpt.pt").read_bytes()
+    for name, expected in (("ckpt.pt", 2), ("new.pt", 0), ("new.pt", 0)):
+        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"),
+                             "--to", str(tmp_path / "run" / name)]) == expected
+    assert "a checkpoint of the run" in capsys.readouterr().err
+    assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
+
+
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
     make(tmp_path / "ckpt.pt")
     done = python("-m", "model.convert", "--ckpt", tmp_path / "ckpt.pt", "--to", tmp_path / "hf")

@@ -202,7 +202,11 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
                               "folder (FOLDER/ if it is named like a file), printable characters")
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
-    os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
+    folder, name = os.path.split(os.path.abspath(to))
+    if re.fullmatch(r"ckpt\w*\.pt", name) and os.path.exists(f"{folder}/metrics.jsonl"):
+        raise CheckpointError(f"--to {to}: has the name of a checkpoint of the run in {folder}, "
+                              "which would be lost; expected another name or folder")
+    os.makedirs(folder, exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")
