@@ -257,7 +257,7 @@ class JsonTokenizer(Tokenizer):
         self.final = content["model"].get("end_of_word_suffix")
         self.known = find_alphabet(content["model"])  # `None`: no character would be left out
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
-                        if token.special}
+                        if token.special and not is_fallback(token.content, content)}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = self.enc.get_vocab(with_added_tokens=True).values()
         special = {i for i in self.special.values() if i != eot_token}
@@ -331,13 +331,20 @@ class JsonTokenizer(Tokenizer):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
 
 
+def is_fallback(token, content):
+    """Return whether `token`, a text, is a byte for characters that the vocabulary lacks, also if
+    it is listed as special. content: the dict of a tokenizer.json."""
+    return content["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
+
+
 def hide_special(content):
     """Return a copy of `content`, the dict of a tokenizer.json, with the character HIDDEN before
     each special token, because Unigram and WordLevel models would otherwise find these tokens in
     ordinary text. All ids stay the same. Return `content` itself if the vocabulary of the model has
     no special token."""
     tokens, model = content.get("added_tokens") or [], content["model"]
-    hidden = {token["content"]: HIDDEN + token["content"] for token in tokens if token["special"]}
+    hidden = {token["content"]: HIDDEN + token["content"] for token in tokens
+              if token["special"] and not is_fallback(token["content"], content)}
     unknown, vocab = model.get("unk_token"), model["vocab"]
     if hidden.keys().isdisjoint(vocab if isinstance(vocab, dict) else dict(vocab)):
         return content

@@ -396,6 +396,22 @@ def test_the_end_of_text_of_a_published_tokenizer(tmp_path, tokenizer_config, co
     assert end_of_text(str(tmp_path), content) == end
 
 
+@pytest.mark.parametrize("is_special", [False, True])  # a trainer accepts them as special only
+def test_bytes_for_characters_that_the_vocabulary_lacks(is_special):
+    pytest.importorskip("tokenizers")
+    tokens = ["<unk>", "a", *(f"<0x{b:02X}>" for b in range(256))]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    added = [dict(id=i, content=token, special=True, single_word=False, lstrip=False, rstrip=False,
+                  normalized=False) for token, i in vocab.items() if token != "a" and is_special]
+    model = dict(type="BPE", vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    content = dict(added_tokens=added, model=model, decoder=dict(type="ByteFallback"))
+    tokenizer = JsonTokenizer(json.dumps(content), None)
+    ids = [1, 2 + 0xC3, 2 + 0xA9]
+    assert tokenizer.encode("a\u00e9") == ids and tokenizer.decode(ids) == "a\u00e9"
+    assert b"".join(map(tokenizer.bytes_of, ids)) == "a\u00e9".encode()
+    assert tokenizer.encode("<0x41>") == [2 + b for b in b"<0x41>"]  # text stays text
+
+
 @pytest.mark.parametrize("model", [
     dict(type="Unigram", unk_id=0, vocab=[["<unk>", 0], ["</s>", 0], ["a", -1], ["b", -2]]),
     dict(type="WordLevel", unk_token="<unk>", vocab={"<unk>": 0, "</s>": 1, "a": 2, "b": 3}),
