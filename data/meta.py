@@ -102,12 +102,11 @@ def read_meta_for(model, folder, how_to_prepare, *keys):
     keys: names of keys that must be present. Raises DataError if a key is missing, or the folder is
     for a different model. how_to_prepare: the end of the error message, a text."""
     meta = read_meta(folder)
-    values = meta.to_dict()
-    problems = [f"no {name}" for name in keys if name not in values]
     if meta.model not in (None, model):
-        problems = [f"no data for --model {model}"]
-    if problems:
-        raise DataError(f"{folder}: {problems[0]} in a meta.json there{model_hint(folder)}; "
+        raise DataError(f"{folder}: no data for --model {model}{model_hint(folder)}; "
+                        f"{how_to_prepare}")
+    if missing := [name for name in keys if name not in meta.to_dict()]:
+        raise DataError(f"{folder}: no {missing[0]} in a meta.json there{model_hint(folder)}; "
                         f"{how_to_prepare}")
     return meta
 

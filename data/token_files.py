@@ -71,8 +71,10 @@ def find_files(data_dir, split):
                         "give a folder, or a name with {split}: 'x/{split}_*.bin'")
     else:
         expected = data_dir.replace("{split}", split)
-        existing = "no such file or folder"
         paths = [expected] if os.path.exists(expected) else glob.glob(expected)
+        if not paths:
+            hint = "; a mixture has weights: a:0.7,b:0.3" if "," in data_dir else ""
+            raise DataError(f"{expected}: no such file or folder{hint}; set data_dir, or {PREPARE}")
     if not paths:
         raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {existing}"
                         f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")

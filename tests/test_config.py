@@ -176,7 +176,7 @@ def test_a_missing_file_is_named():
 @pytest.mark.matrix(100)
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"out_dir: \xff\xfe\n")
-    assert "utf-8" in problems(str(tmp_path / "c.yaml"))[0]
+    assert "not UTF-8" in problems(str(tmp_path / "c.yaml"))[0]
 
 
 @pytest.mark.matrix(101)

@@ -330,8 +330,8 @@ def folder_with(path, *folders):
 
 
 BAD = [  # case, what is at this path, what the message says
-    ("79 missing", lambda p: p, "x.bin: no train data: .*no such file.*-m data.prepare"),
-    ("79 glob", lambda p: f"{p}*", "no train data: .*no such file"),
+    ("79 missing", lambda p: p, "x.bin: no such file.*-m data.prepare"),
+    ("79 glob", lambda p: f"{p}*", "no such file or folder; set"),
     ("79 folder", folder_with, "expected train.bin, .* found nothing.*-m data.prepare"),
     ("80 empty", lambda p: put(p, b""), "x.bin: holds no tokens"),
     ("81 odd byte count", lambda p: cut(write(p, IDS), 1), "3,999 bytes, .* of uint16: cut sho"),

@@ -167,7 +167,7 @@ checkpoint("a tensor for a number", "its 'model_args' contains a tensor",
            model_args=asdict(SHAPE) | dict(n_layer=ONE))
 
 
-@case("checkpoint: nested", "contains a float32 tensor")
+@case("checkpoint: nested", "contains a float32 tensor|would run or build")  # torch 2.15
 def nested(folder):
     tensor = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     torch.save(state(model=dict(x=tensor)), folder / "ckpt.pt")
@@ -184,7 +184,7 @@ def deflated(folder):
     return ["model.sample", "--ckpt", folder / "ckpt.pt"]
 
 
-@case("checkpoint: tar", "it contains objects other than plain tensors")
+@case("checkpoint: tar", "or contains objects other than plain tensors")
 def tar(folder):
     with tarfile.open(folder / "ckpt.pt", "w") as file:
         for name in ("sys_info", "pickle", "storages", "tensors"):

@@ -354,7 +354,6 @@ assert run_train.main({quick_run("d", "own")} + ["--model=own"]) == 0
 os.unlink("model/own.py")
 del sys.modules["model.own"]
 from train.config import config_class
-config_class.cache_clear()
 for words in {refused}:
     print(words, file=sys.stderr)
     assert run_train.main({quick_run("d", "p", None)} + words) == 2, words

@@ -18,7 +18,7 @@ def test_folders_of_earlier_versions_are_for_their_model(tmp_path, keys, model):
         format_version=1, sources=["a"], block_size=8, **keys)))
     assert prepared_model(tmp_path) == read_meta(tmp_path).model == model
     assert read_meta_for(model, tmp_path, "make it", "block_size").block_size == 8
-    with pytest.raises(DataError, match=f"no data for --model other in a meta.json there; it is "
+    with pytest.raises(DataError, match=f"no data for --model other; it is "
                        f"for --model {model}; make it"):
         read_meta_for("other", tmp_path, "make it")
 

@@ -353,7 +353,7 @@ def test_the_share_of_exact_answers_is_the_mean_of_the_sources(folders, tmp_path
 def test_a_missing_folder_ends_in_one_line(folders, tmp_path):
     code, text = run_program(f"{folders}/web:0.7,nowhere:0.3", tmp_path / "out")
     assert code == 2 and text.count("\n") == 1
-    assert text.startswith("nowhere: no train data") and "no such file or folder" in text
+    assert text.startswith("nowhere: no such file or folder; set data_dir")
 
 
 @pytest.mark.parametrize("changes, message", [

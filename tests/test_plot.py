@@ -278,7 +278,7 @@ def test_bad_input_is_told_at_once(tmp_path):
     (empty / "metrics.jsonl").write_text("")
     done = command(good, empty, tmp_path / "missing", "--out", tmp_path / "x.svg")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.count("no metric 'loss'") == 1
+    assert done.stderr.count("has no numbers") == 1
     assert f"{empty}" in done.stderr
     assert not (tmp_path / "x.svg").exists()
     for out in ("x.png", "x.html", tmp_path / "no" / "folder" / "x.svg"):

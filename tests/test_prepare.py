@@ -23,14 +23,15 @@ from data.meta import read_meta
 from data.prepare import corpora, encode, ensure_dataset, main, prepare
 from data.prepare import sources as sources_module
 from data.prepare.corpora import CORPORA
-from data.prepare.folders import REPOSITORY, is_too_long, new_folder
+from data.prepare.folders import REPOSITORY, fit_to_data, new_folder
 from data.prepare.sources import Documents
 from data.rows import documents_in_val
 from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 from data.tokenizer_types import JsonTokenizer
 from train.base.errors import DataError
-from train.config import load_config
+from train.config import load_argv, load_config
+from train.train import train
 
 REPO = Path(__file__).resolve().parents[1]
 SHARED = REPO.parent / "shared" / "data"
@@ -125,7 +126,7 @@ def test_golden_bytes_and_meta(tmp_path):
             "val": {"tokens": 5, "documents": 1, "bytes": 4,
                     "sha256": hashlib.sha256((out / "val.bin").read_bytes()).hexdigest()}}}
     assert (f"python run_train.py --config train/config_quick.yaml --data_dir {out} "
-            f"--max_epochs 20 --out_dir {os.path.join('out', 'out')}") in stdout
+            f"--max_epochs 20 --block_size 4 --out_dir {os.path.join('out', 'out')}") in stdout
     assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
 
 
@@ -383,11 +384,26 @@ def test_folder_rules(tmp_path):
     assert f"{src}/image.png, {src}/latin.txt" in "\n".join(lines)
 
 
-def test_a_configuration_is_too_long_above_twenty_epochs():
+def test_a_configuration_gets_options_for_little_data():
+    """above twenty epochs, and for a split without a window of block_size + 1 tokens"""
     path = REPOSITORY / "train/config_quick.yaml"
     c = load_config(path)
     tokens = c.max_iters * c.samples_per_step * c.block_size // 20
-    assert is_too_long(dict(tokens=tokens - 1), path) and not is_too_long(dict(tokens=tokens), path)
+    for n_train, n_val, options in (
+            (tokens, c.block_size + 1, ""), (tokens - 1, 999, " --max_epochs 20"),
+            (tokens, c.block_size, f" --block_size {c.block_size - 1}")):
+        assert fit_to_data(dict(train=dict(tokens=n_train), val=dict(tokens=n_val)),
+                           path) == options
+    assert fit_to_data(dict(train=dict(rows=tokens), val=dict(rows=1)), path) == ""
+
+
+def test_little_data_are_trained_by_the_command_that_is_printed(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a few words " * 50)
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "bin")]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()[3:]
+    config = load_argv([*command, "--max_epochs=1", f"--out_dir={tmp_path / 'out'}",
+                        "--compile=false", "--sample_tokens=0"])
+    assert train(config)["finished"]
 
 
 def test_big_file_in_a_folder_that_turns_out_not_to_be_text(tmp_path):
@@ -563,10 +579,11 @@ def test_what_to_do_next(tmp_path, monkeypatch, capsys, gpu, n, config):
     monkeypatch.setenv("PATH", str(tmp_path) if gpu else "")
     if not gpu and os.path.exists("/proc/driver/nvidia/version"):
         pytest.skip("this machine has a GPU")
-    prepare_module.report_text("data/my text", dict(train=dict(tokens=n), val=dict(tokens=5)))
-    few = "" if n > 10 else " --max_epochs 20"  # the configuration's steps would be refused
+    prepare_module.report_text("data/my text", dict(train=dict(tokens=n), val=dict(tokens=5000)))
+    # the configuration's steps and windows would be refused
+    few = "" if n > 10 else " --max_epochs 20 --block_size 9"
     assert capsys.readouterr().out == (
-        f"[train] {n:,} tokens\n[val] 5 tokens\nNext: python run_train.py --config "
+        f"[train] {n:,} tokens\n[val] 5,000 tokens\nNext: python run_train.py --config "
         f"train/{config}.yaml --data_dir 'data/my text'{few} --out_dir 'out/my text'\n")
 
 

@@ -57,7 +57,7 @@ def test_values_are_read_as_their_type(name, raw, value):
     ("max_iters", True, "an integer"), ("max_iters", None, "an integer, got an empty value"),
     ("max_iters", "-1", "must be at least 0, got -1"), ("learning_rate", True, "a finite number"),
     ("learning_rate", "nan", "a finite number"), ("learning_rate", "-inf", "a finite number"),
-    ("run_name", True, "expected text, got True"), ("eval_tasks", True, "expected a list"),
+    ("run_name", True, "expected text, got no value"), ("eval_tasks", True, "expected a list"),
     ("learning_rate", 0, "must be above 0, got 0.0"),
     ("learning_rate", "100.1", "must be at most 100"), ("dropout", "1", "must be below 1, got 1.0"),
     ("max_epochs", "1e308", "at most 1000000000"), ("warmup_epochs", "1e308", "at most 1000000000"),
@@ -253,7 +253,7 @@ def test_keys_that_stand_elsewhere_say_where():
 
 def test_the_names_of_others_are_not_ours():
     """Each stands for keys that there are, and none hides one of another model."""
-    models = ("autoencoder", "classifier", "lora", "memory", "moe", "sae")
+    models = ("autoencoder", "classifier", "dpo", "grpo", "lora", "memory", "moe", "sae")
     keys = {m: {f.name for f in fields(config_class(m))} for m in models}
     names = set(FIELDS).union(*keys.values())
     targets = {key for target in ALIASES.names.values()
@@ -266,7 +266,7 @@ def test_the_names_of_others_are_not_ours():
     assert set(ALIASES.switches) <= set(ALIASES.names) | set(ALIASES.words)
     assert targets - set(FIELDS) - {"ignored"} | {"task"} == set(ALIASES.models)
     for key, types in ALIASES.models.items():
-        assert {m for m in models if key in keys[m]} == set(types.split(" or "))
+        assert {m for m in models if key in keys[m]} == set(types.replace(" or ", ", ").split(", "))
 
 
 def test_a_runs_arguments_without_those_of_its_start(tmp_path):

@@ -174,6 +174,9 @@ def find_checkpoint(config, log, damaged=()):
     if state is None and config.resume_file:
         inside = os.path.join(config.resume, "ckpt.pt")
         path = inside if os.path.isfile(inside) else config.resume
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path}: no such file; --resume takes auto, must, never or a "
+                                  "checkpoint")
         if path in damaged:
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)
@@ -207,13 +210,14 @@ def load_best(model, folder, config, ranks):
         raise CheckpointError(problem)
     own = model.state_dict()
     fill(own, best.state["model"], ranks, best.shards, "model.")
+    shown = os.path.join(config.out_dir, "ckpt_best.pt")
     if not (config.ema and config.early_stopping_metric.endswith("_ema")):
-        return path
+        return shown
     averages = {name: {"ema": entry["ema"]}
                 for name, entry in best.state["optimizer"]["state"].items() if "ema" in entry}
     fill({name: {"ema": own[name]} for name in averages}, averages, ranks, best.shards,
          "optimizer.state.")
-    return f"the running averages (--ema) in {path}"
+    return f"the running averages (--ema) in {shown}"
 
 
 def load_weights(model, start, config, spec, ranks, log):

@@ -85,7 +85,8 @@ def read_yaml(path, problems, groups=()):
             raise yaml.YAMLError(f"a {root.id} at top level" if root else "the file is empty")
         add(root)
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"{path}: cannot be read: {error}")
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        problems.append(f"{path}: cannot be read: {reason}; expected a YAML file")
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problems.append(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: "
@@ -132,7 +133,8 @@ def parse_options(argv, problems):
         token = tokens.pop(0)
         dotted, equals, value = token.partition("=")
         if not token.startswith("-") and not equals:
-            problems.append(f"command line: {token!r}: expected --key value or key=value")
+            hint = f"; did you mean --config {token}?" if token.endswith((".yaml", ".yml")) else ""
+            problems.append(f"command line: {token!r}: expected --key value or key=value{hint}")
             continue
         name = remove_groups(dotted.lstrip("-").replace("-", "_"))
         if not equals:  # the next argument is the value, unless it is an option

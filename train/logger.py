@@ -378,7 +378,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, _ = milestones(c)
-    final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), warmup), c)
+    final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), 0), c)
     if not c.eval_only:  # for train.tools.watch this line is the start of training
         log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
             + (f", to {final:g}" if final != c.learning_rate else ""))

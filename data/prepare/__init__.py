@@ -49,7 +49,7 @@ class Options(FolderOptions):
         "with the same tokenizer (default: byte)", metavar="NAME")
     vocab_size: int | None = key(None, "tokens of bpe, with the end of text", ge=257, le=MAX_VOCAB)
     dataset: str = key("", "known text, instead of sources; fineweb10B and fineweb_edu are GPT-2's "
-                       "tokens", choices=("", "stdlib", "shakespeare", *CORPORA))
+                       "tokens", choices=("stdlib", "shakespeare", *CORPORA))
     shards: int | None = key(None, "the first N training files of a dataset only", ge=1)
 
 

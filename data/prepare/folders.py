@@ -120,17 +120,22 @@ def read_settings(path):
     return (read_settings(path.parent / base) if base else {}) | settings
 
 
-def is_too_long(numbers, path):
-    """Return whether training with the configuration `path`, a Path of a YAML file, would take more
-    than WARN_EPOCHS (20) epochs; False if the configuration sets max_epochs. numbers: {name:
-    number} of the training split; the number of samples in an epoch is the value of "rows", "pairs"
-    or "questions", otherwise "tokens" / block_size."""
+def fit_to_data(splits, path):
+    """Return the options of run_train.py with which the configuration `path`, a Path of a YAML
+    file, suits the data: " --max_epochs 20" (WARN_EPOCHS) if it would take more epochs and does not
+    set max_epochs, and " --block_size N" for tokens of which a split has no window. splits: {split:
+    {name: number}}; the number of samples in an epoch is the value of "rows", "pairs" or
+    "questions", otherwise "tokens" / block_size."""
+    numbers = splits["train"]
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
     c = TrainConfig(**{name: int(settings[name]) for name in names if name in settings})
     samples = [numbers[name] for name in ("rows", "pairs", "questions") if name in numbers]
     n = samples[0] if samples else numbers["tokens"] / c.block_size
-    return "max_epochs" not in settings and c.max_iters * c.samples_per_step > WARN_EPOCHS * n
+    too_long = "max_epochs" not in settings and c.max_iters * c.samples_per_step > WARN_EPOCHS * n
+    options = f" --max_epochs {WARN_EPOCHS}" if too_long else ""
+    tokens = 0 if samples else min(numbers["tokens"] for numbers in splits.values())
+    return options + (f" --block_size {tokens - 1}" if 1 < tokens <= c.block_size else "")
 
 
 def start_option(source):
@@ -150,8 +155,7 @@ def report(out, splits, config, options=""):
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256"]
         echo(f"[{split}] {', '.join(texts)}")
-    if is_too_long(splits["train"], REPOSITORY / "train" / f"{config}.yaml"):
-        options += f" --max_epochs {WARN_EPOCHS}"
+    options += fit_to_data(splits, REPOSITORY / "train" / f"{config}.yaml")
     run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
     echo(f"Next: python run_train.py --config train/{config}.yaml --data_dir {quote_path(out)}"
          f"{options} --out_dir {quote_path(run_folder)}")

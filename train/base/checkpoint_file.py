@@ -213,7 +213,7 @@ def describe_load_error(error):
                 "tensors only")
     text = str(error).strip().split("\n")[0]
     if "weights only" in text.lower().replace("_", " "):  # torch recommends loading it unsafely
-        text = "it contains objects other than plain tensors"
+        text = "it is no file of torch.save, or contains objects other than plain tensors"
     if text.startswith(("PytorchStreamReader", "[Errno 22]")):  # part of a ZIP archive
         text = "it is damaged or incomplete"
     return f"cannot be read as a checkpoint: {text or type(error).__name__}"

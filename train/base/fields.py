@@ -95,7 +95,8 @@ def convert(raw, function, expected):
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
             yaml.YAMLError):
-        raise ValueError(f"expected {expected}, got {raw!r}") from None
+        got = "no value" if raw is True else repr(raw)  # True: of `--key` without a value
+        raise ValueError(f"expected {expected}, got {got}") from None
 
 
 def base_type(annotation):

@@ -34,9 +34,10 @@ def plot_runs(options):
         records = read_metrics(file, MAX_LINES)
         available = {name.removeprefix("val_") for r in records for name, value in r.items()
                      if to_number(value) is not None}
+        if not available:
+            raise ValueError(f"{file}: has no numbers; expected the out_dir of a run")
         if metric not in available:
-            raise ValueError(f"{file}: no metric {metric!r}; expected the out_dir of a run, with "
-                             f"one of: {', '.join(sorted(available)) or 'nothing yet'}")
+            raise ValueError(f"{file}: no metric {metric!r}, only {', '.join(sorted(available))}")
         runs.append((os.path.normpath(path), records))
     first = options.runs[0]
     folder = first if os.path.isdir(first) else os.path.dirname(first)
