@@ -87,8 +87,10 @@ def suggest(rates, losses, high):
                                  "try a larger batch or other rates (--from, --to)")
     if bottom > 0.9 * (n - 1) and rates[n - 1] > 0.999 * high:
         return result | dict(why=f"the loss was still falling at {high:.2g}; increase --to")
-    # Rates are in equal steps of their logarithm, so differences are slopes.
-    steepest = min(range(bottom + 1), key=lambda i: (
+    # Rates are in equal steps of their logarithm, so differences are slopes; before the loss begins
+    # to fall, they are noise.
+    begin = max((i for i in range(bottom) if smoothed[i] > start - 0.1 * fall), default=0)
+    steepest = min(range(begin, bottom + 1), key=lambda i: (
         smoothed[min(i + half, n - 1)] - smoothed[max(i - half, 0)]))
     return result | dict(suggestion=rates[steepest])
 
