@@ -7,7 +7,6 @@ from conftest import TINY
 from runs import planted_children
 
 from model.core.load import load_model
-from train import config as config_file
 from train.options.loss_svg import read_metrics
 from train.tools import chain
 
@@ -22,7 +21,6 @@ def go(data_dir, tmp_path, monkeypatch):
         return chain.main([*keys, "--seed=5", "--out", str(tmp_path / "chain"), *args])
     run.started = started
     yield run
-    config_file.config_class.cache_clear()
 
 
 def last(folder, name):

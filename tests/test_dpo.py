@@ -383,7 +383,7 @@ def test_a_model_without_adapters_starts_from_merged_weights_only(made, tmp_path
         train(prepare("out/ckpt.pt"))
     command = re.search("python -m model.convert (.*)", str(refused.value))[1]
     assert main(shlex.split(command)) == 0
-    train(prepare("merged.safetensors"))
+    train(prepare("merged.pt"))
     (ours, _), (theirs, _) = load_model("out/ckpt.pt"), load_model("next/ckpt.pt")
     idx = torch.arange(40)[None]
     torch.testing.assert_close(ours(idx), theirs(idx))

@@ -256,7 +256,9 @@ def test_another_backbone_is_refused(data_dir, base, tmp_path, capsys):
     assert "gone.pt: no such file" in capsys.readouterr().err
     os.link(base, tmp_path / "moved.pt")
     assert main([*merged, "--backbone", str(tmp_path / "moved.pt")]) == 0
-    assert main([*merged[:3], str(base)]) == 2  # without it the adapters would be lost
+    os.link(base, tmp_path / "same.pt")
+    assert main([*merged[:3], str(tmp_path / "same.pt"), "--backbone", str(tmp_path / "same.pt")
+                 ]) == 2  # without it the adapters would be lost
     assert "it has the files of --ckpt or of its backbone" in capsys.readouterr().err
 
 

@@ -50,7 +50,6 @@ def toy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config_file, "REPOSITORY", config_file.REPOSITORY)  # undone at the end
         yield register()
-    config_file.config_class.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +322,6 @@ def test_own_keys_are_keys_like_any_other(rows, tmp_path, toy):
 def test_a_key_of_every_run_is_refused(monkeypatch, toy):
     clash = type("Keys", (), {"__annotations__": {"seed": int}, "seed": 1})
     monkeypatch.setattr(toy, "Keys", clash)
-    config_file.config_class.cache_clear()
     with pytest.raises(ConfigError, match="Keys has seed, already keys of every run"):
         load_config(None, ["--model=toy"])
 

@@ -121,7 +121,6 @@ def go(tmp_path, monkeypatch):
         return scaling.main([*small, "--out", str(tmp_path / "scaling"), *args])
     run.started = started
     yield run
-    config_file.config_class.cache_clear()
 
 
 SIX = ("--budgets", "2000,500,1000", "--depth", "2,1")

@@ -154,7 +154,7 @@ def test_the_newest_runs_are_shown(at_once, tmp_path):
 def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
     """Of real runs: finished, also after a second start and an evaluation; stopped; and one that
     goes on, which is stale once nothing has changed for long. The last one that was started is the
-    first one."""
+    first one; a finished one does not start again."""
     def cards(get):
         return {os.path.basename(run["name"]): run for run in state(get)["runs"]}
     for name in "ab":
@@ -164,7 +164,7 @@ def test_the_state_of_each_run(at_once, data_dir, tmp_path, monkeypatch):
     log = tmp_path / "b/train.log"
     text = log.read_text()
     with watching(tmp_path) as (get, _):
-        assert [*cards(get)] == ["a", "b"] and cards(get)["a"]["state"] == "finished"
+        assert [*cards(get)] == ["b", "a"] and cards(get)["a"]["state"] == "finished"
         os.utime(tmp_path / "a/training_args.json", (9, 9))
         (tmp_path / "a/samples.txt").write_text("")
         assert [*cards(get)] == ["b", "a"] and cards(get)["b"]["color"] == watch.COLORS[0]
