@@ -406,6 +406,11 @@ def test_save_precision(tmp_path, data_dir, precision, kind):
         assert header[name]["dtype"] == kind and header[name]["shape"] == list(tensor.shape)
         wanted = tensor.to(getattr(torch, precision)).view(torch.uint8).numpy().tobytes()
         assert blob[8 + length + begin:8 + length + end] == wanted
+    for more in (dict(max_iters=3, save_precision=precision), dict(max_iters=4)):
+        before = (tmp_path / "train.log").read_text()
+        go(data_dir, tmp_path, **more)
+        added = (tmp_path / "train.log").read_text().removeprefix(before)
+        assert ("model.safetensors stays as it is" in added) == (more["max_iters"] == 4)
 
 
 @pytest.mark.parametrize("own", [dict(), dict(model="moe", n_experts=3), dict(model="chat")])

@@ -83,6 +83,8 @@ class RunFolder:
         names = [name for name in os.listdir(self.path) if name.startswith(RUN_FILES)]
         if resume == "never" and names and not restarted:
             log(f"--resume never: moved the files in {self.name} to {move_files(self.path, names)}")
+        if not self.save_precision and os.path.exists(self.file("model.safetensors")):
+            log("warning: model.safetensors stays as it is: save_precision is not set")
         if job:
             write_text(self.file(".job"), job)
 
