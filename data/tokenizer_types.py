@@ -51,9 +51,11 @@ def encode_within(text, encode):
     """Return the ids of `text`, which continues an earlier text: encode(text), but without the
     space that some tokenizers add at the start of a text. encode: a function that returns a list or
     an array of ids."""
-    newline, with_newline = encode("\n"), encode(f"\n{text}")
-    separable = list(with_newline[:len(newline)]) == list(newline)
-    return with_newline[len(newline):] if separable else encode(text)
+    for before in "\n", "a":  # a newline can be one token with the start of the text
+        start, whole = encode(before), encode(before + text)
+        if list(whole[:len(start)]) == list(start):
+            return whole[len(start):]
+    return encode(text)
 
 
 @contextlib.contextmanager

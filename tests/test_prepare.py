@@ -255,18 +255,19 @@ def test_pieces_change_no_token(gpt2, tmp_path, monkeypatch):
 
 def test_pieces_get_no_space_of_a_tokenizer_that_puts_one_before_a_text(tmp_path, monkeypatch):
     tokenizers = pytest.importorskip("tokenizers")
-    vocab = {"\u2581": 0, "a": 1, "\n": 2, "</s>": 3}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    vocab = {"\u2581": 0, "a": 1, "\n": 2, "</s>": 3, "\n\n": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("\n", "\n")]))
     made.normalizer = tokenizers.normalizers.Sequence([
         tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
     made.add_special_tokens(["</s>"])
     tokenizer = JsonTokenizer(made.to_str(), 3)
-    (tmp_path / "a.txt").write_text("a aa\n" * 999)
     monkeypatch.setattr(encode, "PIECE_BYTES", 100)
-    documents = collect(tmp_path / "a.txt", tmp_path)
-    pieces = list(encode.cut_pieces(documents, [False], documents.size))
-    ids, _ = encode.encode_pieces(pieces, documents, tokenizer)
-    assert len(pieces) > 5 and ids.tolist() == [*tokenizer.encode("a aa\n" * 999), 3]
+    for line in "a aa\n", "aaaa\n\n":
+        (tmp_path / "a.txt").write_text(line * 999, newline="")
+        documents = collect(tmp_path / "a.txt", tmp_path)
+        pieces = list(encode.cut_pieces(documents, [False], documents.size))
+        ids, _ = encode.encode_pieces(pieces, documents, tokenizer)
+        assert len(pieces) > 5 and ids.tolist() == [*tokenizer.encode(line * 999), 3]
 
 
 @pytest.mark.parametrize("content", ["世界" * 20_000, "🙂" * 9_999, "a" * 30_000, "\n" * 30_000])
