@@ -250,7 +250,8 @@ class ChatTemplate:
             raise DataError(refused + f"it does not write an answer as it is ({answer[:40]!r})")
         answer_ids = ids[len(prompt_ids):]
         if ids[:len(prompt_ids)] != prompt_ids:  # a token spans the boundary
-            answer_ids = encode_marked(whole[len(prompt):], tokenizer)
+            encode = functools.partial(encode_marked, tokenizer=tokenizer)
+            answer_ids = encode_within(whole[len(prompt):], encode)
         ends = self.ends or [tokenizer.eot_token]
         n_learned = next((n for n, i in enumerate(answer_ids, 1) if i in ends), 0)
         rest = squeeze(tokenizer.decode(answer_ids[n_learned:]))

@@ -22,6 +22,7 @@ from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.prepare import samples
 from data.tokenizer import load_tokenizer
+from data.tokenizer_types import JsonTokenizer
 from model.chat import ChatGPT, generate_answer, packed_layout
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -173,6 +174,22 @@ def test_whole_and_parts_tokenise_alike(monkeypatch):
         assert ids.tolist() == whole
         end = int(mask.argmax())  # what a model is asked is what it learned from
         assert ids[:end].tolist() == gpt2.encode(texts[0])
+
+
+def test_an_answer_gets_no_space_that_its_text_does_not_have():
+    """The prompt ends with a space, which is one token with the start of the answer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"\u2581": 0, "a": 1, ":": 2, "</s>": 3, "\u2581a": 4, "x": 5, "\n": 6}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("\u2581", "a")]))
+    made.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    made.add_special_tokens(["</s>"])
+    jinja = ("{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else ': ') "
+             "}}{% endfor %}")
+    template = ChatTemplate({"jinja": jinja, "ends": [3], "eos_token": "</s>"})
+    (ids, mask), = template.sequences([("user", "a"), ("assistant", "aa")],
+                                      JsonTokenizer(made.to_str(), 3))
+    assert ids.tolist() == [4, 2, 0, 1, 1, 3] and mask.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_rows_hold_whole_chats_once(tmp_path, capsys):
