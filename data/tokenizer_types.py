@@ -248,6 +248,8 @@ class JsonTokenizer(Tokenizer):
         for enc in (self.enc, self.plain_enc):
             enc.no_truncation()
             enc.no_padding()
+            if "merges" in content["model"]:  # else BPE leaves out characters without a token
+                enc.model.unk_token = enc.model.unk_token or HIDDEN
         self.plain_enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
@@ -257,7 +259,6 @@ class JsonTokenizer(Tokenizer):
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
-        self.known = find_alphabet(content["model"])  # `None`: no character would be left out
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
                         if token.special and not is_fallback(token.content, content)}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
@@ -275,24 +276,12 @@ class JsonTokenizer(Tokenizer):
         enc = self.enc if special else self.plain_enc
         text = clean(text)
         with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            if self.known is not None:
-                self.check_characters(text, special)
-            encoding, = enc.encode_batch_fast([text], add_special_tokens=False)
+            try:
+                encoding, = enc.encode_batch_fast([text], add_special_tokens=False)
+            except Exception:  # of a character without a token
+                raise ValueError(f"characters of {find_unknown(enc, text)!r:.60} are not in its "
+                                 "vocabulary") from None
         return np.array(encoding.ids, np.uint32)
-
-    def check_characters(self, text, special):
-        """Raise ValueError if `text` has characters without tokens, which the package tokenizers
-        would leave out without an error. special: as for encode_array."""
-        added = [token.content for token in self.enc.get_added_tokens_decoder().values()
-                 if special or not token.special]
-        for part in re.split("|".join(map(re.escape, added)) or "(?!)", text):
-            part = self.enc.normalizer.normalize_str(part) if self.enc.normalizer else part
-            pieces = (self.enc.pre_tokenizer.pre_tokenize_str(part) if self.enc.pre_tokenizer
-                      else [(part, (0, len(part)))])
-            for piece, (start, end) in pieces:
-                if not self.known.issuperset(piece) and self.enc.token_to_id(piece) is None:
-                    raise ValueError(f"characters of {part[start:end]!r:.60} are not in its "
-                                     "vocabulary")
 
     def offsets(self, text):
         """Return an array (n, 2) int64: for each token of `text`, the index of the first character
@@ -360,18 +349,16 @@ def hide_special(content):
         token | {"content": hidden.get(token["content"], token["content"])} for token in tokens]}
 
 
-def find_alphabet(model):
-    """Return the set of the characters that have a token, for a model that leaves out all others
-    without an error: BPE without unk_token and byte_fallback; `None` for other models, and if all
-    bytes of UTF-8 have one. model: the dict in a tokenizer.json."""
-    if "merges" not in model or model.get("unk_token") or model.get("byte_fallback"):
-        return None
-    before, after = (model.get(name) or "" for name in (
-        "continuing_subword_prefix", "end_of_word_suffix"))
-    words = (token.removeprefix(before).removesuffix(after) for token in model["vocab"])
-    known = {word for word in words if len(word) == 1}
-    in_utf8 = {c for c, byte in byte_table().items() if byte < 0xf5 and byte not in (0xc0, 0xc1)}
-    return None if known >= in_utf8 else known
+def find_unknown(enc, text):
+    """Return a part of `text`, about 40 characters or less, that `enc`, a tokenizers.Tokenizer,
+    cannot encode."""
+    half = len(text) // 2
+    for part in (text[:half], text[half:]) if half > 20 else ():
+        try:
+            enc.encode(part, add_special_tokens=False)
+        except Exception:  # the package has no class for it
+            return find_unknown(enc, part)
+    return text
 
 
 def find_frame(content):

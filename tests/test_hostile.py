@@ -558,7 +558,6 @@ def test_a_panic_of_the_package_tokenizers_is_told():
         raise PanicException("index out of bounds")
     tokenizer = JsonTokenizer.__new__(JsonTokenizer)
     tokenizer.plain_enc = SimpleNamespace(encode_batch_fast=panic)
-    tokenizer.known = None
     with pytest.raises(DataError, match="no ids for a text: index out of bounds"):
         tokenizer.encode("a")
 

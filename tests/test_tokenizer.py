@@ -159,6 +159,22 @@ def test_no_character_is_left_out_of_a_text():
             ours.encode(text)
 
 
+@pytest.mark.parametrize("model, known, unknown", [
+    (dict(vocab={"a": 0, "b": 1, "</s>": 2}, byte_fallback=True), "ab", "a\u00e9b"),  # no bytes
+    (dict(vocab={"a": 0, "#b": 1, "</s>": 2}, continuing_subword_prefix="#"), "ab", "aa"),
+    (dict(vocab={"a": 0, "b": 1, "</s>": 2}), "ab", "</s>"),
+    (dict(vocab={"a": 0, "b": 1, "</s>": 2, "xy": 3}), "ab", "xy")])  # no merge makes it
+def test_no_model_leaves_out_a_character_without_a_token(model, known, unknown):
+    pytest.importorskip("tokenizers")
+    end = dict(id=2, content="</s>", special=True, single_word=False, lstrip=False, rstrip=False,
+               normalized=False)
+    tokenizer = JsonTokenizer(json.dumps(dict(
+        added_tokens=[end], model=dict(type="BPE", merges=[]) | model)), 2)
+    assert tokenizer.encode(known) == [0, 1]
+    with pytest.raises(DataError, match=f"characters of '{unknown}' are not in its vocabulary"):
+        tokenizer.encode(unknown)
+
+
 def test_a_missing_package_is_no_broken_tokenizer(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(SetupError, match="^this tokenizer.json needs the package tokenizers: pip"):
