@@ -254,13 +254,12 @@ class JsonTokenizer(Tokenizer):
         self.text = text
         self.eot_token = eot_token
         check_growth(content)
-        # Otherwise the texts of tokens are characters, as SentencePiece's.
-        self.is_byte_level = "ByteLevel" in json.dumps(content.get("decoder"))
+        self.is_byte_level = is_byte_level(content)
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
         self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
-                        if token.special and not is_fallback(token.content, content)}
+                        if token.special and not is_byte(token.content, content)}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = self.enc.get_vocab(with_added_tokens=True).values()
         special = {i for i in self.special.values() if i != eot_token}
@@ -322,10 +321,17 @@ class JsonTokenizer(Tokenizer):
         return {"kind": "json", "json": self.text, "eot_token": self.eot_token} | self.saved_n_vocab
 
 
-def is_fallback(token, content):
-    """Return whether `token`, a text, is a byte for characters that the vocabulary lacks, also if
-    it is listed as special. content: the dict of a tokenizer.json."""
-    return content["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
+def is_byte_level(content):
+    """Return whether the tokens of a tokenizer.json are bytes, as GPT-2's; otherwise their texts
+    are characters, as SentencePiece's. content: the dict of the tokenizer.json."""
+    return "ByteLevel" in json.dumps(content.get("decoder"))
+
+
+def is_byte(token, content):
+    """Return whether `token`, a text, is a byte, which ordinary text needs, so that it is no
+    special token even if it is listed as one. content: the dict of a tokenizer.json."""
+    return is_byte_level(content) and token in byte_table() or content["model"].get(
+        "byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
 
 
 def hide_special(content):
@@ -335,7 +341,7 @@ def hide_special(content):
     no special token."""
     tokens, model = content.get("added_tokens") or [], content["model"]
     hidden = {token["content"]: HIDDEN + token["content"] for token in tokens
-              if token["special"] and not is_fallback(token["content"], content)}
+              if token["special"] and not is_byte(token["content"], content)}
     unknown, vocab = model.get("unk_token"), model["vocab"]
     if hidden.keys().isdisjoint(vocab if isinstance(vocab, dict) else dict(vocab)):
         return content

@@ -23,7 +23,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_from_spec,
 )
-from data.tokenizer_hf import end_of_text, tokenizer_json
+from data.tokenizer_hf import BYTE_CHARACTERS, end_of_text, tokenizer_json
 from data.tokenizer_types import EOT, CharTokenizer, JsonTokenizer, RankTokenizer
 from train.base.errors import DataError, SetupError
 
@@ -426,6 +426,22 @@ def test_bytes_for_characters_that_the_vocabulary_lacks(is_special):
     assert tokenizer.encode("a\u00e9") == ids and tokenizer.decode(ids) == "a\u00e9"
     assert b"".join(map(tokenizer.bytes_of, ids)) == "a\u00e9".encode()
     assert tokenizer.encode("<0x41>") == [2 + b for b in b"<0x41>"]  # text stays text
+
+
+@pytest.mark.parametrize("unknown", [{}, {"unk_token": "</s>"}])
+def test_a_byte_that_is_the_token_of_padding_stays_in_a_text(unknown):
+    pytest.importorskip("tokenizers")
+    tokens = [*BYTE_CHARACTERS.values(), "</s>", "!!"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    added = [dict(id=vocab[text], content=text, special=True, single_word=False, lstrip=False,
+                  rstrip=False, normalized=False) for text in ("!", "</s>")]
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    tokenizer = JsonTokenizer(json.dumps(dict(
+        added_tokens=added, pre_tokenizer=level, decoder=level,
+        model=dict(type="BPE", vocab=vocab, merges=["! !"]) | unknown)), 256)
+    ids = tokenizer.encode("a! !!")
+    assert ids == [vocab[text] for text in ("a", "!", "\u0120", "!!")]
+    assert b"".join(map(tokenizer.bytes_of, ids)).decode() == tokenizer.decode(ids) == "a! !!"
 
 
 @pytest.mark.parametrize("model", [
