@@ -112,7 +112,10 @@ def read_hf_tokenizer(folder):
     with data_errors(path):
         config = read_optional_json(folder, "config.json")
         rows = config.get("vocab_size") or (0 if config else MAX_VOCAB)
-        return JsonTokenizer(json.dumps(content), end_of_text(folder, content), rows)
+        end, named = end_of_text(folder, content), special_tokens(folder).values()
+        for token in content.get("added_tokens") or ():  # those are special in transformers, too
+            token["special"] |= token["id"] == end or token["content"] in named
+        return JsonTokenizer(json.dumps(content), end, rows)
 
 
 def end_of_text(folder, content):

@@ -412,6 +412,28 @@ def test_the_end_of_text_of_a_published_tokenizer(tmp_path, tokenizer_config, co
     assert end_of_text(str(tmp_path), content) == end
 
 
+@pytest.mark.parametrize("tokenizer_config, config", [
+    ({"eos_token": "<end>", "bos_token": {"content": "<s>"}}, {"vocab_size": 9}),
+    ({"bos_token": "<s>"}, {"vocab_size": 9, "eos_token_id": 3})])
+def test_a_token_that_a_config_names_is_special(tmp_path, tokenizer_config, config):
+    """Also if tokenizer.json has it as one of the user's: `transformers` then takes it for special,
+    too. Otherwise an answer would end at that text in it."""
+    pytest.importorskip("tokenizers")
+    vocab = {c: i for i, c in enumerate("<>sendtol", 5)}
+    added = [dict(id=i, content=text, special=False, single_word=False, lstrip=False, rstrip=False,
+                  normalized=True) for i, text in ((2, "<s>"), (3, "<end>"), (4, "<tool>"))]
+    vocab |= {token["content"]: token["id"] for token in added}
+    content = dict(added_tokens=added, model=dict(type="BPE", vocab=vocab, merges=[]))
+    for name, value in (("tokenizer", content), ("tokenizer_config", tokenizer_config),
+                        ("config", config)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.special == {"<s>": 2, "<end>": 3} and tokenizer.eot_token == 3
+    assert tokenizer.encode("<end><s><tool>") == [vocab[c] for c in "<end><s>"] + [4]
+    assert tokenizer.encode_special("<end><s><tool>") == [3, 2, 4]
+    assert tokenizer.token_bytes()[3] == 0
+
+
 @pytest.mark.parametrize("is_special", [False, True])  # a trainer accepts them as special only
 def test_bytes_for_characters_that_the_vocabulary_lacks(is_special):
     pytest.importorskip("tokenizers")
