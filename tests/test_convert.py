@@ -27,9 +27,10 @@ from data.tokenizer import (
     tokenizer_from_spec,
     write_tokenizer,
 )
-from data.tokenizer_types import CharTokenizer, JsonTokenizer
+from data.tokenizer_types import GPT2_PATTERN, CharTokenizer, JsonTokenizer, RankTokenizer
 from model import convert
 from model.convert import families, foreign, tensors
+from model.convert.gguf import PATTERNS
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -363,6 +364,20 @@ def test_tokenizer_json(hf, tmp_path, monkeypatch, kind):
     again = open_tokenizer(folder)
     assert again.encode(text) == found and again.decode(found) == text
     assert is_same_tokenizer(again.spec(), ours.spec())
+
+
+def test_a_tokenizer_that_transformers_would_take_for_qwens_is_told(hf, tmp_path, capsys):
+    qwen = next(pattern for pattern, name in PATTERNS.items() if name == "qwen2")
+    ranks = {bytes([i]): i for i in range(256)} | {b"12": 256}
+    for name, pattern, nfc, bias in (("a", GPT2_PATTERN, False, True), ("b", qwen, True, True),
+                                     ("c", GPT2_PATTERN, False, False)):
+        ours = RankTokenizer("ranks", ranks, pattern, 257, nfc=nfc)
+        make(tmp_path / "ckpt.pt", tokenizer=ours.spec(), n_layer=1, qkv_bias=bias)
+        folder = export(tmp_path / "ckpt.pt", tmp_path / name)
+        told = "warning: AutoTokenizer" in capsys.readouterr().err
+        kind = hf.PreTrainedTokenizerFast if told else hf.AutoTokenizer
+        assert told == (name == "a")
+        assert kind.from_pretrained(folder)("e\u0301 123").input_ids == ours.encode("e\u0301 123")
 
 
 def test_a_safetensors_file_that_says_nothing_of_itself(tmp_path):

@@ -15,6 +15,7 @@ same logits as the model.
 import json
 import os
 import re
+import sys
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,7 +24,7 @@ from data.chat_template import ChatTemplate
 from data.tokenizer_hf import tokenizer_json
 from model.convert.families import FAMILIES, find_family, write_config, write_fields
 from model.convert.foreign import check_complete, read_model
-from model.convert.gguf import export_gguf
+from model.convert.gguf import export_gguf, pattern_name
 from model.convert.tensors import write_weights
 from model.core.adapters import is_adapter, merge
 from model.core.formulas import check_formulas
@@ -116,7 +117,12 @@ def export_folder(source, to, precision):
         keys |= dict(bos_token=tokenizer.decode(tokenizer.start[:1])) if tokenizer.start else {}
         if template:
             keys |= template.special_tokens | dict(chat_template=template.jinja)
-        write_json(to, "tokenizer.json", tokenizer_json(tokenizer))
+        content = tokenizer_json(tokenizer)
+        if kind == "qwen2" and (pattern_name(content) != "qwen2"
+                                or content.get("normalizer") != {"type": "NFC"}):
+            echo("warning: AutoTokenizer of transformers 5 takes this tokenizer for Qwen's, as of "
+                 f"any Qwen2; use PreTrainedTokenizerFast.from_pretrained({to!r})", sys.stderr)
+        write_json(to, "tokenizer.json", content)
         write_json(to, "tokenizer_config.json", keys)
     if template and template.ends:
         config["eos_token_id"] = template.ends
