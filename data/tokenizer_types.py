@@ -250,6 +250,7 @@ class JsonTokenizer(Tokenizer):
             enc.no_padding()
             if "merges" in content["model"]:  # else BPE leaves out characters without a token
                 enc.model.unk_token = enc.model.unk_token or HIDDEN
+                enc.model.dropout = None  # a text always has the same ids
         self.plain_enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token

@@ -434,6 +434,14 @@ def test_a_token_that_a_config_names_is_special(tmp_path, tokenizer_config, conf
     assert tokenizer.token_bytes()[3] == 0
 
 
+def test_a_text_always_has_the_same_ids():
+    """BPE with dropout, for training of the tokenizer's own model"""
+    pytest.importorskip("tokenizers")
+    model = dict(type="BPE", vocab=dict(a=0, b=1, ab=2), merges=["a b"], dropout=0.9)
+    tokenizer = JsonTokenizer(json.dumps(dict(added_tokens=[], model=model)), None)
+    assert tokenizer.encode("ab" * 50) == [2] * 50 and len(tokenizer.offsets("ab" * 50)) == 50
+
+
 @pytest.mark.parametrize("is_special", [False, True])  # a trainer accepts them as special only
 def test_bytes_for_characters_that_the_vocabulary_lacks(is_special):
     pytest.importorskip("tokenizers")
