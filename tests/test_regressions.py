@@ -135,6 +135,12 @@ def test_a_finished_run_keeps_the_keys_that_it_was_trained_with(tmp_path, data_d
         assert load_config(str(tmp_path / name)).max_iters == 3, name
     go(data_dir, tmp_path, max_iters=4)
     assert load_config(str(tmp_path / "config.yaml")).max_iters == 4
+    for keys in (dict(max_iters=4), dict(max_iters=3)):  # a branch has its own, also a second one
+        go(data_dir, tmp_path / "branch", resume=str(tmp_path / "ckpt.pt"), **keys)
+        assert load_config(str(tmp_path / "branch/config.yaml")).max_iters == keys["max_iters"]
+    (tmp_path / "config.yaml").unlink()  # e.g. of a run that was copied from its mirror
+    go(data_dir, tmp_path, max_iters=4)
+    assert load_config(str(tmp_path / "config.yaml")).max_iters == 4
 
 
 @pytest.mark.parametrize("key, theirs, ours", [

@@ -302,7 +302,9 @@ class Run:
             if c.resume_file:
                 self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
             self.folder.take(c.resume, self.log.info)
-            if not self.limits_reached():  # a finished run keeps the keys that it was trained with
+            # A finished run keeps the keys that it was trained with.
+            is_described = os.path.exists(self.folder.file("config.yaml"))
+            if c.resume_file or not (is_described and self.limits_reached()):
                 self.log.describe_run(to_yaml(c))
             return os.path.exists(self.folder.file("ckpt_best.pt"))
         has_best = distributed.broadcast_from_rank0(prepare_files, self.ranks)
