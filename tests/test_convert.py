@@ -777,7 +777,8 @@ def test_the_checkpoint_of_another_run_is_not_replaced(tmp_path, capsys):
     make(tmp_path / "run" / "ckpt.pt", **keys)
     (tmp_path / "run" / "metrics.jsonl").touch()
     before = (tmp_path / "run" / "ckpt.pt").read_bytes()
-    for name, expected in (("ckpt.pt", 2), ("new.pt", 0), ("new.pt", 0)):
+    for name, expected in (("ckpt.pt", 2), ("ckpt_best.pt", 2), ("ckpt_0000009.pt", 2),
+                           ("ckpt_merged.pt", 0), ("ckpt_merged.pt", 0)):
         assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"),
                              "--to", str(tmp_path / "run" / name)]) == expected
     assert "a checkpoint of the run" in capsys.readouterr().err

@@ -209,7 +209,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
     folder, name = os.path.split(os.path.abspath(to))
-    if re.fullmatch(r"ckpt\w*\.pt", name) and os.path.exists(f"{folder}/metrics.jsonl"):
+    is_of_run = re.fullmatch(r"ckpt(_best|_prev|_\d+)?\.pt", name)
+    if is_of_run and os.path.exists(f"{folder}/metrics.jsonl"):
         raise CheckpointError(f"--to {to}: has the name of a checkpoint of the run in {folder}, "
                               "which would be lost; expected another name or folder")
     os.makedirs(folder, exist_ok=True)
