@@ -95,7 +95,7 @@ def convert(raw, function, expected):
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
             yaml.YAMLError):
-        got = "no value" if raw is True else repr(raw)  # True: of `--key` without a value
+        got = "true or no value" if raw is True else repr(raw)  # True: also of `--key` alone
         raise ValueError(f"expected {expected}, got {got}") from None
 
 
