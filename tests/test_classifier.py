@@ -1,6 +1,7 @@
 """--model classifier: data, numbers against scikit-learn, and the promises that every run keeps."""
 
 import collections
+import contextlib
 import csv
 import itertools
 import json
@@ -55,7 +56,7 @@ from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
 from train.base.checkpoint_file import load_checkpoint
-from train.base.errors import DataError
+from train.base.errors import DataError, UserError
 from train.checkpoint import save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
@@ -1132,6 +1133,19 @@ def test_heads_of_other_class_names_are_not_adopted(trained, tmp_path):
                 train(load_config(None, config))
         else:
             train(load_config(None, config))
+
+
+@pytest.mark.parametrize("ngrams", [0, 8])
+def test_other_rows_are_evaluated_unless_their_number_weighs_the_ngrams(ngrams, tmp_path):
+    keys = SMALL | TINY | dict(ngrams=ngrams, max_iters=1, out_dir=str(tmp_path / "out"))
+    for n in (60, 90):
+        rows = [dict(text=f"{i} x", label="ab"[i % 2]) for i in range(n)]
+        prepare(write_jsonl(tmp_path / f"{n}.jsonl", rows), tmp_path / f"{n}")
+    train(load_config(None, keys | dict(data_dir=str(tmp_path / "60"))))
+    changes = dict(data_dir=str(tmp_path / "90"), out_dir=str(tmp_path / "new"), eval_only=True,
+                   init_from=str(tmp_path / "out/ckpt.pt"))
+    with pytest.raises(UserError, match="class_counts") if ngrams else contextlib.nullcontext():
+        train(load_config(None, keys | changes))
 
 
 @pytest.mark.parametrize("kind", ["class", "span"])

@@ -26,8 +26,8 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 class ModelType:
     """Definitions that a file model/NAME.py may have at module level, with their defaults:
     functions open_data, build_model (required), sample, inherit_shape, as_gpt; the class Keys
-    (configuration keys); USE (a command), MUST_MATCH_TO_INIT and STATISTICS (names). An instance is
-    the model type that load_model_type() returns."""
+    (configuration keys); USE (a command), MUST_MATCH_TO_INIT (names) and STATISTICS ({name: key}).
+    An instance is the model type that load_model_type() returns."""
 
     module = None  # the imported file
 
@@ -43,9 +43,10 @@ class ModelType:
     # a run starts from trained weights (init_from).
     MUST_MATCH_TO_INIT = ()
 
-    # Names in Data.spec of statistics of the training data that the model uses. They must be equal,
-    # too, if trained weights are only evaluated (eval_only).
-    STATISTICS = ()
+    # {name in Data.spec of a statistic of the training data: the key without which the model does
+    # not use it, or ""}. They must be equal, too, if trained weights are only evaluated, by
+    # eval_only.
+    STATISTICS = {}
 
     @staticmethod
     def open_data(config, ranks):

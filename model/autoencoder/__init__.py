@@ -39,7 +39,7 @@ from train.base.fields import key
 from train.system import ModelHooks
 
 MUST_MATCH_TO_INIT = ("subjects",)  # the heads identify subjects by index
-STATISTICS = ("mean", "std", "shift")
+STATISTICS = dict(mean="", std="", shift="")
 USE = "python -m model.autoencoder --ckpt {out}/{best} --arrays {out}/val.npz"
 
 

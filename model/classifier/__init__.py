@@ -37,7 +37,7 @@ SPAN_SHARE = 0.2
 USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
 # The head identifies classes by index; another fold was trained on rows that are tested here.
 MUST_MATCH_TO_INIT = ("classes", "folds", "fold")
-STATISTICS = ("class_counts",)
+STATISTICS = dict(class_counts="ngrams")
 
 
 @dataclass

@@ -127,14 +127,15 @@ def check_must_match(state, config, spec, path):
     """Raise CheckpointError if the weights of a checkpoint would have a different meaning in this
     run. The tokenizer, and the names in MUST_MATCH_TO_INIT of the model type (configuration keys or
     entries of spec, e.g. "classes"), must have the same values in both, except names in
-    config.allow_change. With config.eval_only, so must its STATISTICS: no training adapts the
-    weights to those of other data. state: the dict of the checkpoint, read from `path`. config,
-    spec: TrainConfig and Data.spec of the run."""
+    config.allow_change. With config.eval_only, so must the STATISTICS that it uses: no
+    training adapts the weights to those of other data. state: the dict of the checkpoint, read from
+    `path`. config, spec: TrainConfig and Data.spec of the run."""
     old_spec = state.get("spec") or {}
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
     kind = load_model_type(config.model)
-    names = (*kind.MUST_MATCH_TO_INIT, *(kind.STATISTICS if config.eval_only else ()))
+    names = (*kind.MUST_MATCH_TO_INIT, *(name for name, key in kind.STATISTICS.items()
+                                         if config.eval_only and getattr(config, key, True)))
     pairs = {name: (old.get(name), new.get(name)) for name in names}
     pairs["tokenizer"] = (state.get("tokenizer"), spec.get("tokenizer"))
     check_same(pairs, path, config.allow_change)
