@@ -24,6 +24,7 @@ from runs import (
     tensors,
 )
 
+from model.convert import convert
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, open_data
@@ -353,16 +354,21 @@ def test_another_backbone_is_refused(tmp_path, data_dir, backbone, trained, caps
 
 def test_a_backbone_that_was_trained_again_is_read_again(tmp_path, data_dir, backbone):
     """cells of a notebook, executed twice: other weights in the same file -> they are analysed"""
-    path = tmp_path / "backbone.pt"
+    def digest_of(path):
+        config = configure(data_dir, "unused", backbone=str(path), **SAE)
+        return open_data(config, Ranks()).spec["backbone"]
+    path, folder, new = tmp_path / "backbone.pt", tmp_path / "hf", tmp_path / "new"
     shutil.copy(backbone, path)
-    digests = [open_data(configure(data_dir, "unused", backbone=str(path), **SAE),
-                         Ranks()).spec["backbone"]]
+    convert(str(path), str(folder))
+    before = digest_of(path)
     state = load_checkpoint(path)
     state["model"]["wte.weight"][0] += 1
     save_checkpoint(path, state)
-    digests.append(open_data(configure(data_dir, "unused", backbone=str(path), **SAE),
-                             Ranks()).spec["backbone"])
-    assert digests[0] != digests[1]
+    assert digest_of(path) != before
+    before = digest_of(folder)
+    convert(str(path), str(new))
+    shutil.copy(new / "model.safetensors", folder)  # the time of the folder stays
+    assert digest_of(folder) != before
 
 
 def test_the_file_alone_rebuilds_it(trained):

@@ -10,6 +10,7 @@ Shapes: B windows, T tokens, C channels of the residual stream, D channels of an
 import contextlib
 import copy
 import functools
+import glob
 import math
 import os
 
@@ -137,8 +138,11 @@ def measure_scale(x, d_in):
 
 
 def time_modified(path):
-    """Return the time when the file or folder `path` was last modified, 0 if there is none."""
-    return os.path.getmtime(path) if os.path.exists(path) else 0
+    """Return a list of the times when the file or folder `path`, and the files of the folder, were
+    last modified, [] if there is none. A file that is written in place leaves that of its folder.
+    """
+    paths = [path, *sorted(glob.glob(os.path.join(glob.escape(path), "*")))]
+    return [os.path.getmtime(p) for p in paths if os.path.exists(p)]
 
 
 load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the model share it
