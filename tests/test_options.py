@@ -420,6 +420,8 @@ def test_eval_only_tells_the_numbers_and_changes_nothing(go, tmp_path):
     out = go("o", "--eval_only")
     assert f"val loss {val_loss:.4f}" in out and "iter 8:" not in out
     assert files() == before
+    log = (tmp_path / "o/train.log").read_text()
+    assert log.count("Loading data from") == 2 and log.count("step 8: val loss") == 1
     out = go("o", "--eval_only", eval_iters=4)
     assert "step 8: val loss" in out and f"val loss {val_loss:.4f}" not in out
     code, _, err = command("--eval_only", out_dir=tmp_path / "o", eval_interval=0)

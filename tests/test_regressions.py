@@ -266,6 +266,17 @@ def test_lengths_are_shown_at_the_start(tmp_path, data_dir, capsys, given, told)
     assert re.search(told, capsys.readouterr().out)
 
 
+def test_a_resume_of_no_file_names_the_values(tmp_path, data_dir):
+    err = refused("--resume", "Auto", data_dir=data_dir, out_dir=tmp_path / "out")
+    assert err.startswith("Auto: no such file; --resume takes auto, must, never or a checkpoint")
+
+
+def test_training_args_have_the_length_in_steps(tmp_path, data_dir):
+    go(data_dir, tmp_path, max_epochs=0.004, max_iters=5)
+    arguments = json.loads((tmp_path / "training_args.json").read_text())["arguments"]
+    assert arguments["max_iters"] == 3
+
+
 def test_eval_only_of_nothing_is_refused(tmp_path, data_dir):
     err = refused("--eval_only", data_dir=data_dir, out_dir=tmp_path / "outt")
     assert "outt" in err
@@ -498,6 +509,8 @@ def test_lines_by_epochs_are_whole_epochs(tmp_path, data_dir, saves, capsys):
     ("cosine", ", to 0.001"), ("linear", ", to 0.001"), ("wsd", ", to 0.001"), ("constant", ""),
     ("none", ""), ("plateau", ""), ("step", ", to 0.0025")])
 def test_start_up_lines_name_the_rate_and_the_samples(tmp_path, data_dir, capsys, schedule, end):
+    go(data_dir, tmp_path / "short", max_iters=2, warmup_iters=9, lr_schedule=schedule)
+    assert f"Learning rate: 0.01, {schedule}, warm-up 9 steps, to 0.00" in capsys.readouterr().out
     go(data_dir, tmp_path, max_iters=5, lr_decay_iters=5, lr_schedule=schedule)
     text = capsys.readouterr().out
     assert f"Learning rate: 0.01, {schedule}, warm-up 2 steps{end}\n" in text

@@ -127,7 +127,7 @@ class Run:
 
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
-        If the run is resumed, check that the checkpoint fits it. Then open the log. stack: an
+        If the run is resumed, check that the checkpoint fits it. Then log the plan. stack: an
         ExitStack; when it is closed, saves are completed and the log is closed. Raises
         CheckpointError, SetupError."""
         c = self.config
