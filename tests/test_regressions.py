@@ -268,7 +268,7 @@ def test_lengths_are_shown_at_the_start(tmp_path, data_dir, capsys, given, told)
 
 def test_a_resume_of_no_file_names_the_values(tmp_path, data_dir):
     err = refused("--resume", "Auto", data_dir=data_dir, out_dir=tmp_path / "out")
-    assert err.startswith("Auto: no such file; --resume takes auto, must, never or a checkpoint")
+    assert err.startswith("Auto: no such file or folder with ckpt.pt; --resume takes auto, must")
 
 
 def test_training_args_have_the_length_in_steps(tmp_path, data_dir):

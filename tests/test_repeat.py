@@ -272,6 +272,7 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     (["--set", "data_dir='a"], "No closing quotation"),
     (["--set", "seed=7"], "seed=7: this command sets seed of each run"),
     (["--set", "training.seed=7"], "training.seed=7: this command sets seed of each run"),
+    (["--set", "seed=1"], "seed=1: this command sets seed of each run"),  # as in the base
     (["--set", "random_seed=7"], "random_seed=7: this command sets seed of each run"),  # an alias
     (["--set", "out_dir=x"], "out_dir=x: this command sets out_dir of each run"),
     (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),

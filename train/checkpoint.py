@@ -25,7 +25,7 @@ from train.base.checkpoint_file import save_checkpoint as save_checkpoint
 from train.base.errors import BadNumbers, CheckpointError, SetupError, quote_path
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
-from train.base.sharded_file import Shards, new_folder
+from train.base.sharded_file import MANIFEST, Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, input_files
 from train.distributed import Ranks, broadcast_from_rank0, gather_objects, is_sharded, local
@@ -174,9 +174,9 @@ def find_checkpoint(config, log, damaged=()):
     if state is None and config.resume_file:
         inside = os.path.join(config.resume, "ckpt.pt")
         path = inside if os.path.isfile(inside) else config.resume
-        if not os.path.exists(path):
-            raise CheckpointError(f"{path}: no such file; --resume takes auto, must, never or a "
-                                  "checkpoint")
+        if not any(map(os.path.isfile, (path, os.path.join(path, MANIFEST)))):
+            raise CheckpointError(f"{path}: no such file or folder with ckpt.pt; --resume takes "
+                                  "auto, must, never or a checkpoint")
         if path in damaged:
             raise CheckpointError(damaged[path])
         state, shards = open_checkpoint(path)

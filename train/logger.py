@@ -378,7 +378,8 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
     warmup, _, _ = milestones(c)
-    final = get_lr(max(c.max_iters - (c.lr_schedule == "step"), 0), c)
+    is_short = warmup > c.max_iters
+    final = get_lr(max(c.max_iters - (is_short or c.lr_schedule == "step"), 0), c)
     if not c.eval_only:  # for train.tools.watch this line is the start of training
         log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
             + (f", to {final:g}" if final != c.learning_rate else ""))
@@ -389,7 +390,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
         log(f"Best checkpoint: {dict(min='lowest', max='highest')[c.early_stopping_mode]} {metric}")
     if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
         log("Warning: no checkpoint before the end of the run (--save_interval N)")
-    if warmup > c.max_iters > 0:
+    if is_short and c.max_iters:
         log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
             "learning rate never reaches its peak")
     if unused := c.unused_keys():

@@ -243,14 +243,14 @@ class FixedChoices(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def repeat(input, k, dim=-1, *_, **__):  # the signature of torch.topk
-            shape, index = self.choices.setdefault(self.n_used, (input.shape, out.indices))
-            if shape != input.shape:
-                raise SetupError("the number of values from which topk chooses varies")
             return torch.return_types.topk((input.gather(dim, index), index))
         out = func(*args, **kwargs or {})
         if func not in (torch.topk, torch.Tensor.topk):
             return out
+        if not (self.choices or torch.is_grad_enabled()):
+            raise SetupError("topk without gradients makes a threshold: the loss is not smooth")
         self.n_used += 1
+        index = self.choices.setdefault(self.n_used, out.indices)
         return repeat(*args, **kwargs or {})
 
 

@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, printable
 from train.base.fields import key
-from train.config import load_argv
+from train.config import load_argv, read_settings
 from train.distributed import Ranks
 from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
@@ -139,6 +139,10 @@ def repeat(options, arguments):
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
+        _, given = read_settings(None, shlex.split(text), problems=[])
+        for name in ("seed", "out_dir"):  # not those in a file that config=FILE names
+            if given.get(name, "  ")[1].startswith("command line"):
+                raise UserError(f"{text}: this command sets {name} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
     seeds = range(config.seed, config.seed + options.seeds)
@@ -146,10 +150,6 @@ def repeat(options, arguments):
     for size, change in runs:
         changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
         changed_config = load_argv(changed)
-        for name in ("seed", "out_dir"):  # not in a file that config=FILE names
-            if (changed_config.origins.get(name, "").startswith("command line")
-                    and getattr(changed_config, name) != getattr(config, name)):
-                raise UserError(f"{label(size, change)}: this command sets {name} of each run")
         data = open_data(changed_config, Ranks())
         for seed in seeds:
             if "fold" in data.spec:  # the seed chooses the training rows
