@@ -362,9 +362,10 @@ def half_precision(options):
     return with_run(options, compute)
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_fsdp_in_bfloat16_is_near_ddp(data_dir, tmp_path, norm):
-    low = dict(dtype="bfloat16", norm=norm, bias=norm == "layer", grad_clip=0.1)
+@pytest.mark.parametrize("dtype, norm", [("bfloat16", "rms"), ("bfloat16", "layer"),
+                                         ("float16", "rms")])  # of which FSDP lost gradients
+def test_fsdp_in_16_bits_is_near_ddp(data_dir, tmp_path, dtype, norm):
+    low = dict(dtype=dtype, norm=norm, bias=norm == "layer", grad_clip=0.1)
     ddp = in_ranks(2, half_precision, options(data_dir, tmp_path / "d", **low))
     fsdp = in_ranks(2, half_precision,
                     options(data_dir, tmp_path / "f", distributed="fsdp", **low))

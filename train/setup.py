@@ -133,11 +133,13 @@ class Run:
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
-        # autocast() is the context of every forward pass.
-        self.autocast = functools.partial(torch.autocast, ranks.device.type, self.dtype,
-                                          enabled=self.dtype != torch.float32)
         # With FSDP and HSDP every rank holds a part of each tensor.
         self.sharded = c.shards_model(ranks.world_size)
+        # autocast() is the context of every forward pass. FSDP loses the gradients of weights that
+        # were cast in an earlier micro-batch.
+        self.autocast = functools.partial(
+            torch.autocast, ranks.device.type, self.dtype, enabled=self.dtype != torch.float32,
+            cache_enabled=not self.sharded)
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         # A compiled model would be saved with other names; the run compiles it.
         self.raw_model = self.build_model(getattr(model, "_orig_mod", model))
