@@ -464,6 +464,7 @@ def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatc
     goes on with the run it restarts"""
     before = (out / "ckpt.pt").read_bytes()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     stopped = go(data_dir, out, "before_step@7=sigterm", resume="never")
     assert isinstance(stopped, Stopped) and str(stopped) == "stopped by SIGTERM"
     assert (out / "old_1" / "ckpt.pt").read_bytes() == before
@@ -474,6 +475,20 @@ def test_resume_never_moves_aside(out, data_dir, stopped_run, capsys, monkeypatc
     go(data_dir, out, resume="never")
     assert "Resuming from" in capsys.readouterr().out
     assert_same(stopped_run / "whole", out)
+
+
+def test_a_restart_for_a_node_that_joins_goes_on(tmp_path, data_dir, stopped_run, monkeypatch):
+    """torchrun --nnodes=1:2 does not count this restart: its folder of logs is the same"""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/a/attempt_0/0/error.json")
+    assert isinstance(go(data_dir, tmp_path, "before_step@7=sigterm", resume="never"), Stopped)
+    go(data_dir, tmp_path, resume="never")
+    assert not (tmp_path / "old_1").exists()
+    assert_same(stopped_run / "whole", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/b/attempt_0/0/error.json")  # typed again
+    go(data_dir, tmp_path, resume="never", max_iters=1)
+    assert (tmp_path / "old_1" / "ckpt.pt").exists()
 
 
 @pytest.mark.parametrize("dtype, advised", [(torch.float32, True), (torch.float64, False)])

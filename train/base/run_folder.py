@@ -318,9 +318,12 @@ def restarted_job(folder):
     `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
+    # The folder of this torchrun's logs: it does not count its restarts when a node joins.
+    logs = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0]
     mark = pathlib.Path(folder, ".job")  # written by RunFolder.take()
-    return job, (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and mark.is_file()
-                 and mark.read_text() == job)
+    before = mark.read_text().split("\n") if mark.is_file() else [""]
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or logs and logs in before[1:]
+    return f"{job}\n{logs}".strip(), bool(job and job == before[0] and again)
 
 
 def numbered_checkpoints(folder, names="[0-9]{7,}"):
