@@ -101,6 +101,20 @@ def test_resume_must_refuses_also_when_restarted(tmp_path, data_dir, monkeypatch
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_restart_before_the_first_save_of_a_branch_begins_the_branch_again(
+        tmp_path, data_dir, monkeypatch):
+    """--resume FILE moves later checkpoints, but not the numbered ones, of which the newest is not
+    the branch"""
+    go(data_dir, tmp_path, max_iters=8, save_interval=4, keep_last=4)
+    branch = dict(resume=str(tmp_path / "ckpt_0000004.pt"), max_iters=9, keep_last=4)
+    restarted(monkeypatch, 0)
+    with pytest.raises(RuntimeError, match="fault at before_step"):
+        go(data_dir, tmp_path, "save_open=enospc,before_step@4=raise", **branch)
+    restarted(monkeypatch, 1)
+    go(data_dir, tmp_path, **branch)
+    assert "at iter 4" in (tmp_path / "train.log").read_text().rpartition("Resuming from")[2]
+
+
 def test_what_may_change_when_a_run_goes_on(tmp_path, data_dir):
     """How ranks share a model, where and how it is computed."""
     go(data_dir, tmp_path, max_iters=3)

@@ -48,6 +48,7 @@ class RunFolder:
         self.keep_last = keep_last
         self.save_precision = save_precision
         self.lock = None
+        self.job = ""  # content of .job, set by take()
         self.thread = None
         self.saves_best = False  # whether the save in progress also writes ckpt_best.pt
         self.failed = False  # a save of ckpt_best.pt in the background failed
@@ -79,14 +80,15 @@ class RunFolder:
         """Begin to use the folder for this job, on rank 0, before files of the run are written. If
         `resume` is "never", move files of an earlier run to the new subfolder old_1/ (or old_2/,
         ...), except after a restart by torchrun, and call log(text)."""
-        job, restarted = restarted_job(self.path)
+        self.job, restarted = restarted_job(self.path)
         names = [name for name in os.listdir(self.path) if name.startswith(RUN_FILES)]
         if resume == "never" and names and not restarted:
             log(f"--resume never: moved the files in {self.name} to {move_files(self.path, names)}")
         if not self.save_precision and os.path.exists(self.file("model.safetensors")):
             log("warning: model.safetensors stays as it is: save_precision is not set")
-        if job:
-            write_text(self.file(".job"), job)
+        # After --resume FILE after the first save: before, a restart would find another checkpoint.
+        if self.job and resume in ("auto", "must", "never"):
+            write_text(self.file(".job"), self.job)
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
         """Save a checkpoint in one file as ckpt.pt; if `is_best` also as ckpt_best.pt, if
@@ -174,6 +176,9 @@ class RunFolder:
                                      "start the run again") from error
             self.failed = self.failed or self.saves_best
             return logger.warn(f"{error}; {previous}training continues")
+        with contextlib.suppress(OSError):
+            if self.job:
+                write_text(self.file(".job"), self.job)
         if self.mirror:
             self.mirror.update(logger)
         problem = "older checkpoints are not deleted"
@@ -320,10 +325,12 @@ def restarted_job(folder):
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     # The folder of this torchrun's logs: it does not count its restarts when a node joins.
     logs = os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0]
-    mark = pathlib.Path(folder, ".job")  # written by RunFolder.take()
-    before = mark.read_text().split("\n") if mark.is_file() else [""]
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or logs and logs in before[1:]
-    return f"{job}\n{logs}".strip(), bool(job and job == before[0] and again)
+    mark = pathlib.Path(folder, ".job")  # written by RunFolder
+    before = mark.read_text().split("\n") if mark.is_file() else []
+    process = str(os.getpid())  # which may train several runs
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
+        logs in before[1:2] and process not in before[2:])
+    return job and f"{job}\n{logs}\n{process}", bool(job) and job in before[:1] and again
 
 
 def numbered_checkpoints(folder, names="[0-9]{7,}"):
