@@ -483,12 +483,15 @@ def test_a_restart_for_a_node_that_joins_goes_on(tmp_path, data_dir, stopped_run
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/a/attempt_0/0/error.json")
     assert isinstance(go(data_dir, tmp_path, "before_step@7=sigterm", resume="never"), Stopped)
+    job = tmp_path / ".job"
+    job.write_text(job.read_text().replace(f"\n{os.getpid()}", "\n1"))  # of another process
     go(data_dir, tmp_path, resume="never")
     assert not (tmp_path / "old_1").exists()
     assert_same(stopped_run / "whole", tmp_path)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/b/attempt_0/0/error.json")  # typed again
-    go(data_dir, tmp_path, resume="never", max_iters=1)
-    assert (tmp_path / "old_1" / "ckpt.pt").exists()
+    for n in (1, 2):  # and a second run of this process
+        go(data_dir, tmp_path, resume="never", max_iters=1)
+        assert (tmp_path / f"old_{n}" / "ckpt.pt").exists()
 
 
 @pytest.mark.parametrize("dtype, advised", [(torch.float32, True), (torch.float64, False)])
