@@ -47,6 +47,10 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    # How long an idle CPU thread spins before it sleeps, read as torch is imported. With libgomp's
+    # default, 300,000, a step takes ten times as long beside one other busy process (train/LOG.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:  # during an import

@@ -283,6 +283,15 @@ def test_four_runs_on_a_busy_machine_end_as_alone(tmp_path, data_dir, undisturbe
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc only")
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp's variable")
+@pytest.mark.parametrize("policy, spins", [(None, "10000"), ("PASSIVE", "0")])
+def test_idle_threads_soon_sleep_beside_other_programs(tmp_path, data_dir, policy, spins):
+    """libgomp itself says how long they spin; a policy of the user's own is kept"""
+    env = dict(OMP_DISPLAY_ENV="VERBOSE") | (dict(OMP_WAIT_POLICY=policy) if policy else {})
+    code, text = run(*tiny_args(data_dir=data_dir, out_dir=tmp_path, max_iters=0), env=env)
+    assert code == 0 and f"GOMP_SPINCOUNT = '{spins}'" in text
+
+
 def test_memory_of_a_step_is_kept_for_the_next():
     """In a process of its own: page faults of allocating and freeing 64 MB again and again."""
     code = """if True:
