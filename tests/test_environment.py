@@ -22,6 +22,7 @@ from conftest import REPO, run, tiny_args
 from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
+import run_train
 from train import robust
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
@@ -288,8 +289,24 @@ def test_four_runs_on_a_busy_machine_end_as_alone(tmp_path, data_dir, undisturbe
 def test_idle_threads_soon_sleep_beside_other_programs(tmp_path, data_dir, policy, spins):
     """libgomp itself says how long they spin; a policy of the user's own is kept"""
     env = dict(OMP_DISPLAY_ENV="VERBOSE") | (dict(OMP_WAIT_POLICY=policy) if policy else {})
-    code, text = run(*tiny_args(data_dir=data_dir, out_dir=tmp_path, max_iters=0), env=env)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        code, text = run(*tiny_args(data_dir=data_dir, out_dir=tmp_path, max_iters=0), env=env)
+    finally:
+        for other in others:
+            other.kill()
     assert code == 0 and f"GOMP_SPINCOUNT = '{spins}'" in text
+
+
+@pytest.mark.parametrize("running, set_to", [("1/300", None), ("2/300", "10000"), ("", None)])
+def test_threads_spin_as_usual_on_a_quiet_machine(tmp_path, monkeypatch, running, set_to):
+    if running:
+        (tmp_path / "loadavg").write_text(f"3.10 2.00 1.00 {running} 1234\n")
+    monkeypatch.setattr(run_train, "LOADAVG", str(tmp_path / "loadavg"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    run_train.limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == set_to
 
 
 def test_memory_of_a_step_is_kept_for_the_next():
