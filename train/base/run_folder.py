@@ -317,10 +317,10 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 
 def restarted_job(folder):
-    """Return (job, restarted). job: a text that identifies the job of torchrun, "" without
-    torchrun. restarted: whether torchrun has restarted this job, and an earlier attempt used the
-    run folder `folder` (the file .job in it has the same job). A restarted job resumes the run in
-    `folder`, even with --resume never."""
+    """Return (job, restarted). job: three lines, which identify the job of torchrun, this torchrun
+    and this process; "" without torchrun. restarted: whether torchrun has restarted this job, and
+    an earlier attempt used the run folder `folder` (the file .job in it has the same job). A
+    restarted job resumes the run in `folder`, even with --resume never."""
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     # The folder of this torchrun's logs: it does not count its restarts when a node joins.

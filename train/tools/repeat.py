@@ -141,7 +141,8 @@ def repeat(options, arguments):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
         _, given = read_settings(None, shlex.split(text), problems=[])
         for name in ("seed", "out_dir"):  # not those in a file that config=FILE names
-            if given.get(name, "  ")[1].startswith("command line"):
+            _, where = given.get(name, (None, ""))
+            if where.startswith("command line"):
                 raise UserError(f"{text}: this command sets {name} of each run")
     sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
                       for texts in (options.sizes or [""], options.changes))
