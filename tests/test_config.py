@@ -342,7 +342,8 @@ def test_a_missing_file_is_refused_in_one_line(tmp_path, capsys, option, path):
     out = tmp_path / "out"
     assert run_train.main([option, path, f"--out_dir={out}"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("nope") and message.count("\n") == 1
+    start = "init_from: nope" if option == "--init_from" else "nope"
+    assert message.startswith(start) and message.count("\n") == 1
     assert "no such file" in message and [p.name for p in out.iterdir()] == [".lock"]
 
 

@@ -85,8 +85,8 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
 
     # The same command has nothing to do; one seed more is one run a setting.
     done = len(go.started)
-    go("--seeds", "5", "--set", "planted=0.5 salt=1", "--set", "salt=2")
-    assert len(go.started) == done
+    _, again = go("--seeds", "5", "--set", "planted=0.5 salt=1", "--set", "salt=2")
+    assert len(go.started) == done and again == found
     code, found = go("--seeds", "6", "--set", "salt=2", "--jobs", "2")
     assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
 

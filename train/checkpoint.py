@@ -22,7 +22,13 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
-from train.base.errors import BadNumbers, CheckpointError, SetupError, quote_path
+from train.base.errors import (
+    BadNumbers,
+    CheckpointError,
+    SetupError,
+    UserError,
+    quote_path,
+)
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import MANIFEST, Shards, new_folder
@@ -97,7 +103,10 @@ def find_start(folder, config, ranks, log):
         kind = "init_from" if state is None else "resume"
         if state is None and config.init_from != "scratch":
             path = config.init_from
-            state = weights_module().load.read_weights(path)
+            try:
+                state = weights_module().load.read_weights(path)
+            except UserError as error:
+                raise CheckpointError(f"init_from: {error}") from error
         if state is None and config.eval_only:
             raise CheckpointError(f"--eval_only: no ckpt.pt in {config.out_dir}, and no "
                                   "--init_from: nothing to evaluate")

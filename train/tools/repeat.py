@@ -8,7 +8,7 @@ without the change, so that the effect of the seed cancels. The interval is Stud
 is kept if all of the interval is an improvement. A change that improves a small model often has no
 effect on a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each
 change is compared at both sizes, and is kept if it is an improvement at both. The results are a
-table on the console and rows that are appended to results.tsv in the parent folder; a second table
+table on the console, and new rows are appended to results.tsv in the parent folder; a second table
 has the numbers on the test data, if there are any.
 """
 
@@ -164,9 +164,9 @@ def repeat(options, arguments):
     table = make_table(runs, options.seeds, config)
     echo(format_table(table))
     path = Path(options.out).absolute().parent / "results.tsv"
-    lines = table[1:] if path.exists() else table
+    old = path.read_text("utf-8").splitlines() if path.exists() else ()
     with open(path, "a", encoding="utf-8") as f:
-        f.writelines("\t".join(line) + "\n" for line in lines)
+        f.writelines(f"{line}\n" for line in map("\t".join, table) if line not in old)
     echo(f"Appended to {os.path.relpath(path)}")
     if len(tested := make_test_table(runs)) > 1:
         echo(format_table(tested))
