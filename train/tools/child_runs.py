@@ -24,6 +24,7 @@ from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, input_files, load_argv, to_yaml
 from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
+from train.setup import validate_config
 
 POLL_SECONDS = 0.1
 
@@ -34,7 +35,7 @@ class ChildRun:
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
     run_train.py. fingerprint: of the data, a result of Loader.fingerprint(), part of the identity
-    of the run. Raises UserError if the configuration has no evaluations.
+    of the run. Raises UserError if the configuration has no evaluations or does not train.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
     data, {} without.
@@ -42,6 +43,7 @@ class ChildRun:
 
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
+        validate_config(config)
         if not config.evaluates:
             raise UserError(f"{name}: needs evaluations: eval_interval above 0")
         files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
