@@ -4,16 +4,12 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 `--help` lists every key. This file leads from the command line to train(); train/train.py trains.
 """
 
-import contextlib
 import os
 import sys
-import time
 
 from train import config
-from train.base.cli import env_rank, report_error
+from train.base.cli import env_rank, limit_spinning, report_error
 from train.base.errors import UserError, echo
-
-LOADAVG = "/proc/loadavg"
 
 
 def main(argv):
@@ -48,20 +44,6 @@ def main(argv):
         return work(c)
     from train.robust import run_reporting_errors  # torch is imported from here on
     return run_reporting_errors(c, job)
-
-
-def limit_spinning():
-    """If other programs are running, let idle CPU threads sleep soon instead of spinning: otherwise
-    a step may take ten times as long (train/LOG.md). On Linux, before torch is imported, which
-    reads the environment variable. One that is set already is kept, and OMP_WAIT_POLICY too."""
-    running = []  # processes and threads, with this one
-    with contextlib.suppress(OSError):
-        for _ in range(5):
-            with open(LOADAVG) as f:
-                running.append(int(f.read().split()[3].partition("/")[0]))
-            time.sleep(0.01)
-    if min(running, default=1) > 1 and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 if __name__ == "__main__":

@@ -188,7 +188,8 @@ class Attention(nn.Module):
             qk = ops.apply_rope(qk, ropes[self.rope_index])
         q, k = qk.split((c.n_head, c.n_kv_head), dim=2)  # (B, T, H, D), (B, T, G, D)
         if c.key_offset:  # a query then finds what followed an earlier token like its own
-            k = ops.offset_keys(k, mask, cache and cache.swap_last_key(self.layer, k[:, -1:]))
+            before = cache.swap_last_key(self.layer, k[:, -1:]) if cache is not None else None
+            k = ops.offset_keys(k, mask, before)
         q = q * c.score_scale if c.score_scale != 1 else q
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or G, T, D)
         if cache is not None:  # decoding: keys and values of all S tokens until now, (B, G, S, D)
@@ -423,7 +424,7 @@ class GPT(nn.Module):
                 "attn.k": 0.02, "attn.v": 0.02, "attn.o": into_stream, "mlp.gate": 0.02,
                 "mlp.up": 0.02, "mlp.down": into_stream, "wte_ngram": 0}
         # The first loss is ln(vocab_size): the states are normalised, so logits have the standard
-        # deviation std sqrt(C), and 0.3 is close to uniform probabilities.
+        # deviation std sqrt(C), and 0.3 is close to uniform probabilities (GPT-2 has 0.02).
         stds["wte" if c.tie_weights else "lm_head"] = min(0.02, 0.3 / math.sqrt(c.n_embd))
         part = re.sub(r"^h\.\d+\.|\.(weight|bias)$", "", name)
         is_norm = re.fullmatch(r"ln_[12f]|(attn|mlp)\.(q_norm|k_norm|out_norm)", part)

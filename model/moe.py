@@ -3,8 +3,9 @@
 Each block has n_experts small MLPs (SwiGLU) instead of one. A router sends every token to
 experts_per_token experts; no token is dropped. By default, the arithmetic is that of
 Qwen3MoeForCausalLM in Hugging Face transformers. With router_score sigmoid, balance_rate and
-shared_experts it is that of DeepSeek-V3 (arXiv:2412.19437): instead of a loss, a bias per expert
-balances the load; it affects only which experts are selected (arXiv:2408.15664).
+shared_experts, routing and balancing are those of DeepSeek-V3 (arXiv:2412.19437) without groups of
+experts: instead of a loss, a bias per expert balances the load; it affects only which experts are
+selected (arXiv:2408.15664).
 
 The results are the same on one device, under DDP and under FSDP: the weights of all experts are one
 tensor (E, out, in), in which an expert without tokens has a zero gradient; load balance is measured

@@ -136,6 +136,10 @@ def test_a_shared_tensor_has_the_initial_values_of_its_last_name():
     with pytest.raises(AssertionError, match="not equal"):
         check_initial(case)
 
+    model.c = torch.nn.Linear(1, 1, bias=False)
+    model.initial = lambda name, shape, seed: None if name == "c.weight" else torch.zeros(shape)
+    assert check_initial(case) == "1 tensors by initial(); not by initial(): c.weight"
+
 
 def test_tokens_have_ends_of_text(tmp_path):
     from train.tools.check import Case

@@ -22,8 +22,8 @@ from conftest import REPO, run, tiny_args
 from processes import Fork, run_python
 from runs import Program, assert_same, go, metrics, run_program
 
-import run_train
 from train import robust
+from train.base import cli
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 from train.config import TrainConfig
@@ -302,10 +302,10 @@ def test_idle_threads_soon_sleep_beside_other_programs(tmp_path, data_dir, polic
 def test_threads_spin_as_usual_on_a_quiet_machine(tmp_path, monkeypatch, running, set_to):
     if running:
         (tmp_path / "loadavg").write_text(f"3.10 2.00 1.00 {running} 1234\n")
-    monkeypatch.setattr(run_train, "LOADAVG", str(tmp_path / "loadavg"))
+    monkeypatch.setattr(cli, "LOADAVG", str(tmp_path / "loadavg"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("GOMP_SPINCOUNT", None)
-    run_train.limit_spinning()
+    cli.limit_spinning()
     assert os.environ.get("GOMP_SPINCOUNT") == set_to
 
 

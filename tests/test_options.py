@@ -153,7 +153,7 @@ def test_early_stopping(go, tmp_path, data_dir, hopeless, bad, changes, stops_at
     out = go("o", data_dir=hopeless if bad else data_dir, **changes)
     assert checkpoint(tmp_path / "o")["iter_num"] == (stops_at or 8)
     assert ("early stopping: no better" in out) == (stops_at is not None)
-    assert ("Warning: ckpt_best.pt has the highest val_loss" in out) == (
+    assert ("warning: ckpt_best.pt has the highest val_loss" in out) == (
         "early_stopping_mode" in changes)
     assert ("Best checkpoint: lowest val_ppl" in out) == ("early_stopping_metric" in changes)
 
@@ -466,6 +466,6 @@ def test_a_default_length_of_many_epochs_is_refused_before_a_file_is_written(tmp
     code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_201)
     assert code == 2 and "--max_epochs 3" in err
     code, out, err = command("--dry_run", data_dir=data_dir, max_iters=31_200)
-    assert code == 0 and "Warning: every sample is used 200 times" in out
+    assert code == 0 and "warning: every sample is used 200 times" in out
     code, out, err = command("--dry_run", data_dir=data_dir, max_epochs=300)
-    assert code == 0 and "300.00 epochs" in out and "Warning: every" not in out
+    assert code == 0 and "300.00 epochs" in out and "warning: every" not in out

@@ -56,7 +56,7 @@ def fake_step(options, world_size):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     ranks = Ranks(0, world_size, torch.device("cpu"), dist.new_group(backend="fake"))
     with setup.open_run(TrainConfig(**options), ranks) as run:
-        if run.model is not run.raw_model:
+        if run.is_ddp:
             run.model.register_comm_hook(None, send_bucket)
         for _ in range(2):  # DDP divides its buckets anew after the first step
             train_step(run)

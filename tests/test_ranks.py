@@ -75,7 +75,7 @@ def test_what_differs_between_ranks_is_named(tmp_path):
     assert "lr_groups: {} on rank 0; {'wte': 0.5} on rank 1" in error and error.count("\n") == 2
     assert not found["path"][1] and len(found["path"][0]) == 2
     lines, error = found["version"]
-    assert not error and f"Warning: different torch: {torch.__version__} on rank 0; 0.0.1 on " in (
+    assert not error and f"warning: different torch: {torch.__version__} on rank 0; 0.0.1 on " in (
         "\n".join(lines))
     assert "code: " in found["code"][1] and "on rank 0; " in found["code"][1]
     lines, error = found["node"]

@@ -22,13 +22,7 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
-from train.base.errors import (
-    BadNumbers,
-    CheckpointError,
-    SetupError,
-    UserError,
-    quote_path,
-)
+from train.base.errors import BadNumbers, CheckpointError, SetupError, UserError, quote_path
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import MANIFEST, Shards, new_folder
@@ -77,7 +71,7 @@ class Start:
 
 def weights_module():
     """Import and return the module model/core/weights.py, which loads the weights of other runs.
-    The import is not at the top of the file, because train/ does not depend on model/."""
+    The import is not at the top of the file, because train/ works without model/ otherwise."""
     from model.core import weights
     return weights
 

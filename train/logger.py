@@ -373,7 +373,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
         f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
         + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
     if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
-        log(f"Warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
+        log(f"warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
             "usual (--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
@@ -385,13 +385,13 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
             + (f", to {final:g}" if final != c.learning_rate else ""))
     metric = c.early_stopping_metric
     if c.early_stopping_mode == "max" and metric.endswith("loss"):
-        log(f"Warning: ckpt_best.pt has the highest {metric} (--early_stopping_mode min)")
+        log(f"warning: ckpt_best.pt has the highest {metric} (--early_stopping_mode min)")
     elif metric != "val_loss":
         log(f"Best checkpoint: {dict(min='lowest', max='highest')[c.early_stopping_mode]} {metric}")
     if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
-        log("Warning: no checkpoint before the end of the run (--save_interval N)")
+        log("warning: no checkpoint before the end of the run (--save_interval N)")
     if is_short and c.max_iters:
-        log(f"Warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
+        log(f"warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
             "learning rate never reaches its peak")
     if unused := c.unused_keys():
         log("Keys without effect: " + ", ".join(f"{k} (needs {v})" for k, v in unused.items()))

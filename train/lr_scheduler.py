@@ -84,8 +84,6 @@ class EarlyStopping:
             self.counter += 1
         return self.over
 
-    update = check  # the name in earlier versions
-
     @property
     def over(self):
         return 0 < self.patience <= self.counter

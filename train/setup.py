@@ -221,8 +221,9 @@ class Run:
             # DDP numbers the parameters that are trained now, also if before_step() freezes some.
             self.ddp_names = [n for n, p in self.raw_model.named_parameters() if p.requires_grad]
             self.model = distributed.wrap_ddp(self.raw_model, self.ranks)
-            if self.model is not self.raw_model:
-                self.optimizer.register_step_pre_hook(self.require_gradients)
+        self.is_ddp = self.model is not self.raw_model
+        if self.is_ddp:
+            self.optimizer.register_step_pre_hook(self.require_gradients)
         self.forward = self.model
         if self.compiler.enabled:
             self.forward = functools.partial(self.compiler.call, self.model)
@@ -287,7 +288,7 @@ class Run:
                for key in ("early_stopping_metric", "early_stopping_mode")):
             p.best_metric = p.loss_of_best = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
-        if self.model is not self.raw_model and self.ranks.world_size > 2 and p.iter_num:
+        if self.is_ddp and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
 
     def take_folder(self):
@@ -510,8 +511,11 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run = Run(config, ranks, on_evaluation)
         if model is not None:
             run.model_type.USE = ""  # the file's command is for the file's models
-        with contextlib.suppress(ModuleNotFoundError):  # train/options/ranks.py is deleted
+        try:
             from train.options.ranks import check_ranks
+        except ModuleNotFoundError:  # train/options/ranks.py is deleted
+            pass
+        else:
             check_ranks(config, ranks, run.log.info)
         run.open_folder(stack)
         run.open_data(data)

@@ -139,12 +139,12 @@ def train_step(run, lr=None):
         for micro in range(n):
             # A step may last minutes: do not wait for its end if a resumed run can repeat it.
             stop = run.signals.stop if run.can_repeat_step else 0
-            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
+            if micro and distributed.max_over_ranks(stop, run.ranks):
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the
-            # step. FSDP (where model is raw_model) reduces them in every micro-batch.
-            accumulate_only = run.model is not run.raw_model and micro < n - 1
+            # step. FSDP reduces them in every micro-batch.
+            accumulate_only = run.is_ddp and micro < n - 1
             with run.model.no_sync() if accumulate_only else contextlib.nullcontext():
                 loss, sums = check_result(run.forward(*batch), sums)  # mean over items, sums
                 items = sums.get("count", len(batch[0]) * run.data.train.units_per_sample)
@@ -156,7 +156,7 @@ def train_step(run, lr=None):
 
     if world_size > 1:
         dist.all_reduce(totals)  # the gradients are already averaged
-    # If no item counts, the gradients are zero, and so is their product with any finite factor.
+    # totals[0] is the count. If it is 0, the gradients are zero, also times any finite factor.
     factor = n * run.full_count * world_size / totals[0].clamp(min=1e-9)
     run.scaler.unscale_(run.optimizer)
     norm = clip_gradients(run.optimizer, c.grad_clip, factor.float())  # the norm before clipping

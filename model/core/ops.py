@@ -18,7 +18,8 @@ IGNORE = -1  # a target that is not counted
 
 # -----------------------------------------------------------------------------
 # the loss: logits (N, V) are the largest activation of a GPT (2,048 tokens x 50,304 ids x
-# 4 bytes = 412 MB), so only a chunk of tokens is computed at a time
+# 4 bytes = 412 MB), so float32 logits exist for a chunk of tokens at a time only; their gradients,
+# in the precision of the states, are stored for all tokens
 
 class LinearCrossEntropy(nn.Module):
     """The loss of a GPT from the states before the output layer: the mean cross-entropy of the

@@ -32,6 +32,7 @@ from train.base.errors import UserError, missing_part, warn_stderr
 from train.base.fields import base_type, describe, parse_value
 
 EXIT_DELAY_SECONDS = 3
+LOADAVG = "/proc/loadavg"
 METAVARS = {int: "N", float: "X", list: "NAME"}
 
 
@@ -198,3 +199,17 @@ def env_rank():
     """Return the rank of this process, an int: RANK, as set by torchrun; 0 if it is not set."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdigit() else 0  # the process group refuses other values
+
+
+def limit_spinning():
+    """If other programs are running, let idle CPU threads sleep soon instead of spinning: otherwise
+    a step may take ten times as long (train/LOG.md). On Linux, before torch is imported, which
+    reads the environment variable. One that is set already is kept, and OMP_WAIT_POLICY too."""
+    running = []  # processes and threads, with this one
+    with contextlib.suppress(OSError):
+        for _ in range(5):
+            with open(LOADAVG) as f:
+                running.append(int(f.read().split()[3].partition("/")[0]))
+            time.sleep(0.01)
+    if min(running, default=1) > 1 and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")

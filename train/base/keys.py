@@ -200,7 +200,8 @@ class GPTKeys:
     causal: bool = key(True, "a token sees only earlier ones; false: an encoder, for classifiers")
     embed_scale: float = key(1.0, "factor of the token embedding", gt=0)
     score_scale: float = key(1.0, "factor of attention scores, on top of 1 / sqrt(head_dim)", gt=0)
-    window: int | None = key(None, "tokens that a layer W sees", ge=1, needs="layer_types=W|w")
+    window: int | None = key(None, "tokens that a layer W sees; training is not faster", ge=1,
+                             needs="layer_types=W|w")
     layer_types: str = key("F", "attention of each layer, repeated up to n_layer: F full, W the "
                            "last `window` tokens; f and w: the same without rotary positions")
     rope_scaling: str | None = key(None, "FACTOR of the context, or Llama 3's FACTOR,LOW,HIGH,"

@@ -48,7 +48,7 @@ def check_ranks(config, ranks, log):
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
         for name in STARTED[what]:
             if os.environ.get(name, "").isdigit() and int(os.environ[name]) > number:
-                log(f"Warning: {name} is {os.environ[name]}, and the {what} of this run are "
+                log(f"warning: {name} is {os.environ[name]}, and the {what} of this run are "
                     f"{number}: {ADVICE}")
                 break
     if ranks.world_size == 1:
@@ -58,7 +58,7 @@ def check_ranks(config, ranks, log):
     for row, members in group_ranks(rows):
         log(f"  {members}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
     for text in differences(rows, ("device", "torch", "NCCL", "commit")):
-        log(f"Warning: different {text}")
+        log(f"warning: different {text}")
     if errors := differences(rows, ["code"]) + differences(keys, keys[0]):
         raise SetupError("the ranks would train different runs; start the same code with the same "
                          "arguments on every node:\n  " + "\n  ".join(errors))

@@ -403,7 +403,9 @@ def check_initial(case):
     if not values:
         raise SetupError("no initial()")
     compare(values, {name: t.detach() for t, name in names.items() if name in values})
-    return f"{len(values)} tensors by initial()"
+    others = sorted(set(names.values()) - values.keys())  # FSDP refuses them
+    without = f"; not by initial(): {', '.join(others)}" if others else ""
+    return f"{len(values)} tensors by initial(){without}"
 
 
 def check_flops(case):
