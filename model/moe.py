@@ -133,6 +133,7 @@ class Router(nn.Linear):
     of the logits that gives the weights. balanced: create the buffer load_bias (n,), which is added
     to the weights for the selection only, see move_bias(); otherwise it is `None`.
     """
+    uses_muon = False  # its rows, one per group, are no linear map to orthogonalise
 
     def __init__(self, dim, n, k, normalise=False, score="softmax", balanced=False):
         super().__init__(dim, n, bias=False)
@@ -184,6 +185,7 @@ class GroupOrder:
 class GroupedLinear(nn.Module):
     """n linear layers without biases, each applied to the rows of one group. The parameter weight
     (n, out, in) is not initialised here."""
+    uses_muon = True
 
     def __init__(self, n, in_features, out_features):
         super().__init__()

@@ -587,7 +587,7 @@ def test_muon_goes_on_at_any_world_size(data_dir, tmp_path, muon_alone):
 
 def muon_by_hand(kind):
     """Two steps of Muon on a few matrices, fewer of a shape than there are ranks, of which one gets
-    no gradient; the matrices after it."""
+    no gradient, and on parameters of several matrices, four and two; the matrices after it."""
     import torch
     import torch.nn as nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -603,7 +603,7 @@ def muon_by_hand(kind):
         def draw(shape):
             whole = torch.randn(shape, generator=generator)
             return distribute_tensor(whole, mesh, [Shard(0)]) if mesh else whole
-        shapes = [(17, 48), (48, 17), (16, 16), (17, 48)]
+        shapes = [(17, 48), (48, 17), (16, 16), (17, 48), (4, 48, 17), (2, 16, 16)]
         params = [nn.Parameter(draw(s)) for s in shapes]
         optimizer = Muon([dict(params=params, lr=0.1, weight_decay=0.1, muon=True)], lr=1e-3)
         for missing in (3, 2):

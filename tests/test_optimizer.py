@@ -150,6 +150,12 @@ def test_a_batch_of_shapes_equals_one_by_one():
             optimizer.step()
         return [p.detach() for p in params]
     together = step(range(len(shapes)))
+    stacked = nn.Parameter(torch.stack(start[2:4]))  # two matrices in one parameter
+    optimizer = Muon([dict(MUON, params=[stacked], muon=True)], lr=1e-3)
+    for _ in range(2):
+        stacked.grad = torch.stack(gradients[2:4])
+        optimizer.step()
+    torch.testing.assert_close(stacked.detach(), torch.stack(together[2:4]), atol=2e-3, rtol=0)
     for i, p in enumerate(together):
         torch.testing.assert_close(p, step([i])[0], atol=2e-3, rtol=0)  # bfloat16 inside
         assert (p - start[i]).abs().max() > 0.01

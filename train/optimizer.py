@@ -80,11 +80,13 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
 
 def muon_parameters(model):
     """Return the names, a set, of the parameters of `model` that Muon updates: weights of
-    nn.Linear, except the output layer (a module with a name that ends in "head") and matrices with
-    fewer than 16 rows or columns (too thin to orthogonalise)."""
+    nn.Linear, (rows, columns), except the output layer (a module with a name that ends in "head")
+    and matrices with fewer than 16 rows or columns (too thin to orthogonalise). An attribute
+    uses_muon of a module replaces the test for nn.Linear; its weight may be (N, rows, columns)."""
     # Not embeddings: the rows of a table are independent, and no linear map to orthogonalise.
-    return {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)
-            and not name.endswith("head") and min(m.in_features, m.out_features) >= 16}
+    return {f"{name}.weight" for name, m in model.named_modules()
+            if getattr(m, "uses_muon", isinstance(m, nn.Linear))
+            and not name.endswith("head") and min(m.weight.shape[-2:]) >= 16}
 
 
 def matches(name, pattern):
@@ -194,32 +196,48 @@ def update_matrices(group, state):
     created if it is missing. All ranks must call.
 
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
-    of equal shape form a batch, which is divided among the ranks.
+    of equal shape form a batch, which is divided among the ranks. A parameter (N, rows, columns) is
+    N matrices; if it is sharded, each rank has whole ones.
     """
     updated = [p for p in group["params"] if p.grad is not None]
     for p in updated:
         if "momentum_buffer" not in state[p]:
             state[p]["momentum_buffer"] = torch.zeros_like(p)
     for params in batches_by_shape(updated, any(map(is_sharded, updated))):
-        grads = [local(p.grad) for p in params]
-        buffers = [local(state[p]["momentum_buffer"]) for p in params]
+        weights = split_matrices(params)
+        grads = split_matrices([p.grad for p in params])
+        buffers = split_matrices([state[p]["momentum_buffer"] for p in params])
+        if not weights:  # more ranks than matrices
+            continue
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
         if group["weight_decay"]:
-            torch._foreach_mul_([local(p) for p in params], 1 - group["lr"] * group["weight_decay"])
-        updates = (orthogonalize_shards(nesterov, params[0]) if is_sharded(params[0])
-                   else orthogonalize_together(nesterov))
-        for p, update in zip(params, updates, strict=True):
-            scale = max(1.0, p.size(0) / p.size(1)) ** 0.5
-            local(p).add_(update, alpha=-group["lr"] * scale)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        if not is_sharded(params[0]):
+            updates = orthogonalize_together(nesterov)
+        elif params[0].dim() == 2:
+            updates = orthogonalize_shards(nesterov, params[0])
+        else:
+            updates = orthogonalize(torch.stack(nesterov))
+        scales = [max(1.0, p.size(-2) / p.size(-1)) ** 0.5 for p in params
+                  for _ in split_matrices([p])]
+        for weight, update, scale in zip(weights, updates, scales, strict=True):
+            weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def batches_by_shape(matrices, sharded):
-    """Return the list `matrices` divided into batches, a list of lists of matrices with equal
-    shapes. Unless `sharded`, matrices with the transposed shape are in the same batch."""
+def split_matrices(tensors):
+    """Return the matrices of this rank in `tensors`, a list of matrices (rows, columns) and batches
+    of matrices (N, rows, columns): a list of views. Of a sharded matrix, the rows of this rank."""
+    return [matrix for t in map(local, tensors) for matrix in (t if t.dim() == 3 else [t])]
+
+
+def batches_by_shape(params, sharded):
+    """Return `params`, a list of matrices (rows, columns) and of parameters (N, rows, columns),
+    divided into batches, a list of lists with matrices of equal shapes. Unless `sharded`, matrices
+    with the transposed shape are in the same batch."""
     batches = {}
-    for p in matrices:
-        shape = tuple(p.shape) if sharded else tuple(sorted(p.shape))
+    for p in params:
+        shape = tuple(p.shape) if sharded else tuple(sorted(p.shape[-2:]))
         batches.setdefault(shape, []).append(p)
     return list(batches.values())
 

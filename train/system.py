@@ -81,7 +81,8 @@ class ModelHooks:
 
     forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
     sums over the items. sums["count"] is the number of items (default: all items of the batch).
-    Submodules with the attribute `is_block = True` are compiled and sharded one by one.
+    Submodules with the attribute `is_block = True` are compiled and sharded one by one; with
+    `uses_muon`, true or false, Muon updates the weight or does not (muon_parameters()).
     """
 
     def numbers(self, sums):

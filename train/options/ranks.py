@@ -170,7 +170,10 @@ def muon_collectives(model, config, world_size, dtype):
     names = muon_parameters(model)
     matrices = [p for name, p in model.named_parameters() if name in names and p.requires_grad]
     for batch in batches_by_shape(matrices, sharded=shard_size > 1):
-        n, (rows, columns) = len(batch), batch[0].shape
+        rows, columns = batch[0].shape[-2:]
+        n = sum(p.numel() for p in batch) // (rows * columns)
+        if shard_size > 1 and batch[0].dim() == 3:  # each rank has whole matrices
+            continue
         if shard_size == 1:
             part = gathered_numel(n, rows * columns, world_size)
             found.append(Collective("all_gather", range(world_size), 1,
