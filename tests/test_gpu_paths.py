@@ -23,6 +23,7 @@ from train.config import TrainConfig, load_config
 from train.dataloader import open_token_data, seed_step
 from train.device import choose_dtype
 from train.distributed import Ranks, get_device
+from train.evaluate import pack
 from train.tools import dry_run
 from train.train import train
 
@@ -143,6 +144,12 @@ def test_rotation_angles_are_looked_up_not_computed():
     called = {str(n.target) for graph in graphs for n in graph.graph.nodes
               if n.op.startswith("call")}
     assert "cat" in str(called) and not re.search(r"\b(cos|sin|pow|arange)\b", str(called))
+
+
+def test_the_sums_of_a_micro_batch_do_not_wait_for_the_device():
+    """A tensor on "meta" has no number to read: reading the count would raise an error."""
+    loss, count = (torch.zeros((), device="meta") for _ in range(2))
+    assert pack(loss, {"count": count}, count).shape == (2,)
 
 
 # --- precision and its peak

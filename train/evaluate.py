@@ -47,7 +47,9 @@ def pack(loss, sums, count):
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
-    n = out.get("count", torch.full((), count, dtype=precise, device=loss.device))
+    if "count" not in out:  # torch.full would wait for the device to read a tensor
+        out["count"] = torch.full((), count, dtype=precise, device=loss.device)
+    n = out["count"]
     # The mean over 0 items may be NaN.
     total = torch.where(n > 0, loss.detach().to(precise) * n, 0.0)
     out = {"count": n, "loss": total} | out

@@ -307,7 +307,7 @@ def step_crossings(name):
             with torch.autocast("cuda", torch.bfloat16):
                 loss, sums = model(*batch)
             loss.backward()
-            pack(loss, sums, 1.0)
+            pack(loss, sums, sums.get("count", 1.0))  # as in train_step
             clip_gradients(optimizer, 1.0)
             optimizer.step()
         step()  # which makes the optimizer's state
