@@ -390,6 +390,9 @@ def test_what_is_missing_ends_with_one_message(tmp_path, data_dir, args, words):
 
 def test_advice_for_nccl_and_lost_ranks():
     for error, words in (("NCCL error in: x.cpp", "NCCL_DEBUG=INFO"),
+                         ("NCCL error in: x.cpp: Cuda failure 2 'out of memory'", "Out of memory."),
+                         ("CUDA error: out of memory", "Out of memory."),
+                         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "Out of memory."),
                          ("Connection reset by peer", "--max-restarts")):
         assert words in robust.suggest_fix(RuntimeError(error), TrainConfig())
     assert robust.suggest_fix(ValueError("x"), TrainConfig()) == ""

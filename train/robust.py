@@ -210,7 +210,9 @@ def suggest_fix(error, config):
     """Return a text with possible remedies for the exception `error` (about memory, NCCL,
     connections or compiling), or "" if there is no advice. config: TrainConfig of the run."""
     text = str(error).lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in text:
+    # Also errors of NCCL, cuBLAS and pinned memory, which are not OutOfMemoryError.
+    full = any(part in text for part in ("allocate memory", "out of memory", "alloc_failed"))
+    if full or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
         samples, b = config.samples_per_step, config.micro_batch(world_size)  # batch_size or less
         half = next(n for n in range((b + 1) // 2, 0, -1) if samples // world_size % n == 0)
