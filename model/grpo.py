@@ -408,6 +408,9 @@ def open_prompts(config, ranks, needs_answers):
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
+    # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each shape, and
+    # prompts and packed answers have many.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if width + c.answer_tokens > c.block_size:
         raise DataError(f"answer_tokens: prompts of up to {width} tokens and answers of up to "
                         f"{c.answer_tokens} exceed the model's context, {c.block_size}; reduce it, "

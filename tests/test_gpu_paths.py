@@ -14,10 +14,12 @@ from conftest import REPO, TINY
 from processes import python
 from test_gpt import Graphs
 
+from model import grpo
 from model.gpt import GPT, GPTConfig
+from model.sample import load_text_model
 from train import device as compiling
 from train import device as devices
-from train.base.errors import CollectiveExit
+from train.base.errors import CollectiveExit, UserError
 from train.checkpoint import load_checkpoint
 from train.config import TrainConfig, load_config
 from train.dataloader import open_token_data, seed_step
@@ -150,6 +152,25 @@ def test_the_sums_of_a_micro_batch_do_not_wait_for_the_device():
     """A tensor on "meta" has no number to read: reading the count would raise an error."""
     loss, count = (torch.zeros((), device="meta") for _ in range(2))
     assert pack(loss, {"count": count}, count).shape == (2,)
+
+
+def test_texts_of_many_lengths_do_not_attend_by_cudnn(monkeypatch):
+    """It plans anew for each shape: prompts, and rows of answers, have many."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    monkeypatch.setattr(grpo.chat, "read_rows_meta", lambda *args: (
+        types.SimpleNamespace(block_size=99), None, {}))
+    c = types.SimpleNamespace(answer_tokens=64, block_size=100)
+    options = types.SimpleNamespace(device="cpu", ckpt="missing.pt", dtype="auto", backbone=None,
+                                    ema=False)
+    try:
+        for prepare in (lambda: grpo.open_prompts(c, Ranks(), True),
+                        lambda: load_text_model(options)):
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            with pytest.raises(UserError):
+                prepare()
+            assert not enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 # --- precision and its peak

@@ -42,6 +42,8 @@ def load_text_model(options):
     loaded or does not generate text, if neither the checkpoint nor options.tokenizer has a
     tokenizer, or if the tokenizer has more ids than the model."""
     device, ckpt = get_device(options.device), options.ckpt
+    # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each prompt length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model, tokenizer = load_model(ckpt, device, choose_dtype(options.dtype, device)[0],
                                   options.backbone, options.ema)
     if not isinstance(model, GPT):
