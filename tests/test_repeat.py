@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from runs import planted_children, slow
 
 from train.base.files import lock_folder
+from train.dataloader import Data, RowLoader
 from train.tools import child_runs, repeat
 
 
@@ -222,6 +224,20 @@ def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
         folders.add(child_runs.ChildRun("a", [f"--init_from={weights.parent}"], "",
                                         tmp_path).folder)
     assert len(folders) == 4
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_result_is_of_all_data_of_the_run(go, monkeypatch, capsys, split):
+    """other validation data: a cached loss would be compared with losses on these"""
+    go("--seeds", "2")
+
+    def open_changed(config, ranks):
+        splits = {name: RowLoader([np.full((8, 1), name == split, np.float32)], config, ranks)
+                  for name in {"train", "val", split}}
+        return Data(**splits)
+    monkeypatch.setattr(sys.modules["model.planted"], "open_data", open_changed)
+    assert go("--seeds", "2")[0] == 0 and len(go.started) == 4
+    assert "(cached)" not in capsys.readouterr().out
 
 
 def test_a_change_written_with_other_blanks_is_the_same(go):

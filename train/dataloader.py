@@ -77,6 +77,11 @@ class Data:
                 raise DataError(f"Data.{split}: the loader has no {', '.join(missing)}; the top of "
                                 "train/dataloader.py lists what a loader must have")
 
+    def fingerprint(self):
+        """Return a list with the fingerprint() of each split whose loader has one."""
+        return [loader.fingerprint() for loader in (self.train, self.val, self.test)
+                if hasattr(loader, "fingerprint")]
+
 
 # -----------------------------------------------------------------------------
 # the order: explicit arithmetic, since np.random may change between versions of numpy
