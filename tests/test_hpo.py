@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from processes import Fork, python, run_python
 optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
-from train.base.errors import Stopped  # noqa: E402
+from train.base.errors import ConfigError, Stopped  # noqa: E402
 from train.base.keys import FIELDS  # noqa: E402
 from train.config import load_config  # noqa: E402
 from train.tools import hpo  # noqa: E402
@@ -216,6 +217,24 @@ def test_search_goes_on_and_takes_no_other_space(search, capsys):
         assert f"holds a search with another {name};" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "what"), [("train.bin", "data"), ("val.bin", "data"),
+                                            ("w.pt", "files")])
+def test_a_search_takes_no_other_data_or_weights(tmp_path, data_dir, name, what):
+    """The losses on these would be compared with those of the trials so far."""
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    (data / "w.pt").write_bytes(b"a")
+    config = load_config(None, dict(data_dir=str(data), init_from=str(data / "w.pt"), block_size=8))
+
+    def open_study():
+        hpo.open_study(config, {}, 1, dict(max_iters=0, narrow=0.5), {}, str(tmp_path))
+    open_study()
+    open_study()
+    with open(data / name, "ab") as f:
+        f.write(b"a\0")  # a token
+    with pytest.raises(ConfigError, match=f"holds a search with another {what};"):
+        open_study()
+
+
 def test_the_same_search_draws_the_same_trials(search, tmp_path):
     first = [t["params"] for t in search(SPACE, trials(4))[1]]
     (tmp_path / "hpo").rename(tmp_path / "before")
@@ -321,12 +340,12 @@ def test_the_best_configuration_of_a_search_that_was_killed_after_its_last_trial
 
 
 @pytest.mark.parametrize("steps, epochs, first", [(8, None, 2), (0, None, 10), (0, 2.0, 0)])
-def test_trials_are_pruned_after_a_quarter_of_their_steps(tmp_path, monkeypatch, steps, epochs,
-                                                          first):
+def test_trials_are_pruned_after_a_quarter_of_their_steps(tmp_path, data_dir, monkeypatch, steps,
+                                                          epochs, first):
     found = []
     pruner = optuna.pruners.MedianPruner
     monkeypatch.setattr(optuna.pruners, "MedianPruner", lambda *a: (found.append(a), pruner(*a))[1])
-    config = load_config(None, dict(max_iters=40, max_epochs=epochs))
+    config = load_config(None, dict(max_iters=40, max_epochs=epochs, data_dir=str(data_dir)))
     hpo.open_study(config, {}, 1, dict(max_iters=steps, narrow=0.5), {}, str(tmp_path))
     assert found == [(4, first)]  # after four trials
 

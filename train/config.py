@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 
 import yaml
 
@@ -378,6 +379,16 @@ def input_files(config, kinds=(True, "apart")):
     # Values that name no file: init_from `scratch`, GRPO's reward `exact`.
     return {name: path for name, path in paths.items()
             if path not in (None, "", "scratch", "exact")}
+
+
+def describe_files(config):
+    """Return a text with size and time of the files, besides the data, that a run of `config`, a
+    TrainConfig, reads: they differ if a file has changed."""
+    files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
+    paths = [path for file in files if file
+             for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
+    states = [path.stat() for path in paths]
+    return "".join(f" {state.st_size} {state.st_mtime_ns}" for state in states)
 
 
 # -----------------------------------------------------------------------------

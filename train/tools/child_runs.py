@@ -21,7 +21,7 @@ import torch
 from train.base.cli import under_torchrun
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
-from train.config import REPOSITORY, input_files, load_argv, to_yaml
+from train.config import REPOSITORY, describe_files, load_argv, to_yaml
 from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import on_signals
 from train.setup import validate_config
@@ -47,12 +47,7 @@ class ChildRun:
         validate_config(config)
         if not config.evaluates:
             raise UserError(f"{name}: needs evaluations: eval_interval above 0")
-        files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
-        paths = [path for file in files if file
-                 for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
-        states = [path.stat() for path in paths]
-        identity = to_yaml(config) + str(fingerprint) + "".join(
-            f" {state.st_size} {state.st_mtime_ns}" for state in states)
+        identity = to_yaml(config) + str(fingerprint) + describe_files(config)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]
         self.name = name

@@ -32,8 +32,10 @@ from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import TYPES, base_type, convert, fields_by_name, key, parse_value, to_bool
 from train.base.files import exclusive_lock, write_text
-from train.config import load_argv, load_config, read_yaml, resolve, to_yaml
+from train.config import describe_files, load_argv, load_config, read_yaml, resolve, to_yaml
+from train.distributed import Ranks
 from train.robust import run_reporting_errors
+from train.setup import open_data
 from train.train import train
 
 NOT_SEARCHABLE = ("out_dir", "resume", "eval_only", "allow_change", "max_iters")
@@ -175,8 +177,10 @@ def open_study(config, space, number, stage, start, out):
     space: {key: Optuna distribution}, before narrowing for this stage. number: of the stage, from
     1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
     first trial of a new study. Raises ConfigError if the study was created with a different
-    `config` or `space`, or different max_iters or narrow in `stage`."""
-    asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]])
+    `config` or `space`, different max_iters or narrow in `stage`, or different data or files."""
+    asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]],
+                                  data=str(open_data(config, Ranks()).fingerprint()),
+                                  files=describe_files(config))
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
     path = os.path.join(out, "study.db")
