@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ import run_train  # noqa: E402
 from train.base.errors import ConfigError, Stopped  # noqa: E402
 from train.base.keys import FIELDS  # noqa: E402
 from train.config import load_config  # noqa: E402
+from train.robust import on_signals  # noqa: E402
 from train.tools import hpo  # noqa: E402
 
 SPACE = "learning_rate: {low: 1e-4, high: 1e-1, log: true}\nn_layer: [1, 2]\n"
@@ -387,6 +389,15 @@ def test_an_interrupted_trial_is_done_again(search, monkeypatch):
     assert code == 0 and [t["trial"] for t in found] == [0, 2, 3]
     assert load_config(None, vars(calls[1]) | dict(out_dir="x")) == load_config(
         None, vars(calls[2]) | dict(out_dir="x"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step_of_a_trial_queues_it_again(search, monkeypatch, number):
+    with on_signals([number.name], lambda *_: pytest.fail("ends the process")):
+        monkeypatch.setattr(hpo, "train", lambda *_, **__: os.kill(os.getpid(), number))
+        assert search(SPACE, trials(1))[0] == 128 + number
+    monkeypatch.undo()
+    assert search(SPACE, trials(1))[1][0]["params"] == dict(learning_rate=0.01, n_layer=1)
 
 
 def test_ctrl_c_promises_no_checkpoint(search, capfd):

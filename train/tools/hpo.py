@@ -34,7 +34,7 @@ from train.base.fields import TYPES, base_type, convert, fields_by_name, key, pa
 from train.base.files import exclusive_lock, write_text
 from train.config import describe_files, load_argv, load_config, read_yaml, resolve, to_yaml
 from train.distributed import Ranks
-from train.robust import run_reporting_errors
+from train.robust import on_signals, run_reporting_errors
 from train.setup import open_data
 from train.train import train
 
@@ -330,9 +330,13 @@ def run_search(options, config):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
 
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt(signum)
+
     def work(config):
-        try:
-            search(config, space, stages, options.out)
+        try:  # train() catches signals in the training loop only
+            with on_signals(("SIGTERM", "SIGHUP"), interrupt):
+                search(config, space, stages, options.out)
         except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
             while error.__cause__:
                 error = error.__cause__  # at last the error of sqlite, e.g. of a full disk
