@@ -230,6 +230,18 @@ def test_the_watchdog_ends_a_step_that_never_ends(tmp_path, data_dir):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 
 
+def test_the_watchdog_does_not_count_a_pause(tmp_path, data_dir):
+    """SIGSTOP for longer than step_timeout, as Slurm suspends a job -> continues after SIGCONT"""
+    program = Program(data_dir, tmp_path / "out", **LONG, step_timeout=0.5)
+    program.wait_for("iter 20:")
+    program.send(signal.SIGSTOP)
+    time.sleep(1.5)
+    program.send(signal.SIGCONT)
+    time.sleep(1)
+    program.send(signal.SIGTERM)
+    assert program.wait()[0] == 143
+
+
 @pytest.mark.matrix(69)
 def test_the_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
     """evaluations and saves that take longer than step_timeout (up to ten times) -> not ended"""

@@ -103,27 +103,33 @@ class Watchdog:
     """Thread that ends a hanging process. If no call of restart() follows within `seconds` after
     the last one (0: no limit), the stacks of all threads are printed, with the number `rank`, and
     appended to stacks.txt in `folder`, and the process exits with code 1. The time starts with the
-    first restart(). close() stops the thread. Code in C that holds the GIL blocks this thread too,
-    and the process then does not end."""
+    first restart(), and stands still while the process is stopped (SIGSTOP, e.g. by a scheduler
+    that suspends jobs). close() stops the thread. Code in C that holds the GIL blocks this thread
+    too, and the process then does not end."""
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
         self.folder = folder
         self.rank = rank
-        self.deadline = math.inf  # None: closed
+        self.clock = 0.0  # seconds in which the process was running
+        self.deadline = math.inf  # of self.clock; None: closed
         if seconds:
             threading.Thread(target=self.watch, daemon=True).start()
 
     def restart(self, slow=False):
         """Restart the timer. slow: the limit is SLOW_STEP_FACTOR times as long this time."""
-        self.deadline = time.monotonic() + self.seconds * (SLOW_STEP_FACTOR if slow else 1)
+        self.deadline = self.clock + self.seconds * (SLOW_STEP_FACTOR if slow else 1)
 
     def close(self):
         self.deadline = None
 
     def watch(self):
-        while (deadline := self.deadline) and time.monotonic() < deadline:
+        before = time.monotonic()
+        while (deadline := self.deadline) and self.clock < deadline:
             time.sleep(0.1)
+            now = time.monotonic()
+            self.clock += min(now - before, 0.2)  # more: the process was stopped
+            before = now
         if deadline:
             self.dump_stacks()
             time.sleep(1)  # an exit would end collectives of other ranks
