@@ -17,6 +17,7 @@ from browser import soon
 from runs import Program, assert_same_file, go, tensors
 
 from train.base.errors import CheckpointError, ConfigError, SetupError
+from train.checkpoint import load_checkpoint
 from train.config import load_config
 
 fsspec = pytest.importorskip("fsspec")
@@ -45,6 +46,35 @@ def test_a_lost_folder_continues_from_the_mirror(data_dir, tmp_path):
         assert (b / ours).read_bytes() == (store / copy).read_bytes()
     assert len(copies(store)) == 2
     assert not [name for name in os.listdir(b) if ".tmp" in name]
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_folder_continues_from_the_later_step_of_the_store(data_dir, tmp_path, monkeypatch, form):
+    """Another machine has continued the run -> from there; the store is behind, or cannot be read
+    -> from the folder."""
+    a, b, store = (tmp_path / name for name in ("a", "b", "store"))
+    settings = dict(mirror=str(store), checkpoint_format=form)
+    go(data_dir, a, **settings, max_iters=10)
+    go(data_dir, b, **settings, max_iters=20)
+    go(data_dir, a, **settings, max_iters=20)
+    log = (a / "train.log").read_text()
+    assert f"{store} has a later step: moved ckpt.pt, ckpt_prev.pt to {a / 'old_1'}" in log
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert load_checkpoint(a / "old_1" / "ckpt.pt")["iter_num"] == 10
+    with open(a / "metrics.jsonl") as f:
+        steps = [record["iter"] for record in map(json.loads, f) if "loss" in record]
+    assert steps == sorted(set(steps))
+
+    (store / copies(store)[-1]).unlink()  # as if it had not been complete
+    go(data_dir, a, **settings, max_iters=21)
+    assert load_checkpoint(a / "ckpt.pt")["iter_num"] == 21 and not (a / "old_2").exists()
+
+    def fail(self):
+        raise OSError("no route to host")
+    monkeypatch.setattr("train.options.mirror.Mirror.copies", fail)
+    go(data_dir, a, **settings, max_iters=22)
+    assert "cannot be read: OSError('no route to host')" in (a / "train.log").read_text()
+    assert load_checkpoint(a / "ckpt.pt")["iter_num"] == 22
 
 
 def test_a_store_may_have_brackets_in_its_name(data_dir, tmp_path):

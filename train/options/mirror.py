@@ -13,10 +13,10 @@ import os
 import threading
 
 from train.base import sharded_file
-from train.base.checkpoint_file import verify_digest
+from train.base.checkpoint_file import open_checkpoint, verify_digest
 from train.base.errors import CheckpointError, SetupError, require
 from train.base.files import add_link
-from train.base.run_folder import restarted_job
+from train.base.run_folder import move_files, restarted_job
 
 
 class Mirror:
@@ -46,19 +46,27 @@ class Mirror:
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
-        the store to the run's folder. Unless config.resume is "never", this has no effect if the
-        folder has a checkpoint or config.resume_file is set. If the store has no copies, write an
-        empty file to it, as a test. log(text): called once per file. Raises CheckpointError if the
-        store cannot be used, if all copies are incomplete, or if config.resume is "never" and the
-        store has copies (unless torchrun has restarted this job)."""
+        the store to the run's folder. Unless config.resume is "never", this has no effect if
+        config.resume_file is set, or if the folder has a checkpoint, unless the store has one of a
+        later step: another machine has continued the run. The files in the folder are then moved to
+        a subfolder. If the store has no copies, write an empty file to it, as a test. log(text):
+        called once per file. Raises CheckpointError if the store cannot be used (a warning if the
+        folder has a checkpoint), if all copies are incomplete, or if config.resume is "never" and
+        the store has copies (unless torchrun has restarted this job)."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
-        exists = {"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder))
-        if not never and (exists or c.resume_file):
+        exists = [name for name in ("ckpt.pt", "ckpt_prev.pt") if not never and
+                  os.path.exists(os.path.join(self.folder, name))]
+        if c.resume_file and not never:
             return
         best = f"{self.root}/ckpt_best.pt"
         try:
             copies = self.copies()
+            if exists and not self.has_later(copies, exists, log):
+                return
+            if exists:
+                log(f"{c.mirror} has a later step: moved {', '.join(exists)} to "
+                    f"{move_files(self.folder, exists)}")
             if not copies:  # an error in the URL ends the run before it starts
                 return self.fs.pipe_file(f"{self.root}/writable", b"")
             if never:
@@ -68,8 +76,27 @@ class Mirror:
             if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
+            if exists and os.path.exists(os.path.join(self.folder, exists[0])):
+                return log(f"warning: mirror: {c.mirror} cannot be read: {error!r:.300}")
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
                                   "have a checkpoint there: try again or choose another") from error
+
+    def has_later(self, copies, names, log):
+        """Return whether the newest complete one of `copies`, paths in the store, oldest first, is
+        of a later step than each of the checkpoints `names` in the run's folder. log: as for get().
+        """
+        paths = [os.path.join(self.folder, name) for name in names]
+        if not copies or any(self.is_copy(path, copies[-1]) for path in paths):
+            return False
+        fetched = os.path.join(self.folder, "ckpt_mirror.pt")
+        try:
+            if not any(self.get(copy, "ckpt_mirror.pt", log) for copy in reversed(copies)):
+                return False
+            step, *steps = (open_checkpoint(path)[0]["iter_num"] for path in (fetched, *paths))
+            return step > max(steps)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fetched)
 
     def get(self, path, name, log):
         """Copy a checkpoint, and the shards to which it refers, from the store to the run's folder.

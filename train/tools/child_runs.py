@@ -35,8 +35,7 @@ class ChildRun:
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
     run_train.py. fingerprint: of the data, a result of Data.fingerprint(), part of the identity of
-    the run. Raises UserError if the configuration has no evaluations or does not
-    train.
+    the run. Raises UserError if the configuration has no evaluations or does not train.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
     data, {} without.
