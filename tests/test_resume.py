@@ -6,7 +6,9 @@ every tensor and counter of the last and the best checkpoint, and every line of 
 
 import functools
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import run
@@ -260,3 +262,22 @@ def test_four_ranks_resume_bit_for_bit(data_dir, tmp_path):
         assert code == 0, output
     (a, _), (b, _) = (tensors(tmp_path / folder / "ckpt.pt") for folder in "ab")
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir, capsys):
+    """a worse loss on new validation data after a resume -> the best so far on these data"""
+    data = tmp_path / "data"
+    shutil.copytree(data_dir, data)
+    keys = PLAIN | dict(eval_interval=5, early_stopping_patience=1)
+    first = go(data, tmp_path / "out", **keys, max_iters=10)
+    same = go(data, tmp_path / "out", **keys, max_iters=15)
+    assert same["best_val_loss"] <= first["best_val_loss"]
+    assert "not comparable" not in capsys.readouterr().out
+
+    size = (data / "val.bin").stat().st_size
+    np.random.default_rng(0).integers(0, 256, size // 2, np.uint16).tofile(data / "val.bin")
+    result = go(data, tmp_path / "out", **keys, max_iters=20)
+    assert "not comparable with earlier ones: best metric reset" in capsys.readouterr().out
+    assert result["finished"] == "max_iters 20 reached"  # not early stopping
+    assert result["best_val_loss"] == result["val_loss"] > first["best_val_loss"] + 0.1
+    assert load_checkpoint(tmp_path / "out" / "ckpt_best.pt")["iter_num"] == 20

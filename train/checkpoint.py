@@ -38,6 +38,7 @@ REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, prog
 
 # Where a user's code makes the entry of a checkpoint, for messages.
 PLAIN_SOURCES = dict(spec="Data.spec", data="fingerprint() of the training data",
+                     val_data="fingerprint() of the validation data",
                      model_args="the model's attribute config", progress="numbers() of the model")
 
 
@@ -332,6 +333,7 @@ def make_plain_part(config, data, model, parts, ranks):
         # Every random number is a function of (seed, step, rank): the seed is the entire state.
         "rng": {"seed": config.seed},
         "data": data.train.fingerprint(),
+        "val_data": data.val_fingerprint(),
         "spec": data.spec,
         "formulas": weights_module().formulas.edited(config.model),
         "tokenizer": data.spec.get("tokenizer"),

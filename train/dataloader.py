@@ -82,6 +82,10 @@ class Data:
         return [loader.fingerprint() for loader in (self.train, self.val, self.test)
                 if hasattr(loader, "fingerprint")]
 
+    def val_fingerprint(self):
+        """Return the fingerprint() of the validation data; `None` if there is none."""
+        return getattr(self.val, "fingerprint", lambda: None)()
+
 
 # -----------------------------------------------------------------------------
 # the order: explicit arithmetic, since np.random may change between versions of numpy

@@ -274,19 +274,23 @@ class Run:
     def restore(self, start):
         """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
         schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
-        stopping are reset if early_stopping_metric or early_stopping_mode have changed. All ranks
-        must call. Raises CheckpointError."""
+        stopping are reset if early_stopping_metric, early_stopping_mode or the validation data have
+        changed. All ranks must call. Raises CheckpointError."""
         p = self.progress
         c = self.config
-        old = start.state["config"]  # the state is freed below
+        old = start.state["config"] | dict(data=start.state.get("val_data"))  # freed below
+        new = asdict(c) | dict(data=self.data.val_fingerprint())
         checkpoint.restore(start, c, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
         if c.lr_schedule != "plateau":  # the scale is of another schedule (--allow_change)
             self.plateau.scale = 1.0
-        if any(old.get(key, getattr(c, key)) != getattr(c, key)
-               for key in ("early_stopping_metric", "early_stopping_mode")):
+        names = () if c.eval_only else ("early_stopping_metric", "early_stopping_mode", "data")
+        if any(old.get(name) not in (None, new[name]) for name in names):
+            self.log.info("Evaluations are not comparable with earlier ones: best metric reset")
             p.best_metric = p.loss_of_best = math.inf
+            if old["data"] not in (None, new["data"]):
+                p.best_val_loss = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
         if self.is_ddp and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
@@ -511,11 +515,8 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         run = Run(config, ranks, on_evaluation)
         if model is not None:
             run.model_type.USE = ""  # the file's command is for the file's models
-        try:
+        with contextlib.suppress(ModuleNotFoundError):  # train/options/ranks.py is deleted
             from train.options.ranks import check_ranks
-        except ModuleNotFoundError:  # train/options/ranks.py is deleted
-            pass
-        else:
             check_ranks(config, ranks, run.log.info)
         run.open_folder(stack)
         run.open_data(data)
