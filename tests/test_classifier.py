@@ -880,10 +880,12 @@ def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsy
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_two_folders_are_refused(trained, labels, capsys):
-    args = ["--ckpt", str(trained / "ckpt.pt"), "--data", str(labels), str(labels)]
-    assert evaluate_main(args) == 2
+def test_two_folders_and_other_classes_are_refused(trained, labels, several, capsys):
+    args = ["--ckpt", str(trained / "ckpt.pt"), "--data"]
+    assert evaluate_main([*args, str(labels), str(labels)]) == 2
     assert "expected files, or one folder" in capsys.readouterr().err
+    assert evaluate_main([*args, str(several)]) == 2
+    assert f"{several}: prepared with other classes" in capsys.readouterr().err
 
 
 def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys, monkeypatch):

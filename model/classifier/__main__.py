@@ -113,8 +113,6 @@ def load_rows(args, model, tokenizer):
             raise DataError(f"{path}: prepared with other classes, another tokenizer or another "
                             "version of this program than the checkpoint's data")
         arrays = labels.open_labels(path, args.split, model.spec)
-        if not len(arrays[0]):
-            raise DataError(f"{path}: {args.split} has no rows; choose another --split")
         n_before, n_after = frame
         return arrays, [dict(
             id=i, text=tokenizer.decode(row[n_before:n - n_after]),
