@@ -121,13 +121,11 @@ def is_prepared(folder):
 def prepared_model(folder):
     """Return the model type, e.g. "gpt", for which a folder of data was prepared. A folder with a
     train.bin is always for "gpt"; meta.json is then not read. Otherwise `None` if the model type is
-    unknown, or if meta.json is damaged or states that the preparation was interrupted."""
+    unknown. Raises DataError if meta.json is damaged or states that the preparation was
+    interrupted."""
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
-    try:
-        return read_meta(folder).model
-    except DataError:
-        return None
+    return read_meta(folder).model
 
 
 def model_hint(folder):

@@ -30,6 +30,9 @@ def test_what_nothing_names_is_for_any_model(tmp_path):
     assert read_meta_for("chat", tmp_path, "make it", "block_size").block_size == 8
     with pytest.raises(DataError, match="no template in a meta.json there; make it"):
         read_meta_for("chat", tmp_path, "make it", "block_size", "template")
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(DataError, match="meta.json: .*prepare the data again"):
+        prepared_model(tmp_path)
     (tmp_path / "train.bin").write_bytes(b"xx")
     assert prepared_model(tmp_path) == "gpt"
 
