@@ -788,6 +788,9 @@ def test_bad_files_and_settings_are_named(tmp_path, capsys):
             (b"", [], "no rows"), (b'{"text": "x"}\n', [], "no row has a label or evidence"),
             (b'{"text": "x", "label": 1}\n', [], "two classes or more"),
             (b'{"text": "x", "label": 1}\n', ["--evidence", "why"], "why: no row has this field"),
+            (b'{"text": "x", "label": 1}\n', ["--group", "doc"], "no field 'doc' (--group)"),
+            (b'{"text": "x", "label": 1}\n{"text": "y", "label": 2}\n', [], "none of 2 rows"),
+            (b"", ["--example"], "give one or more FILEs, or --example"),
             (b"", ["--val_fraction", "0.5"], "must be below 0.5"),
             (b"", ["--tokenizer", "bite"], "expected byte, char")]:
         path.write_bytes(content)

@@ -34,6 +34,7 @@ from model.grpo import (
     collate_rows,
     load_reward,
     pack_answers,
+    user_code,
 )
 from train.base.console import Console
 from train.base.errors import UserError
@@ -477,6 +478,11 @@ def test_a_reward_that_cannot_be_had_is_told_in_one_message(tmp_path, source, me
         function.lines = [json.dumps(dict(question="Say", answer=None, row={}))]
         function(0, BYTES.encode("moo"))
     assert "Traceback" not in str(told.value)
+
+
+def test_ctrl_c_in_a_reward_is_not_told_as_its_error():
+    with pytest.raises(KeyboardInterrupt), user_code("reward.py"):
+        raise KeyboardInterrupt
 
 
 def test_a_reward_sees_its_row_as_it_was_written():

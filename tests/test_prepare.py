@@ -894,6 +894,7 @@ def test_too_little_text(tmp_path, capsys, content, message):
 @pytest.mark.parametrize("args, message", [
     ([], "give one or more SOURCEs"), (["a.txt", "--dataset", "stdlib"], "give one or more"),
     (["--dataset", "stdlib", "--shards=1"], "--shards goes with"),
+    (["--dataset", "fineweb10B", "--tokenizer=byte"], "already split: leave out --tokenizer"),
     (["--dataset", "fineweb10B", "--shards=104"], "--shards 104: it has 103 files")])
 def test_wrong_command_lines(args, message, capsys):
     assert main(args) == 2 and message in capsys.readouterr().err

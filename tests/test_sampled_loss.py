@@ -92,6 +92,14 @@ def test_evaluations_are_exact_and_nothing_counted_is_zero(loss, batch):
     assert empty.item() == 0 and not any(g.any() for g in gradients)
 
 
+def test_under_autocast_both_parts_are_computed_in_its_type(loss, batch):
+    x, weight, targets = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.before_step(0)
+        rounded = loss(x, weight, targets, V)
+    assert torch.equal(rounded, loss(x.bfloat16(), weight, targets, V))
+
+
 def test_a_run_learns_and_is_evaluated_exactly(data_dir, tmp_path):
     """the evaluation of step 0 equals that of a run with the exact loss, and the model learns"""
     settings = dict(max_iters=60, eval_interval=60, lr_decay_iters=60, learning_rate=0.01)

@@ -13,7 +13,7 @@ from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
 import run_train
 from data.tokenizer import load_tokenizer
-from data.tokenizer_types import RankTokenizer
+from data.tokenizer_types import CharTokenizer, RankTokenizer
 from model import chat
 from model.core.generate import generate
 from model.core.load import load_model
@@ -308,3 +308,12 @@ def test_choices_that_are_equal_as_tokens_are_refused():
     with pytest.raises(ValueError, match="the answer, is there twice"):
         reader.parse(dict(question="q", choices=["a", "b", "a"], answer=0), 0)
     assert reader.parse(dict(question="q", choices=["a", "b", "b"], answer=0), 0).answer == 0
+
+
+def test_an_answer_without_a_question_begins_after_the_end_of_text():
+    bytes_of, letters = load_tokenizer("byte"), CharTokenizer(" a\n")
+    row = dict(question="", answer="a")
+    assert tasks.ExampleReader(bytes_of, None, 128).parse(row, 0).sequences == [
+        ([bytes_of.eot_token, *b" a\n"], 3)]
+    with pytest.raises(ValueError, match="the text before it, has no token"):
+        tasks.ExampleReader(letters, None, 128).parse(row, 0)
