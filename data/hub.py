@@ -156,8 +156,9 @@ def run_download(function, max_bytes, max_seconds, arguments):
     folders = [Path(arguments.get("local_dir", cache / repo)).resolve(), cache / ".locks" / repo]
     try:
         huggingface_hub.get_token()  # may write a new access token
+        start = getattr(huggingface_hub, function)  # some modules write files when imported
         sys.addaudithook(lambda event, args: check_write(folders, event, *args))
-        path = getattr(huggingface_hub, function)(**arguments)
+        path = start(**arguments)
         sys.audit("os.mkdir", os.path.join(path, "file"))  # it must be in these folders, too
         print(path)
     except BaseException as error:  # many types, of the network and of the hub; Ctrl-C

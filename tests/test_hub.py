@@ -60,6 +60,13 @@ def test_only_the_files_of_a_model_come_and_once(hub):
     assert local_folder("hf:some/one") == folder and len(hub.log) == before
 
 
+def test_a_module_that_writes_a_file_when_imported_is_no_mirror(hub, tmp_path, monkeypatch):
+    """As trio does, which is imported with the hub's functions where it is installed."""
+    (tmp_path / "trio.py").write_text("import tempfile\ntempfile.TemporaryFile().close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert local_folder("hf:some/one", weights=False)
+
+
 def test_a_cut_download_is_resumed(hub):
     hub.cuts = 1
     try:
