@@ -164,8 +164,6 @@ class WithAdapters:
     def initial(self, name, shape, seed):
         if is_adapter(name):
             return initial_adapter(name, shape, seed)
-        if name.endswith(".base"):
-            name = name.removesuffix("base") + "weight"
         return super().initial(name, shape, seed)
 
     def adopt(self, weights):
