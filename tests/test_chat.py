@@ -17,7 +17,7 @@ from processes import python
 from runs import WAYS, Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data.chat_template import ChatTemplate, parse_content
+from data.chat_template import ChatTemplate, encode_marked, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.prepare import samples
@@ -26,7 +26,7 @@ from data.tokenizer_types import JsonTokenizer
 from model.chat import ChatGPT, generate_answer, packed_layout
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
-from train.base.errors import UserError
+from train.base.errors import DataError, UserError
 from train.config import load_config
 from train.train import train
 
@@ -633,3 +633,11 @@ def test_talk_needs_a_chat_model(capitals, capsys):
     from model.sample import main
     assert main(["--chat", "--ckpt", str(capitals / "base" / "ckpt.pt")]) == 2
     assert "not a chat model" in capsys.readouterr().err
+
+
+def test_a_template_with_a_token_beyond_the_rows_of_the_model_is_refused():
+    tokenizer = load_tokenizer("byte")
+    tokenizer.n_vocab = 98
+    assert encode_marked("a", tokenizer) == [97]
+    with pytest.raises(DataError, match="its template uses token 98, the model knows 98"):
+        encode_marked("b", tokenizer)

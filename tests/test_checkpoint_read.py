@@ -607,6 +607,12 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     assert (out / "ckpt.pt").exists()
 
 
+@pytest.mark.parametrize("content", [[1], torch.ones(2), "x"])
+def test_a_file_of_torch_save_without_a_dict_is_no_checkpoint(tmp_path, content):
+    torch.save(content, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "not a checkpoint: expected a dict with the key `model`")
+
+
 @pytest.mark.parametrize("part, content, error", [
     ("plateau", {"waiting": {}}, "KeyError"), ("spikes", ["x"], "ValueError"),
     ("early_stopping", {"best": "x", "bad": 0}, "ValueError"),

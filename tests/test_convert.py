@@ -30,7 +30,8 @@ from data.tokenizer import (
 from data.tokenizer_types import GPT2_PATTERN, CharTokenizer, JsonTokenizer, RankTokenizer
 from model import convert
 from model.convert import families, foreign, tensors
-from model.convert.gguf import PATTERNS
+from model.convert.families import read_layers
+from model.convert.gguf import PATTERNS, pattern_name
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -794,3 +795,18 @@ def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
     done = subprocess.run([sys.executable, "-c", code, *tiny_args(data_dir=data_dir, max_iters=1,
                            out_dir=tmp_path / "out")], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_the_name_of_a_pattern_is_none_where_llama_cpp_has_no_such_splitter():
+    """A pattern by itself, as GPT-2 splits, is known; digits one by one are SmolLM's."""
+    def name(*splits, kind="BPE", **last):
+        return pattern_name(dict(model=dict(type=kind, merges=["a b"]), pre_tokenizer=dict(
+            type="Sequence", pretokenizers=[*splits, dict(type="ByteLevel") | last])))
+    digits = dict(type="Digits", individual_digits=True)
+    assert (name(), name(digits)) == ("gpt-2", "smollm")
+    assert name(kind="WordPiece") is name(add_prefix_space=True) is name(use_regex=False) is None
+    assert name(dict(type="Punctuation")) is None
+
+
+def test_layers_with_a_window_are_those_of_the_pattern_in_an_early_gemma_3():
+    assert read_layers(dict(sliding_window_pattern=6, sliding_window=512), 8) == "WWWWWFWW"

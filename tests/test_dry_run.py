@@ -127,6 +127,14 @@ def test_a_folder_whose_name_is_not_utf8_is_printed(data_dir, tmp_path, capsys):
     assert "d\\udcff" in capsys.readouterr().out
 
 
+def test_the_shape_of_the_weights_to_start_from_is_estimated(data_dir, tmp_path, capsys):
+    assert run_train.main(tiny_args(data_dir=data_dir, out_dir=tmp_path, max_iters=1)) == 0
+    size = re.search(r"Model gpt: [\d,]+ parameters", capsys.readouterr().out)[0]
+    assert run_train.main(["--config=train/config_test.yaml", f"--init_from={tmp_path}/ckpt.pt",
+                           f"--data_dir={data_dir}", "--dry_run"]) == 0
+    assert size in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ_FIRST)
 def test_what_is_read_before_the_model_is_part_of_the_estimate(name, folder):

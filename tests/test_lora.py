@@ -281,6 +281,15 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
     go(data_dir, base, tmp_path / "after", **start)
 
 
+def test_a_checkpoint_without_all_of_its_adapters_is_refused(data_dir, base, tmp_path):
+    go(data_dir, base, tmp_path, max_iters=0)
+    state = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    name, _ = state["model"].popitem()
+    save_checkpoint(str(tmp_path / "part.pt"), state)
+    with pytest.raises(ValueError, match=f"missing or unexpected tensors: {name}"):
+        load_model(tmp_path / "part.pt")
+
+
 @pytest.mark.parametrize("changes, message", [
     (dict(backbone="nosuch.pt"), "nosuch.pt: no such file"),
     (dict(lora_targets=["wq"]), "no linear layer matches 'wq'; .* attn.q"),

@@ -142,6 +142,8 @@ def test_words_that_are_not_understood():
     [option] = parse_options(["word", "--n_layer=2"], problems)
     [problem] = problems
     assert option[:2] == ("n_layer", "2") and "'word': expected --key value" in problem
+    with pytest.raises(ConfigError, match="did you mean --config train/config_gpt2.yaml?"):
+        load_config(None, ["train/config_gpt2.yaml"])
     with pytest.raises(ConfigError, match="unknown key 'other.n_layer'"):
         load_config(None, ["other.n_layer=2"])
 
