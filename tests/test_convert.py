@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from model import convert
 from model.convert import families, foreign, tensors
 from model.convert.families import read_layers
 from model.convert.gguf import PATTERNS, pattern_name
+from model.core.weights import adopt_weights
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -810,3 +812,17 @@ def test_the_name_of_a_pattern_is_none_where_llama_cpp_has_no_such_splitter():
 
 def test_layers_with_a_window_are_those_of_the_pattern_in_an_early_gemma_3():
     assert read_layers(dict(sliding_window_pattern=6, sliding_window=512), 8) == "WWWWWFWW"
+
+
+def test_tensors_that_no_other_program_knows_and_nan_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="h.0.attn.extra.weight: unknown to other programs"):
+        tensors.rename("h.0.attn.extra.weight", {"h.{}.attn.q": "layers.{}.q"})
+    write_safetensors(str(tmp_path / "a.safetensors"), dict(w=torch.tensor([1.0, math.nan])))
+    with pytest.raises(CheckpointError, match="w contains non-finite values"):
+        foreign.read_safetensors(str(tmp_path / "a.safetensors"))
+
+
+def test_names_of_another_model_are_shown(tmp_path):
+    state = dict(model={"conv1.weight": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="none of its 1 tensors .* look like conv1.weight"):
+        adopt_weights(torch.nn.Linear(1, 1), state, "resnet.pt", print)

@@ -942,6 +942,17 @@ def test_gguf_has_the_whole_context_if_no_layer_has_a_window(tmp_path):
         assert reader.get_field("qwen2.context_length").contents() == length, layers
 
 
+def test_gguf_of_linearly_scaled_positions_has_their_factor(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    ckpt, to = str(tmp_path / "ckpt.pt"), str(tmp_path / "m.gguf")
+    make(ckpt, rope_scaling="8", pad_id=3)
+    assert convert.main(["--ckpt", ckpt, "--to", to]) == 0
+    reader = gguf.GGUFReader(to)
+    for key, value in (("rope.scaling.type", "linear"), ("rope.scaling.factor", 8.0)):
+        assert reader.get_field(f"llama.{key}").contents() == value
+    assert reader.get_field("tokenizer.ggml.padding_token_id").contents() == 3
+
+
 def test_gguf_of_experts_has_their_shape(folders, tmp_path):
     gguf = pytest.importorskip("gguf")
     path, theirs = folders("qwen3moe")

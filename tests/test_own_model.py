@@ -185,6 +185,11 @@ def test_a_metric_without_a_value_is_named(tmp_path):
     assert not (tmp_path / "ckpt_best.pt").exists()
 
 
+def test_data_of_another_type_are_refused(tmp_path):
+    with pytest.raises(DataError, match="expected train.dataloader.Data.*got <class 'list'>"):
+        fit(tmp_path, data=[rows(120)])
+
+
 def test_test_data_without_validation_are_evaluated_once(tmp_path):
     data = Data(rows(120), test=rows(30, seed=2))
     results = [fit(tmp_path, data=data)["test"] for _ in range(3)]

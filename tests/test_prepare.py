@@ -1058,6 +1058,12 @@ def test_stdlib_by_two_processes_at_once(tmp_path):
     assert len({text[text.index("{"):] for text in outputs}) == 1
 
 
+def test_ensure_names_a_folder_that_cannot_be_created(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file/stdlib: not prepared: .*Not a directory"):
+        ensure_dataset(str(tmp_path / "file" / "stdlib"))
+
+
 def test_ensure_leaves_existing_data_alone(tmp_path):
     (tmp_path / "stdlib").mkdir()
     (tmp_path / "stdlib" / "train.bin").write_bytes(b"\0\0")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from runs import planted_children, slow
 
+from train.base.errors import UserError
 from train.base.files import lock_folder
 from train.dataloader import Data, RowLoader
 from train.tools import child_runs, repeat
@@ -299,3 +300,10 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err
+
+
+def test_no_runs_are_started_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="runs without torchrun"):
+        child_runs.train_all([], "val_loss", str(tmp_path / "out"), 1)
+    assert not (tmp_path / "out").exists()

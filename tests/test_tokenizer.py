@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import run
 
 from data.tokenizer import (
@@ -294,6 +295,12 @@ def test_download_checks_the_content(monkeypatch, tmp_path):
 def test_unknown_name(name, message):
     with pytest.raises(DataError, match=message):
         load_tokenizer(name)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_named(tmp_path):
+    torch.save(dict(model=dict(w=torch.ones(1))), tmp_path / "ckpt.pt")
+    with pytest.raises(DataError, match="ckpt.pt: no tokenizer; name it: byte"):
+        load_tokenizer(str(tmp_path / "ckpt.pt"))
 
 
 @pytest.mark.parametrize("spec", [None, {}, {"kind": "bpe"}, {"kind": "char"}, {"kind": "gpt2"},
