@@ -873,6 +873,16 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
                                "evidence"} == set(json.loads(said[0]))
 
 
+def test_evidence_alone_has_a_report_without_labels(tmp_path, labels):
+    assert program(labels, tmp_path, task="span", max_iters=1)[0] == 0
+    assert evaluate_main(["--ckpt", str(tmp_path / "ckpt.pt"), "--data", str(labels), "--out",
+                          str(tmp_path / "report")]) == 0
+    numbers = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert set(numbers) == {"rows", "spans", "exact_match", "token_f1"} and numbers["rows"] > 0
+    said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
+    assert "evidence" in json.loads(said[0]) and "label" not in json.loads(said[0])
+
+
 def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsys):
     args = ["--ckpt", str(trained / "ckpt.pt"), "--data", str(labels), "--out", str(tmp_path)]
     assert evaluate_main(args) == 0
