@@ -25,7 +25,13 @@ from data.tokenizer import (
     tokenizer_from_spec,
 )
 from data.tokenizer_hf import BYTE_CHARACTERS, end_of_text, tokenizer_json
-from data.tokenizer_types import EOT, CharTokenizer, JsonTokenizer, RankTokenizer
+from data.tokenizer_types import (
+    EOT,
+    CharTokenizer,
+    JsonTokenizer,
+    RankTokenizer,
+    find_unknown,
+)
 from train.base.errors import DataError, SetupError
 
 CACHE = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
@@ -502,3 +508,11 @@ def test_no_model_finds_a_special_token_in_a_text(model):
     assert tokenizer.encode_special("a </s> b") == [2, 1, 3]
     assert tokenizer.encode("a <tool>") == [2, len(model["vocab"])]
     assert tokenizer.decode([2, 1]) == "a </s>"
+
+
+def test_the_part_of_a_long_text_that_cannot_be_encoded_is_shown():
+    class WithoutX:
+        def encode(self, text, add_special_tokens):
+            if "x" in text:
+                raise Exception
+    assert find_unknown(WithoutX(), "1" * 100 + "x" + "2" * 99) == "x" + "2" * 24
