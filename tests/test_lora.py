@@ -281,6 +281,11 @@ def test_adapters_of_another_backbone_or_scale_are_not_adopted(data_dir, base, t
     go(data_dir, base, tmp_path / "after", **start)
 
 
+def test_samples_of_a_run_on_text_continue_the_prompts(data_dir, base, tmp_path):
+    go(data_dir, base, tmp_path, max_iters=3, sample_tokens=4, sample_prompts=["line 1"])
+    assert (tmp_path / "samples.txt").read_text().startswith("=== iter 3 ===\nline 1")
+
+
 def test_a_checkpoint_without_all_of_its_adapters_is_refused(data_dir, base, tmp_path):
     go(data_dir, base, tmp_path, max_iters=0)
     state = torch.load(tmp_path / "ckpt.pt", weights_only=True)
