@@ -84,7 +84,8 @@ def describe_rank(config, ranks):
     return dict(
         host=socket.gethostname(), node=os.environ.get("GROUP_RANK"), address=address,
         device=torch.cuda.get_device_name(ranks.device) if on_gpu else str(ranks.device),
-        torch=torch.__version__, NCCL=torch.cuda.nccl.version() if on_gpu else None,
+        torch=torch.__version__,
+        NCCL=torch.cuda.nccl.version() if on_gpu and dist.is_nccl_available() else None,
         commit=environment()["git_commit"], code=code.hexdigest()[:8],
         configuration=hashlib.sha256(repr(keys).encode()).hexdigest()[:8], keys=keys)
 
