@@ -86,10 +86,8 @@ def score_answers(model, idx, mask):
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
     x = model.trunk(idx[:, :-1])  # (2 B, T, C)
     head = (model.lm_head or model.wte).weight
-    # The mean loss of each row: model.loss computes gradients in the forward pass, chunk by chunk.
-    losses = [model.loss(x[i:i + 1], head, targets[i:i + 1], model.config.vocab_size)
-              for i in range(len(x))]
-    return x, targets, -torch.stack(losses) * (targets != IGNORE).sum(1)
+    losses = model.loss(x, head, targets, model.config.vocab_size)  # (2 B, T)
+    return x, targets, -losses.sum(1)
 
 
 def sum_answer_logps(model, tokens, mask):

@@ -346,9 +346,12 @@ class GPT(nn.Module):
         """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, predicted
         from the states x (B, T, C) of trunk(). Sums: "count", the number of targets that count; in
         eval mode also "bytes", the number of bytes of their text, 0 if unknown."""
-        loss = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
+        # (B, T), 0 where the target does not count
+        losses = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
-        sums = dict(count=counted.sum())
+        n = counted.sum()
+        loss = (losses * (1 / n.clamp(min=1))).sum()
+        sums = dict(count=n)
         if not self.training:
             sums["bytes"] = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
         return loss, sums

@@ -257,11 +257,11 @@ FAULTS = {
     "a cap without its derivative": (
         "model/core/ops.py", "if logits is not z:  # d loss / d z", "if False:", "loss", ()),
     "another loss if it is compiled for a GPU": (
-        "model/core/ops.py", "return total / (targets", "return 1.01 * total / (targets", "loss",
-        ()),
+        "model/core/ops.py", "return F.cross_entropy(z.", "return 1.01 * F.cross_entropy(z.",
+        "loss", ()),
     "a loss that only training has, and not each of its forms": (
-        "model/core/ops.py", "        return _ChunkedCrossEntropy.apply(",
-        "        return (1.01 if self.training else 1) * _ChunkedCrossEntropy.apply(", "loss", ()),
+        "model/core/ops.py", "        losses = cross_entropy(h,",
+        "        losses = (1.01 if self.training else 1) * cross_entropy(h,", "loss", ()),
     "a parameter that is not used": (
         "model/gpt.py", "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)",
         "        self.wte = Embedding(c.padded_vocab_size, c.n_embd)\n"
@@ -308,7 +308,7 @@ FAULTS = {
         "        y = self.ln_1(x) * (1 + 0.01 * self.seen)\n"
         "        self.seen += self.training\n", "recompute", ()),
     "masked targets without a count": (
-        "model/gpt.py", "sums = dict(count=counted.sum())", "sums = {}",
+        "model/gpt.py", "sums = dict(count=n)", "sums = {}",
         "split", ()),
     "initial values of a subclass that only FSDP has": (
         "model/gpt.py", "    fill(model, config.seed, model.filled)", "    pass  #", "fsdp", ()),

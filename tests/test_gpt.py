@@ -627,7 +627,11 @@ def plain_cross_entropy(h, weight, targets, vocab_size):
     return F.cross_entropy(z[:, :vocab_size], targets, ignore_index=-1)
 
 
-linear_cross_entropy = LinearCrossEntropy()
+def linear_cross_entropy(h, weight, targets, vocab_size):
+    """The mean of the losses, as in GPT.score()."""
+    losses = LinearCrossEntropy()(h, weight, targets, vocab_size)
+    assert losses.shape == targets.shape and (losses[targets == -1] == 0).all()
+    return losses.sum() / (targets != -1).sum().clamp(min=1)
 
 
 def problem(N=50, C=16, V=128, vocab=100, scale=1.0, dtype=torch.float32):
@@ -649,6 +653,23 @@ def test_chunked_cross_entropy_is_exact(rows, monkeypatch):
         close(a, b, 1e-5)
     with torch.no_grad():  # evaluation's path
         assert abs(linear_cross_entropy(h, w, targets, vocab) - theirs) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["chunked", "whole", "sampled"])
+def test_each_token_has_its_loss_and_weight(form, monkeypatch):
+    """A weighted sum of the losses: values and gradients."""
+    monkeypatch.setattr(model.core.ops, "chunk_rows", lambda *_: 16)
+    h, w, targets, vocab = problem(vocab=128)
+    loss = dict(chunked=LinearCrossEntropy(), whole=model.core.ops.whole_cross_entropy,
+                sampled=SampledCrossEntropy(torch.arange(128), 128, 128, seed=1))[form]
+    losses = loss(h, w, targets, vocab)
+    logprobs = (h @ w.t()).log_softmax(-1)
+    expected = -logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != -1)
+    close(losses, expected, 1e-5)
+    weights = torch.linspace(-1, 2, len(losses))
+    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), (h, w))
+                      for y in (losses, expected))):
+        close(a, b, 1e-5)
 
 
 @pytest.mark.parametrize("n_counted", [0, 1, 2])
@@ -693,7 +714,7 @@ def test_targets_of_minus_one_do_not_count():
     loss = linear_cross_entropy(h, w, targets, vocab)
     dh, _ = torch.autograd.grad(loss, (h, w))
     keep = targets != -1
-    assert abs(loss - linear_cross_entropy(h[keep], w, targets[keep], vocab)) < 1e-6
+    assert abs(loss - linear_cross_entropy(h[keep], w, targets[keep], vocab)) < 1e-5
     assert (dh[~keep] == 0).all() and (dh[keep] != 0).any(1).all()
     none = linear_cross_entropy(h, w, torch.full_like(targets, -1), vocab)
     assert none == 0 and all((g == 0).all() for g in torch.autograd.grad(none, (h, w)))

@@ -84,9 +84,10 @@ def muon_parameters(model):
     and matrices with fewer than 16 rows or columns (too thin to orthogonalise). An attribute
     uses_muon of a module replaces the test for nn.Linear; its weight may be (N, rows, columns)."""
     # Not embeddings: the rows of a table are independent, and no linear map to orthogonalise.
-    return {f"{name}.weight" for name, m in model.named_modules()
-            if getattr(m, "uses_muon", isinstance(m, nn.Linear))
-            and not name.endswith("head") and min(m.weight.shape[-2:]) >= 16}
+    names = {f"{name}.weight" for name, m in model.named_modules() if not name.endswith("head")
+             and getattr(m, "uses_muon", isinstance(m, nn.Linear))}
+    return {name for name, p in model.named_parameters()
+            if name in names and min(p.shape[-2:]) >= 16}
 
 
 def matches(name, pattern):

@@ -22,13 +22,14 @@ IGNORE = -1  # a target that is not counted
 # in the precision of the states, are stored for all tokens
 
 class LinearCrossEntropy(nn.Module):
-    """The loss of a GPT from the states before the output layer: the mean cross-entropy of the
-    logits finish_logits(x @ weight.T), a float32 scalar; 0 if no target counts.
+    """The loss of each token of a GPT from the states before the output layer: the cross-entropies
+    of the logits finish_logits(x @ weight.T), float32. GPT.score() computes the mean.
 
-    forward(x, weight, targets, vocab_size): x (..., C); weight (V, C), of which the rows from
-    vocab_size on are padding without probability; targets (...) int64, IGNORE (-1) for positions
-    that do not count. A module, so that it can be compiled separately. The constructor raises
-    UserError if finish_logits() was edited so that it changes its argument in place.
+    forward(x, weight, targets, vocab_size) -> (...): x (..., C); weight (V, C), of which the rows
+    from vocab_size on are padding without probability; targets (...) int64, IGNORE (-1) for
+    positions that do not count, with the loss 0. A module, so that it can be compiled separately.
+    The constructor raises UserError if finish_logits() was edited so that it changes its argument
+    in place.
     """
 
     def __init__(self):
@@ -44,11 +45,13 @@ class LinearCrossEntropy(nn.Module):
         h = x.flatten(0, -2)  # (N, C)
         # Without gradients, needs_input_grad of the autograd function must be false.
         weight = weight if torch.is_grad_enabled() else weight.detach()
+        cross_entropy = _ChunkedCrossEntropy.apply
         if h.is_cuda and torch.compiler.is_compiling():
-            return whole_cross_entropy(h, weight.to(h.dtype), targets.flatten(), vocab_size)
-        if torch.is_autocast_enabled(h.device.type):
+            cross_entropy = whole_cross_entropy
+        elif torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))
-        return _ChunkedCrossEntropy.apply(h, weight.to(h.dtype), targets.flatten(), vocab_size)
+        losses = cross_entropy(h, weight.to(h.dtype), targets.flatten(), vocab_size)
+        return losses.view(targets.shape).where(targets != IGNORE, 0)
 
 
 class SampledCrossEntropy(LinearCrossEntropy):
@@ -95,27 +98,24 @@ class SampledCrossEntropy(LinearCrossEntropy):
         h = x.flatten(0, -2)  # (N, C)
         if torch.is_autocast_enabled(h.device.type):
             h = h.to(torch.get_autocast_dtype(h.device.type))
-        targets = targets.flatten()
-        counted = targets != IGNORE
-        needed = torch.cat((self.ids, targets.where(counted, 0)))
+        needed = torch.cat((self.ids, targets.where(targets != IGNORE, 0).flatten()))
         sampled, own = F.embedding(needed, weight).to(h.dtype).tensor_split([len(self.ids)])
         own = finish_logits((h * own).sum(-1).float())  # (N,)
         z = finish_logits(F.linear(h, sampled).float()) - self.log_p  # (N, n_samples)
-        z = z.masked_fill(self.ids == targets[:, None], -math.inf)  # `own` has the target
+        z = z.masked_fill(self.ids == targets.reshape(-1, 1), -math.inf)  # `own` has the target
         losses = torch.logaddexp(own, z.logsumexp(-1)) - own
-        return (losses * counted).sum() / counted.sum().clamp(min=1)
+        return losses.view(targets.shape).where(targets != IGNORE, 0)
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """Return the loss of LinearCrossEntropy, a scalar, for h (N, C), computed from all logits at
-    once. It is for torch.compile on a GPU: Inductor fuses it into one pass over bfloat16 logits,
-    which is faster than chunks. weight (V, C), rows from vocab_size on are padding; targets (N,),
-    IGNORE (-1): not counted."""
+    """Return the losses (N,) of LinearCrossEntropy for h (N, C), computed from all logits at once.
+    It is for torch.compile on a GPU: Inductor fuses it into one pass over bfloat16 logits, which is
+    faster than chunks. weight (V, C), rows from vocab_size on are padding; targets (N,), IGNORE
+    (-1): the loss is 0."""
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
-    total = F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="sum",
-                            ignore_index=IGNORE)
-    return total / (targets != IGNORE).sum().clamp(min=1)
+    return F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="none",
+                           ignore_index=IGNORE)
 
 
 def finish_logits(z):
@@ -147,19 +147,18 @@ def chunk_rows(n_columns, device_type):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The autograd function of LinearCrossEntropy, which computes logits in chunks of rows: apply(h
-    (N, C), weight (V, C), targets (N,), vocab_size) returns the mean loss, a float32 scalar. The
-    forward pass also computes the gradients of the loss with respect to h and, if `weight` needs a
-    gradient, with respect to the logits (N, V), which are stored in the dtype of h. The backward
-    pass recomputes no logits; it has one matrix product, for the gradient of `weight`."""
+    (N, C), weight (V, C), targets (N,), vocab_size) returns the losses (N,), float32. The forward
+    pass also computes the gradients of each loss with respect to its row of h and, if `weight`
+    needs a gradient, to its logits (N, V), which are stored in the dtype of h. The backward pass
+    recomputes no logits; it has one matrix product, for the gradient of `weight`."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
-        counted = targets != IGNORE
-        share = counted / counted.sum().clamp(min=1)  # (N,) of each row in the mean
-        index = targets.where(counted, 0)[:, None]  # not clamp: another negative target is an error
+        # Not clamp: another negative target is an error.
+        index = targets.where(targets != IGNORE, 0)[:, None]
         N, V = h.size(0), weight.size(0)
         rows = min(chunk_rows(V, h.device.type), max(1, N))
-        total = h.new_zeros((), dtype=torch.float32)
+        losses = h.new_empty(N, dtype=torch.float32)
         # Allocated once: new memory per product would cost as much as a softmax.
         dlogits = h.new_empty(N if ctx.needs_input_grad[1] else rows, V)
         dh = torch.empty_like(h) if any(ctx.needs_input_grad) else None
@@ -176,21 +175,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             target = logits.gather(1, index[chunk])[:, 0]
             p = torch.softmax(logits, 1, out=logits if z.device.type == "cpu" else None)
             # logsumexp(z) from the largest z and p, at least 1 / V: saves an exp of the chunk.
-            loss = largest - p.amax(1).log() - target  # (n,)
-            total += (loss * share[chunk]).sum()
+            losses[chunk] = largest - p.amax(1).log() - target
             p.scatter_add_(1, index[chunk], p.new_full((n, 1), -1.0))  # d loss / d logits
             if logits is not z:  # d loss / d z
                 p = torch.func.vjp(finish_logits, z)[1](p)[0]
             if dh is not None:
                 torch.mm(d if p is d else d.copy_(p), weight, out=dh[chunk])
-        ctx.save_for_backward(h, dh, dlogits if ctx.needs_input_grad[1] else None, share)
-        return total
+        ctx.save_for_backward(h, dh, dlogits if ctx.needs_input_grad[1] else None)
+        return losses
 
     @staticmethod
     def backward(ctx, grad):
-        h, dh, dlogits, share = ctx.saved_tensors
-        # Scaled last, in float32: 1 / N may underflow in float16. 0 for rows that do not count.
-        scale = (grad * share)[:, None]
+        h, dh, dlogits = ctx.saved_tensors
+        scale = grad[:, None]  # last, in float32: 1 / N may underflow in float16
         dweight = None if dlogits is None else dlogits.t() @ (h * scale).to(h.dtype)
         return (dh * scale).to(h.dtype), dweight, None, None
 

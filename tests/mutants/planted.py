@@ -26,7 +26,7 @@ FAULTS = [
     ("train/evaluate.py", "to(precise) * n, 0.0)", "to(precise), 0.0)"),
     ("train/evaluate.py", "rows[:n - first, :-1]", "rows[:, :-1]"),
     ("train/evaluate.py", "min(first + ranks.rank, n - 1)", "first"),
-    ("train/evaluate.py", "for name in sorted(sums)}\n    n", "for name in sums}\n    n"),
+    ("train/evaluate.py", "for name in sorted(sums)}\n    if", "for name in sums}\n    if"),
     ("train/train.py", "dist.all_reduce(totals)", "pass"),
     ("train/train.py", "totals + pack(", "pack("),
     # the loader
@@ -59,7 +59,7 @@ FAULTS = [
     ("train/train.py", "torch.clamp(max_norm /", "torch.clamp(2 * max_norm /"),
     ("train/train.py", "norm = norm * factor", "norm = norm"),
     ("train/optimizer.py", "if p.dim() >= 2 else 0.0", "if p.dim() >= 1 else 0.0"),
-    ("train/optimizer.py", "max(1.0, p.size(0) / p.size(1)) ** 0.5", "1.0"),
+    ("train/optimizer.py", "max(1.0, p.size(-2) / p.size(-1)) ** 0.5", "1.0"),
     ("train/optimizer.py", "rank * part, (rank + 1) * part", "0, part"),
     ("train/optimizer.py", "orthogonalize(rows.redistribute(placements=shard(0)).to_local())",
      "orthogonalize(rows.full_tensor())[:len(parts) // 2]"),

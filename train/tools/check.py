@@ -322,10 +322,10 @@ def check_loss(case):
     targets[0, :3] = ops.IGNORE
     forms = ops.LinearCrossEntropy(), ops.SampledCrossEntropy(targets, n_ids, n_ids, seed=0)
     for mode in (False, True):
-        results = [differentiate(form.train(mode)(model.trunk(idx), head, targets, n_ids))
-                   for form in forms]
-        results.append(differentiate(ops.whole_cross_entropy(
-            model.trunk(idx).flatten(0, 1), head, targets.flatten(), n_ids)))
+        losses = [form.train(mode)(model.trunk(idx), head, targets, n_ids) for form in forms]
+        losses.append(ops.whole_cross_entropy(model.trunk(idx).flatten(0, 1), head,
+                                              targets.flatten(), n_ids))
+        results = [differentiate(x.sum() / (targets != ops.IGNORE).sum()) for x in losses]
         expected = results[0] if mode else of_logits(idx, targets)
         compare(results, [expected] * 3, LOGIT_TOLERANCE)
     return "that of the logits, with its gradients; equal in chunks, compiled and with head_samples"
