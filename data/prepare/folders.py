@@ -153,7 +153,7 @@ def report(out, splits, config, options=""):
     .yaml, e.g. "configs/chat". options: text to append to the command."""
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
-                 if name != "sha256"]
+                 if name != "sha256" and (n or name != "documents")]  # 0: the end of one document
         echo(f"[{split}] {', '.join(texts)}")
     options += fit_to_data(splits, REPOSITORY / "train" / f"{config}.yaml")
     run_folder = os.path.join("out", os.path.basename(os.path.abspath(out)))
