@@ -39,7 +39,7 @@ def test_a_lost_folder_continues_from_the_mirror(data_dir, tmp_path):
     killed.kill()
     shutil.rmtree(b)
     go(data_dir, b, mirror=str(store))
-    assert "Copying ckpt.pt from" in (b / "train.log").read_text()
+    assert "Copying copy_0000" in (b / "train.log").read_text()
     assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
     assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
     for ours, copy in (("ckpt.pt", copies(store)[-1]), ("ckpt_best.pt", "ckpt_best.pt")):
@@ -58,7 +58,10 @@ def test_a_folder_continues_from_the_later_step_of_the_store(data_dir, tmp_path,
     go(data_dir, b, **settings, max_iters=20)
     go(data_dir, a, **settings, max_iters=20)
     log = (a / "train.log").read_text()
-    assert f"{store} has a later step: moved ckpt.pt, ckpt_prev.pt to {a / 'old_1'}" in log
+    names = "ckpt.pt, ckpt_prev.pt, ckpt_best.pt"
+    assert f"{store} has a later step: moved {names} to {a / 'old_1'}" in log
+    assert log.count("Copying copy_0000") == 1
+    assert_same_file(a / "ckpt_best.pt", b / "ckpt_best.pt")
     assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
     assert load_checkpoint(a / "old_1" / "ckpt.pt")["iter_num"] == 10
     with open(a / "metrics.jsonl") as f:
@@ -77,13 +80,43 @@ def test_a_folder_continues_from_the_later_step_of_the_store(data_dir, tmp_path,
     assert load_checkpoint(a / "ckpt.pt")["iter_num"] == 22
 
 
+def test_a_damaged_folder_continues_from_the_later_step_of_the_store(data_dir, tmp_path):
+    a, b, store = (tmp_path / name for name in ("a", "b", "store"))
+    go(data_dir, a, mirror=str(store), max_iters=10)
+    go(data_dir, b, mirror=str(store), max_iters=20)
+    with open(a / "ckpt.pt", "r+b") as f:
+        f.truncate(1000)
+    go(data_dir, a, mirror=str(store), max_iters=20)
+    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert (a / "old_1" / "ckpt.pt").stat().st_size == 1000
+
+
+def test_a_folder_does_not_become_another_run(data_dir, tmp_path):
+    """The store is that of another run, by mistake -> refused, and nothing is changed"""
+    a, store = tmp_path / "a", tmp_path / "store"
+    go(data_dir, tmp_path / "b", mirror=str(store), seed=2, max_iters=10)
+    go(data_dir, a, seed=3, max_iters=5)
+    before = {path: path.read_bytes() for path in (*store.iterdir(), *a.glob("ckpt*"))}
+    with pytest.raises(SetupError, match="run with another seed or other data"):
+        go(data_dir, a, seed=3, mirror=str(store), max_iters=10)
+    assert {path: path.read_bytes() for path in (*store.iterdir(), *a.glob("ckpt*"))} == before
+
+
+def test_an_equal_copy_is_not_fetched(data_dir, tmp_path, monkeypatch):
+    store = tmp_path / "store"
+    go(data_dir, tmp_path / "a", mirror=str(store), max_iters=10)
+    monkeypatch.setattr("train.options.mirror.Mirror.get", None)
+    go(data_dir, tmp_path / "a", mirror=str(store), max_iters=12)
+    assert "warning" not in (tmp_path / "a" / "train.log").read_text()
+
+
 def test_a_store_may_have_brackets_in_its_name(data_dir, tmp_path):
     store = tmp_path / "st[1]"
     go(data_dir, tmp_path / "a", mirror=str(store))
     assert len(copies(store.parent / "st[[]1]")) == 0 and len(list(store.iterdir())) >= 2
     shutil.rmtree(tmp_path / "a")
     go(data_dir, tmp_path / "a", mirror=str(store), max_iters=21)
-    assert "Copying ckpt.pt from" in (tmp_path / "a" / "train.log").read_text()
+    assert "Copying copy_0000" in (tmp_path / "a" / "train.log").read_text()
 
 
 def test_a_restart_of_another_job_does_not_override_never(data_dir, tmp_path, monkeypatch):

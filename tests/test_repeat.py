@@ -295,8 +295,9 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),
     (["--dry_run"], "dry_run: only for the command line of run_train.py"),
-    (["--eval_interval=0"], "base, seed 1: needs evaluations: eval_interval above 0"),
-    (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs evaluations")])
+    (["--eval_interval=0"], "base, seed 1: needs training with evaluations: eval_interval above"),
+    (["--eval_only"], "needs training with evaluations: eval_interval above 0, and no eval_only"),
+    (["--set", "eval_interval=0"], "eval_interval=0, seed 1: needs training with")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err

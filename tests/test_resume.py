@@ -268,16 +268,26 @@ def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir
     """a worse loss on new validation data after a resume -> the best so far on these data"""
     data = tmp_path / "data"
     shutil.copytree(data_dir, data)
-    keys = PLAIN | dict(eval_interval=5, early_stopping_patience=1)
+    keys = PLAIN | dict(eval_interval=5, early_stopping_patience=1, lr_schedule="plateau",
+                        plateau_patience=0)
     first = go(data, tmp_path / "out", **keys, max_iters=10)
     same = go(data, tmp_path / "out", **keys, max_iters=15)
     assert same["best_val_loss"] <= first["best_val_loss"]
-    assert "not comparable" not in capsys.readouterr().out
+    assert "Changed:" not in capsys.readouterr().out
 
     size = (data / "val.bin").stat().st_size
     np.random.default_rng(0).integers(0, 256, size // 2, np.uint16).tofile(data / "val.bin")
     result = go(data, tmp_path / "out", **keys, max_iters=20)
-    assert "not comparable with earlier ones: best metric reset" in capsys.readouterr().out
+    assert "Changed: validation data; the next evaluation is" in capsys.readouterr().out
     assert result["finished"] == "max_iters 20 reached"  # not early stopping
-    assert result["best_val_loss"] == result["val_loss"] > first["best_val_loss"] + 0.1
-    assert load_checkpoint(tmp_path / "out" / "ckpt_best.pt")["iter_num"] == 20
+    losses = {record["iter"]: record["val_loss"] for record in result["history"][-2:]}
+    assert list(losses) == [15, 20]  # 15 again, on the new data
+    best = min(losses, key=losses.get)
+    assert result["best_val_loss"] == losses[best] > first["best_val_loss"] + 0.1
+    state = load_checkpoint(tmp_path / "out" / "ckpt_best.pt")
+    assert state["iter_num"] == best and state["progress"]["best_metric"] == losses[best]
+    assert state["plateau"]["waiting"]["best"] == losses[best]
+    branch = go(data_dir, tmp_path / "branch", **keys, max_iters=25,  # on the first data again
+                resume=str(tmp_path / "out" / "ckpt.pt"))
+    assert branch["best_val_loss"] == min(r["val_loss"] for r in branch["history"][-2:])
+    assert load_checkpoint(tmp_path / "branch" / "ckpt_best.pt")["best_val_loss"] < losses[best]

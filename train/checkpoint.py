@@ -81,7 +81,7 @@ def find_start(folder, config, ranks, log):
     """Create and lock `folder` (a RunFolder) and return the Start of the run: the checkpoint that
     config.resume selects (find_checkpoint), otherwise the weights of config.init_from, otherwise
     from scratch. With config.mirror, a checkpoint is first copied from the mirror if the folder has
-    none. Instead of a sharded checkpoint with a damaged file, an older one is used.
+    none, or an older one. Instead of a sharded checkpoint with damaged files, an older one is used.
 
     log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
     CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
@@ -286,6 +286,16 @@ def find_changes(state, config, data):
         if not nearly_equal(old.get(name), new.get(name)):
             changes.setdefault(name, (old.get(name), new.get(name)))
     return changes
+
+
+def find_evaluation_changes(state, config, data):
+    """Return a list of texts: what differs between the run of a checkpoint, `state` (a dict), and
+    this run, with `config` (a TrainConfig) and `data` (a Data), such that the best metric of the
+    checkpoint is of another kind or of other data. [] if nothing differs, or is unknown."""
+    old = state["config"] | {"validation data": state.get("val_data")}
+    new = asdict(config) | {"validation data": data.val_fingerprint()}
+    return [name for name in ("early_stopping_metric", "early_stopping_mode", "validation data")
+            if old.get(name) not in (None, new[name])]
 
 
 def nearly_equal(a, b):

@@ -275,23 +275,25 @@ class Run:
         """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
         schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
         stopping are reset if early_stopping_metric, early_stopping_mode or the validation data have
-        changed. All ranks must call. Raises CheckpointError."""
+        changed, and with these also the plateau schedule's best loss. All ranks must call. Raises
+        CheckpointError."""
         p = self.progress
         c = self.config
-        old = start.state["config"] | dict(data=start.state.get("val_data"))  # freed below
-        new = asdict(c) | dict(data=self.data.val_fingerprint())
+        # The state is freed below.
+        changed = checkpoint.find_evaluation_changes(start.state, c, self.data)
         checkpoint.restore(start, c, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num
         if c.lr_schedule != "plateau":  # the scale is of another schedule (--allow_change)
             self.plateau.scale = 1.0
-        names = () if c.eval_only else ("early_stopping_metric", "early_stopping_mode", "data")
-        if any(old.get(name) not in (None, new[name]) for name in names):
-            self.log.info("Evaluations are not comparable with earlier ones: best metric reset")
+        if changed and not c.eval_only and p.iter_num < c.max_iters:
+            self.log.info(f"Changed: {', '.join(changed)}; the next evaluation is the best so far")
             p.best_metric = p.loss_of_best = math.inf
-            if old["data"] not in (None, new["data"]):
-                p.best_val_loss = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
+            if "validation data" in changed:
+                p.evaluated = -1
+                p.best_val_loss = math.inf
+                self.plateau.waiting.load_state_dict(EarlyStopping().state_dict())
         if self.is_ddp and self.ranks.world_size > 2 and p.iter_num:
             self.order_buckets(p.iter_num)
 

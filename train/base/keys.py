@@ -61,7 +61,7 @@ class RunKeys:
     tokenizer: str | None = free_key(None, "for data without one: byte, gpt2 or a file", path=True)
     tracker: list[str] = free_key([], "also log to", choices=["tensorboard", "wandb", "mlflow"])
     mirror: str | None = free_key(None, "folder or s3:// or gs:// URL for copies of checkpoints, "
-                                  "from which an empty out_dir continues", path=True)
+                                  "from which out_dir continues if it is behind", path=True)
     run_name: str | None = free_key(None, "name in trackers (default: out_dir)", needs="tracker")
 
 

@@ -46,64 +46,78 @@ class Mirror:
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
-        the store to the run's folder. Unless config.resume is "never", this has no effect if
-        config.resume_file is set, or if the folder has a checkpoint, unless the store has one of a
-        later step: another machine has continued the run. The files in the folder are then moved to
-        a subfolder. If the store has no copies, write an empty file to it, as a test. log(text):
-        called once per file. Raises CheckpointError if the store cannot be used (a warning if the
-        folder has a checkpoint), if all copies are incomplete, or if config.resume is "never" and
-        the store has copies (unless torchrun has restarted this job)."""
+        the store to the run's folder, if this has no checkpoint. If it has one, see fetch_later().
+        Without effect if config.resume_file is set. If the store has no copies, write an empty file
+        to it, as a test. log(text): called once per file. Raises CheckpointError if the store
+        cannot be used (a warning if the folder has a checkpoint), if all copies are incomplete, or
+        if config.resume is "never" and the store has copies (unless torchrun has restarted this
+        job)."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
-        exists = [name for name in ("ckpt.pt", "ckpt_prev.pt") if not never and
-                  os.path.exists(os.path.join(self.folder, name))]
         if c.resume_file and not never:
             return
-        best = f"{self.root}/ckpt_best.pt"
+        names = sorted({"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder)))
+        if names and not never:
+            return None if c.eval_only else self.fetch_later(names, log)
         try:
             copies = self.copies()
-            if exists and not self.has_later(copies, exists, log):
-                return
-            if exists:
-                log(f"{c.mirror} has a later step: moved {', '.join(exists)} to "
-                    f"{move_files(self.folder, exists)}")
             if not copies:  # an error in the URL ends the run before it starts
                 return self.fs.pipe_file(f"{self.root}/writable", b"")
             if never:
                 raise ValueError("--resume never, and it has the checkpoints of a run")
-            if self.fs.exists(best):
-                self.get(best, "ckpt_best.pt", log)
+            self.get_best(log)
             if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
-            if exists and os.path.exists(os.path.join(self.folder, exists[0])):
-                return log(f"warning: mirror: {c.mirror} cannot be read: {error!r:.300}")
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
                                   "have a checkpoint there: try again or choose another") from error
 
-    def has_later(self, copies, names, log):
-        """Return whether the newest complete one of `copies`, paths in the store, oldest first, is
-        of a later step than each of the checkpoints `names` in the run's folder. log: as for get().
-        """
+    def fetch_later(self, names, log):
+        """If the newest complete copy in the store is of a later step than the checkpoints `names`
+        in the run's folder, because another machine has continued the run: move these and
+        ckpt_best.pt to a subfolder, and take the copy. A store that cannot be read is a warning.
+        log(text): for messages. Raises SetupError if the later copy is of another run."""
         paths = [os.path.join(self.folder, name) for name in names]
-        if not copies or any(self.is_copy(path, copies[-1]) for path in paths):
-            return False
         fetched = os.path.join(self.folder, "ckpt_mirror.pt")
         try:
+            copies = self.copies()
+            if not copies or any(self.is_copy(path, copies[-1]) for path in paths):
+                return
             if not any(self.get(copy, "ckpt_mirror.pt", log) for copy in reversed(copies)):
-                return False
-            step, *steps = (open_checkpoint(path)[0]["iter_num"] for path in (fetched, *paths))
-            return step > max(steps)
+                return
+            later = open_checkpoint(fetched)[0]
+            for path in paths:
+                with contextlib.suppress(CheckpointError):  # damaged
+                    state = open_checkpoint(path)[0]
+                    if state["iter_num"] >= later["iter_num"]:
+                        return
+                    if any(state[key] != later[key] for key in ("rng", "data")):
+                        raise SetupError(f"mirror: {self.config.mirror} has the checkpoints of a "
+                                         "run with another seed or other data; choose another")
+            names = [*names, *{"ckpt_best.pt"}.intersection(os.listdir(self.folder))]
+            log(f"{self.config.mirror} has a later step: moved {', '.join(names)} to "
+                f"{move_files(self.folder, names)}")
+            os.replace(fetched, os.path.join(self.folder, "ckpt.pt"))
+            self.get_best(log)
+        except SetupError:
+            raise
+        except Exception as error:
+            log(f"warning: mirror: {self.config.mirror} cannot be read: {error!r:.300}")
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fetched)
+
+    def get_best(self, log):
+        """Copy ckpt_best.pt, if the store has it, to the run's folder. log: as for get()."""
+        if self.fs.exists(f"{self.root}/ckpt_best.pt"):
+            self.get(f"{self.root}/ckpt_best.pt", "ckpt_best.pt", log)
 
     def get(self, path, name, log):
         """Copy a checkpoint, and the shards to which it refers, from the store to the run's folder.
         path: of the file in the store. name: of the new file in the run's folder. Return whether
         the copy is complete and undamaged; if not, the file `name` is unchanged. log(text): for
         messages."""
-        log(f"Copying {name} from {self.config.mirror}")
+        log(f"Copying {os.path.basename(path)} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
         self.fs.get_file(path, temporary)

@@ -44,8 +44,9 @@ class ChildRun:
     def __init__(self, name, arguments, fingerprint, out):
         config = load_argv(arguments)
         validate_config(config)
-        if not config.evaluates:
-            raise UserError(f"{name}: needs evaluations: eval_interval above 0")
+        if not config.evaluates or config.eval_only:
+            raise UserError(f"{name}: needs training with evaluations: eval_interval above 0, and "
+                            "no eval_only")
         identity = to_yaml(config) + str(fingerprint) + describe_files(config)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]

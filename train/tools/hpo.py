@@ -178,9 +178,9 @@ def open_study(config, space, number, stage, start, out):
     1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
     first trial of a new study. Raises ConfigError if the study was created with a different
     `config` or `space`, different max_iters or narrow in `stage`, or different data or files."""
+    data = "data_dir" not in space and str(open_data(config, Ranks()).fingerprint())
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]],
-                                  data=str(open_data(config, Ranks()).fingerprint()),
-                                  files=describe_files(config))
+                                  data=data, files=describe_files(config))
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
     path = os.path.join(out, "study.db")

@@ -167,7 +167,7 @@ def repeat(options, arguments):
     old = path.read_text("utf-8").splitlines() if path.exists() else ()
     with open(path, "a", encoding="utf-8") as f:
         f.writelines(f"{line}\n" for line in map("\t".join, table) if line not in old)
-    echo(f"Appended to {os.path.relpath(path)}")
+    echo(f"Also in {os.path.relpath(path)}")
     if len(tested := make_test_table(runs)) > 1:
         echo(format_table(tested))
     return int(all(run.value is None for run in in_order))
