@@ -293,7 +293,7 @@ def find_evaluation_changes(state, config, data):
     this run, with `config` (a TrainConfig) and `data` (a Data), such that the best metric of the
     checkpoint is of another kind or of other data. [] if nothing differs, or is unknown."""
     old = state["config"] | {"validation data": state.get("val_data")}
-    new = asdict(config) | {"validation data": data.val_fingerprint()}
+    new = asdict(config) | {"validation data": data.fingerprints()["val"]}
     return [name for name in ("early_stopping_metric", "early_stopping_mode", "validation data")
             if old.get(name) not in (None, new[name])]
 
@@ -343,7 +343,7 @@ def make_plain_part(config, data, model, parts, ranks):
         # Every random number is a function of (seed, step, rank): the seed is the entire state.
         "rng": {"seed": config.seed},
         "data": data.train.fingerprint(),
-        "val_data": data.val_fingerprint(),
+        "val_data": data.fingerprints()["val"],
         "spec": data.spec,
         "formulas": weights_module().formulas.edited(config.model),
         "tokenizer": data.spec.get("tokenizer"),

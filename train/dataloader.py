@@ -77,14 +77,11 @@ class Data:
                 raise DataError(f"Data.{split}: the loader has no {', '.join(missing)}; the top of "
                                 "train/dataloader.py lists what a loader must have")
 
-    def fingerprint(self):
-        """Return a list with the fingerprint() of each split whose loader has one."""
-        return [loader.fingerprint() for loader in (self.train, self.val, self.test)
-                if hasattr(loader, "fingerprint")]
-
-    def val_fingerprint(self):
-        """Return the fingerprint() of the validation data; `None` if there is none."""
-        return getattr(self.val, "fingerprint", lambda: None)()
+    def fingerprints(self):
+        """Return {"train": ..., "val": ..., "test": ...}, the fingerprint() of each split; `None`
+        for a split without data, or with a loader that has no fingerprint()."""
+        return {split: getattr(getattr(self, split), "fingerprint", lambda: None)()
+                for split in ("train", "val", "test")}
 
 
 # -----------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def on_signals(names, handler):
         yield
 
 
+def interrupt(signum, frame):
+    """A handler for on_signals(): raise KeyboardInterrupt(signum), as Ctrl-C does."""
+    raise KeyboardInterrupt(signum)
+
+
 class Signals:
     """Context manager that turns signals into requests: SIGTERM, SIGINT and SIGHUP to save a
     checkpoint and stop (attribute `stop`: the signal's number, or 0), SIGUSR1 to save (`save`: 1 or

@@ -37,7 +37,7 @@ def train_chain(options, arguments):
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
-    fingerprint = open_data(config, Ranks()).fingerprint()
+    fingerprint = open_data(config, Ranks()).fingerprints()
     runs = []
     for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
         teachers = [str(run.folder / "ckpt.pt") for run in runs if run.value is not None]

@@ -23,7 +23,7 @@ from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, describe_files, load_argv, to_yaml
 from train.options.loss_svg import curve, read_metrics, to_number
-from train.robust import on_signals
+from train.robust import interrupt, on_signals
 from train.setup import validate_config
 
 POLL_SECONDS = 0.1
@@ -34,7 +34,7 @@ class ChildRun:
     of the run, inside the folder `out`.
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
-    run_train.py. fingerprint: of the data, a result of Data.fingerprint(), part of the identity of
+    run_train.py. fingerprint: of the data, a result of Data.fingerprints(), part of the identity of
     the run. Raises UserError if the configuration has no evaluations or does not train.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
@@ -96,9 +96,6 @@ def train_all(runs, metric, out, jobs):
     exited."""
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt(signum)
     waiting = list(runs)
     running = []
     environments = split_devices(jobs)

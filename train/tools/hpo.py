@@ -34,7 +34,7 @@ from train.base.fields import TYPES, base_type, convert, fields_by_name, key, pa
 from train.base.files import exclusive_lock, write_text
 from train.config import describe_files, load_argv, load_config, read_yaml, resolve, to_yaml
 from train.distributed import Ranks
-from train.robust import on_signals, run_reporting_errors
+from train.robust import interrupt, on_signals, run_reporting_errors
 from train.setup import open_data
 from train.train import train
 
@@ -178,7 +178,7 @@ def open_study(config, space, number, stage, start, out):
     1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
     first trial of a new study. Raises ConfigError if the study was created with a different
     `config` or `space`, different max_iters or narrow in `stage`, or different data or files."""
-    data = "data_dir" not in space and str(open_data(config, Ranks()).fingerprint())
+    data = "data_dir" not in space and str(open_data(config, Ranks()).fingerprints())
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]],
                                   data=data, files=describe_files(config))
     # An evaluation in the first quarter of a trial does not prune it.
@@ -329,9 +329,6 @@ def run_search(options, config):
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt(signum)
 
     def work(config):
         try:  # train() catches signals in the training loop only

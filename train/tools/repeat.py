@@ -155,7 +155,7 @@ def repeat(options, arguments):
         for seed in seeds:
             if "fold" in data.spec:  # the seed chooses the training rows
                 data = open_data(changed_config.replace(seed=seed), Ranks())
-            fingerprint = data.fingerprint()
+            fingerprint = data.fingerprints()
             runs[size, change][seed] = ChildRun(f"{label(size, change)}, seed {seed}", [
                 *changed, f"--seed={seed}"], fingerprint, options.out)
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.

@@ -150,7 +150,7 @@ def train_runs(runs, fingerprint, options):
     """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
     losses (`None` for a run that crashed). Runs with the same arguments and fingerprint that are
     complete in options.out are not trained again. fingerprint: of the data, a result of
-    Data.fingerprint(). options: ScalingOptions."""
+    Data.fingerprints(). options: ScalingOptions."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
                          options.out) for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -191,7 +191,7 @@ def scaling(options, arguments):
         raise UserError("needs two --budgets or more")
     require("scipy.optimize", "the fit")
     data = open_data(config.replace(eval_interval=1), Ranks())  # each run evaluates at its end
-    fingerprint = data.fingerprint()
+    fingerprint = data.fingerprints()
     plan = functools.partial(plan_run, arguments, config, options.width, data)
     runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
     losses = train_runs(runs, fingerprint, options) if len(runs) >= MIN_RUNS else []
