@@ -133,12 +133,16 @@ def find_vocabulary(data_dir, name=None, size=None):
     The tokenizer is the one in meta.json or meta.pkl of the data; without this,
     open_tokenizer(name), or `None` if name is empty. The vocabulary size is the first known one of:
     `size`, the size of the tokenizer, vocab_size in meta.json, GPT-2's 50257. Raises DataError if
-    `size` is smaller than the tokenizer's vocabulary, or if neither a tokenizer nor token files are
-    found.
+    `name` is another tokenizer than that of the data, if `size` is smaller than the tokenizer's
+    vocabulary, or if neither a tokenizer nor token files are found.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
-    if tokenizer is None and name:
-        tokenizer = open_tokenizer(name)
+    if name:
+        named = open_tokenizer(name)
+        if tokenizer and not is_same_tokenizer(tokenizer.spec(), named.spec()):
+            raise DataError(f"tokenizer: {name} is not the tokenizer of {data_dir}; leave the key "
+                            "out, or prepare the data with it")
+        tokenizer = named
     if tokenizer is None:
         folder = os.path.dirname(find_files(data_dir, "train")[0])
         return size or read_meta(folder).vocab_size or GPT2_VOCAB_SIZE, None

@@ -339,6 +339,15 @@ def test_size_of_a_vocabulary_that_no_tokenizer_says(tmp_path):
     assert find_vocabulary(str(tmp_path), size=300) == (300, None)
 
 
+def test_a_tokenizer_other_than_that_of_the_data_is_refused(tmp_path):
+    folder = str(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "b"}, "vocab_size": 2}))
+    size, tokenizer = find_vocabulary(folder, folder)
+    assert (size, tokenizer.chars) == (2, "ab")
+    with pytest.raises(DataError, match=f"tokenizer: byte is not the tokenizer of {folder}; leave"):
+        find_vocabulary(folder, "byte")
+
+
 class Evil:
     def __init__(self, path):
         self.path = path
