@@ -157,7 +157,8 @@ class Router(nn.Linear):
         mean load, subtract it for those with more, then shift all values so that their mean does
         not change. load (n,): number of tokens per group, over all ranks."""
         step = rate * (load.mean() - load).sign()
-        self.load_bias += (step - step.mean()).to(self.load_bias)
+        # without a wait for the GPU, which still computes the step
+        self.load_bias += (step - step.mean()).to(self.load_bias, non_blocking=True)
 
 
 class GroupOrder:
