@@ -130,6 +130,29 @@ def test_a_slow_rank_is_named(data_dir, tmp_path, method):
     assert log.count("rank 1 is slow since iter ") == 1 and "rank 0 is slow" not in log
 
 
+def slow_forward(options):
+    """Train while rank 1 works 10 ms more per micro-batch."""
+    from model.gpt import GPT
+    from train import train as training
+    forward = GPT.forward
+
+    def slow(self, *batch):
+        time.sleep(0.01 * int(os.environ["RANK"]))
+        return forward(self, *batch)
+    GPT.forward = slow
+    training.train(TrainConfig(**options))
+
+
+def test_the_wait_between_micro_batches_is_no_work(data_dir, tmp_path):
+    in_ranks(2, slow_forward, options(data_dir, tmp_path, n_layer=1, batch_size=1, max_iters=4,
+                                      gradient_accumulation_steps=32, log_interval=4,
+                                      eval_interval=0))
+    with open(tmp_path / "metrics.jsonl") as f:
+        last = [json.loads(line) for line in f][-1]
+    # 16 micro-batches: rank 0 waits for 15 of them before its own last one.
+    assert last["slowest_rank"] == 1 and last["slowest_ms"] > last["work_ms"] + 130
+
+
 @pytest.mark.parametrize("interval", [10, 51, 250])
 def test_a_rank_that_becomes_slow_is_named_once_at_any_interval(monkeypatch, interval):
     work, said = [10.0, 10.5], []

@@ -315,6 +315,10 @@ class Clock:
             self.seconds_away += seconds
             self.total_away += seconds
 
+    def max_over_ranks(self, value):
+        """Return the maximum of `value`, an int, over all ranks, of which there is one here."""
+        return value
+
     def lap(self, it, batches, warn):
         """Return the mean seconds per step since the last lap() or start(), without the time in
         away(). To be called at the end of step `it`. Call warn(text) if get() of `batches`, a

@@ -139,7 +139,7 @@ def train_step(run, lr=None):
         for micro in range(n):
             # A step may last minutes: do not wait for its end if a resumed run can repeat it.
             stop = run.signals.stop if run.can_repeat_step else 0
-            if micro and (distributed.max_over_ranks(stop, run.ranks) if world_size > 1 else stop):
+            if micro and run.clock.max_over_ranks(stop):  # measures the wait for other ranks
                 return None
             batch = run.batches.get(it * n + micro)  # tuple of tensors (B, ...)
             # DDP averages the gradients over the ranks, here only in the last micro-batch of the

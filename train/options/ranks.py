@@ -16,7 +16,7 @@ import torch.distributed as dist
 from train.base.environment import environment
 from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
-from train.distributed import gather_objects, is_sharded
+from train.distributed import gather_objects, is_sharded, max_over_ranks
 from train.logger import Clock
 from train.optimizer import batches_by_shape, gathered_numel, muon_parameters, working_dtype
 from train.system import REPOSITORY
@@ -254,13 +254,15 @@ def all_reduce_speed(groups, device):
 class RankClock(Clock):
     """A Clock that also measures how long each rank works per step, to find slow ranks. It adds
     hooks to `model` and `optimizer`. The work of a rank in a step ends with the last gradient; then
-    the rank waits for the other ranks. With FSDP, ranks wait for each other in every block: only
-    the time until the forward pass, e.g. for data, is measured. ranks: a Ranks."""
+    the rank waits for the other ranks, as in max_over_ranks(). With FSDP, ranks wait for each other
+    in every block: only the time until the forward pass, e.g. for data, is measured. ranks: a
+    Ranks."""
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
         self.ranks = ranks
-        self.spans = []     # (begin, end) of the work in each step
+        self.spans = []     # [(begin, end), (begin, end) of waits in between ...] for each step
+        self.waits = []     # those of this step
         self.begin = None   # end of the previous step, when all ranks have the same numbers
         self.end = None
         self.slow_rank = None  # slow in every lap since the step slow_since (infinite: was named)
@@ -284,9 +286,19 @@ class RankClock(Clock):
         if not (self.sharded and self.end):  # the first forward pass, or the last gradient
             self.end = self.now()
 
+    def max_over_ranks(self, value):
+        """Return the maximum of `value`, an int, over all ranks. To be called between two
+        micro-batches, on all ranks. The time is no work, because ranks wait for each other."""
+        begin = self.now()
+        value = max_over_ranks(value, self.ranks)
+        if not self.sharded:  # otherwise the measured time is over
+            self.waits.append((begin, self.now()))
+        return value
+
     def end_step(self, *_):
         if self.begin and self.end:
-            self.spans.append((self.begin, self.end))
+            self.spans.append([(self.begin, self.end), *self.waits])
+        self.waits = []
         self.begin = self.now()
         self.end = None
 
@@ -300,7 +312,9 @@ class RankClock(Clock):
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"
-        ms = [a.elapsed_time(b) if on_gpu else 1000 * (b - a) for a, b in self.spans] or [0.0]
+        ms = [[a.elapsed_time(b) if on_gpu else 1000 * (b - a) for a, b in spans]
+              for spans in self.spans]
+        ms = [total - sum(waits) for total, *waits in ms] or [0.0]
         self.spans = []
         # A median, since one step may include an evaluation.
         all_work = gather_objects(sorted(ms)[len(ms) // 2], self.ranks)
