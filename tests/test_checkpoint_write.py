@@ -284,6 +284,32 @@ def test_an_out_dir_removed_during_the_run_is_made_again(tmp_path, data_dir, und
     assert_same_file(undisturbed / "ckpt.pt", out / "ckpt.pt")
 
 
+@pytest.mark.matrix(10)
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_renamed_out_dir_does_not_cost_the_run_in_its_place(tmp_path, data_dir, monkeypatch,
+                                                              capsys, runs):
+    """out_dir renamed under the run, and another run in its place, which has ended or still runs ->
+    the checkpoints of the other run are kept; in the second case the run ends with the reason"""
+    out, step, lock = tmp_path / "out", training.train_step, []
+
+    def train_step(run, lr=None):
+        step(run, lr)
+        if run.progress.iter_num == 8:
+            run.folder.wait()
+            out.rename(tmp_path / "renamed")
+            out.mkdir()
+            (out / "ckpt.pt").write_text("of another run")
+            lock.extend([lock_folder(out)] if runs else [])
+    monkeypatch.setattr(training, "train_step", train_step)
+    with pytest.raises(UserError, match="is in use by pid") if runs else contextlib.nullcontext():
+        go(data_dir, out)
+    other = out / "ckpt.pt" if runs else out / "old_1" / "ckpt.pt"
+    assert other.read_text() == "of another run"
+    if not runs:
+        assert f"of the run in its place to {out / 'old_1'}" in capsys.readouterr().out
+        load_checkpoint(out / "ckpt.pt")
+
+
 @pytest.mark.matrix(11)
 def test_an_out_dir_that_is_a_file_is_refused(tmp_path, data_dir):
     """out_dir is a file -> one line, exit 2, before any work; the file untouched"""

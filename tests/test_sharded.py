@@ -168,7 +168,7 @@ def save(out, world_size, state):
             elif not t.dim() and not rank:
                 parts[key] = [[], t]
         written.append(folder.write_shards(name, rank, parts))
-    links = folder.prepare(state["iter_num"], False, False)
+    links = folder.prepare(state["iter_num"], False, False, log)
     folder.write(lambda path: folder.save_manifest(
         path, name, checkpoint.without_values(state), written, links), log)
     assert not log

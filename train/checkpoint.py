@@ -392,7 +392,7 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
             lambda: folder.save(state, is_best, is_numbered, log, last, is_copy), ranks)
         return
     links, name = broadcast_from_rank0(
-        lambda: (folder.prepare(state["iter_num"], is_best, is_numbered),
+        lambda: (folder.prepare(state["iter_num"], is_best, is_numbered, log),
                  new_folder(state["iter_num"])), ranks)
     plain = without_values(state)
 

@@ -85,9 +85,11 @@ def add_link(source, target):
         with open(source, "rb") as original, atomic_write(target) as copy:
             shutil.copyfileobj(original, copy)
     else:
-        os.replace(temporary, target)
-        with suppress(FileNotFoundError):  # if both were the same file, replace() has no effect
-            os.unlink(temporary)
+        try:
+            os.replace(temporary, target)
+        finally:
+            with suppress(FileNotFoundError):  # exists after an error, or if both are one file
+                os.unlink(temporary)
 
 
 # -----------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class RunFolder:
         self.keep_last = keep_last
         self.save_precision = save_precision
         self.lock = None
+        self.stat = None  # os.stat() of the folder that open() locked
         self.job = ""  # content of .job, set by take()
         self.thread = None
         self.saves_best = False  # whether the save in progress also writes ckpt_best.pt
@@ -65,6 +66,7 @@ class RunFolder:
         try:
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
+            self.stat = os.stat(self.path)
             for name in os.listdir(self.path):
                 if re.search(r"\.tmp\.\d+(\.pt)?$", name):  # of a killed process
                     os.unlink(self.file(name))
@@ -103,22 +105,33 @@ class RunFolder:
         written. A failure is a warning: the old file is intact, and training continues. With
         `last`, the files are written before save() returns, and a failure raises CollectiveExit.
         """
-        links = self.prepare(state["iter_num"], is_best, is_numbered)
+        links = self.prepare(state["iter_num"], is_best, is_numbered, logger)
 
         def write(state):
             self.write(lambda path: save_checkpoint(path, state, links), logger, last, state)
         self.start(write, state, logger, last, private)
 
-    def prepare(self, iter_num, is_best, is_numbered):
+    def prepare(self, iter_num, is_best, is_numbered, logger):
         """Wait for the save in progress, if any. Return a list of the paths, in addition to
         ckpt.pt, for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt
-        if `is_numbered`; [] if neither. If the folder was deleted, call open() again."""
+        if `is_numbered`; [] if neither. If the folder was deleted or renamed, call reopen()."""
         self.wait()
-        if not os.path.isdir(self.path):  # deleted during the run
-            self.open()
+        is_same = os.path.isdir(self.path) and (
+            self.stat is None or os.path.samestat(os.stat(self.path), self.stat))
+        if not is_same:
+            with contextlib.suppress(CheckpointError):  # then the save fails, which is a warning
+                self.reopen(logger)
         self.saves_best = is_best
         links = [self.file("ckpt_best.pt")] if is_best else []
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
+
+    def reopen(self, logger):
+        """Call open() again. Move the checkpoints of another run in the folder to a subfolder, and
+        call logger.warn(text). Raises UserError if another run has locked the folder."""
+        self.open()
+        if names := [name for name in os.listdir(self.path) if name.startswith("ckpt")]:
+            logger.warn(f"{self.name} was renamed during this run; moved the checkpoints of the "
+                        f"run in its place to {move_files(self.path, names)}")
 
     def start(self, write, state, logger, last=False, private=False):
         """Call write(snapshot) in a thread, and return without waiting for it. snapshot: a copy of
