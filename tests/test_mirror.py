@@ -247,6 +247,23 @@ def test_a_failing_store_is_reported_and_does_not_stop_the_run(data_dir, tmp_pat
     assert memory.cat_file(memory.glob("/run/copy_*")[-1]) == (b / "ckpt.pt").read_bytes()
 
 
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_full_store_keeps_no_incomplete_copy(data_dir, tmp_path, monkeypatch, form):
+    memory = fsspec.filesystem("memory")
+    put, seen = type(memory).put_file, []
+
+    def put_file(self, source, target, **kwargs):
+        put(self, source, target, **kwargs)
+        seen.append(target)
+        if len(seen) > 4 and "ckpt_best.pt" not in target:
+            self.pipe_file(target, b"half")
+            raise OSError(28, "No space left on device")
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    go(data_dir, tmp_path / "out", mirror=f"memory://full_{form}", checkpoint_format=form)
+    assert "No space left" in (tmp_path / "out/train.log").read_text()
+    assert not [path for path in memory.find(f"/full_{form}") if memory.cat_file(path) == b"half"]
+
+
 def test_a_copy_that_arrives_damaged_is_reported(data_dir, tmp_path, monkeypatch):
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "put_file", lambda self, source, target, **kwargs:

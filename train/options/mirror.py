@@ -186,7 +186,7 @@ class Mirror:
     def put(self, name, path):
         """Copy the checkpoint `name` in the run's folder to `path` in the store, after the shards
         to which it refers. Files that are equal in the store are skipped. Raises OSError if the
-        size or the last KiB of a copy differs from the original."""
+        size or the last KiB of a copy differs from the original; an incomplete copy is deleted."""
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
@@ -200,6 +200,12 @@ class Mirror:
                     self.fs.put_file(local, remote)
                     if not self.is_copy(local, remote):
                         raise OSError(f"{remote} has another size or digest than {local}")
+        except Exception:
+            with contextlib.suppress(Exception):  # what is incomplete would fill the store
+                if name == "ckpt.pt" and self.fs.exists(path):
+                    self.fs.rm_file(path)
+                self.remove_unnamed_shards()
+            raise
         finally:
             os.unlink(link)
 
