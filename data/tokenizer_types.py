@@ -259,8 +259,11 @@ class JsonTokenizer(Tokenizer):
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
         self.final = content["model"].get("end_of_word_suffix")
-        self.special = {token.content: i for i, token in self.enc.get_added_tokens_decoder().items()
+        added = self.enc.get_added_tokens_decoder().items()
+        self.special = {token.content: i for i, token in added
                         if token.special and not is_byte(token.content, content)}
+        # Texts as they are, also in a byte-level vocabulary, where \u00f6 can stand for a byte.
+        self.literal = {token.content for _, token in added if not is_byte(token.content, content)}
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = self.enc.get_vocab(with_added_tokens=True).values()
         special = {i for i in self.special.values() if i != eot_token}
@@ -312,7 +315,7 @@ class JsonTokenizer(Tokenizer):
             token = token.removeprefix(self.inner) if is_inner else space + token
         if self.final and token.endswith(self.final):
             token = token.removesuffix(self.final) + space
-        if self.is_byte_level and all(c in table for c in token):
+        if self.is_byte_level and token not in self.literal and all(c in table for c in token):
             return bytes(table[c] for c in token)
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             return bytes([int(byte[1], 16)])

@@ -480,6 +480,22 @@ def test_bytes_for_characters_that_the_vocabulary_lacks(is_special):
     assert tokenizer.encode("<0x41>") == [2 + b for b in b"<0x41>"]  # text stays text
 
 
+def test_the_bytes_of_an_added_token_with_letters_that_stand_for_bytes():
+    """bits per byte, of a byte-level vocabulary: \u00f6 in a token would be the byte 0xF6"""
+    pytest.importorskip("tokenizers")
+    vocab = {token: i for i, token in enumerate(BYTE_CHARACTERS.values())}
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    added = dict(id=256, content="gr\u00f6\u00dfe", special=False, single_word=False,
+                 lstrip=False, rstrip=False, normalized=False)
+    tokenizer = JsonTokenizer(json.dumps(dict(
+        added_tokens=[added], pre_tokenizer=level, decoder=level,
+        model=dict(type="BPE", vocab=vocab, merges=[]))), None)
+    text = "\u00f6 gr\u00f6\u00dfe"
+    ids = tokenizer.encode(text)
+    assert ids[-1] == 256 and b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
 @pytest.mark.parametrize("unknown", [{}, {"unk_token": "</s>"}])
 def test_a_byte_that_is_the_token_of_padding_stays_in_a_text(unknown):
     pytest.importorskip("tokenizers")
