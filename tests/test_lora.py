@@ -14,6 +14,8 @@ from model import chat
 from model.convert import main
 from model.core.adapters import LoRALinear, initial_adapter, merge
 from model.core.weights import digest
+from model.dpo import PreferenceGPT
+from model.gpt import GPTConfig
 from model.lora import build_model, open_data
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
@@ -85,6 +87,13 @@ def test_adapters_begin_as_those_of_peft():
     assert a.abs().max() == pytest.approx(0.05, rel=0.01) and a.abs().max() <= 0.05
     assert a.std().item() == pytest.approx(reference.std().item(), rel=0.03)
     assert not initial_adapter("h.0.attn.q.lora_B", (400, 64), 1).any()
+
+
+def test_the_weight_under_an_adapter_has_an_initial_value():
+    """FSDP asks for all tensors, before the weights of init_from are loaded (dpo, grpo)"""
+    model = PreferenceGPT(GPTConfig(**SHAPE, vocab_size=50))
+    assert torch.equal(model.initial("h.0.attn.q.base", (64, 64), 1),
+                       model.initial("h.0.attn.q.weight", (64, 64), 1))
 
 
 def test_merged_is_the_same_model(data_dir, base, tmp_path, capsys):

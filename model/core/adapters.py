@@ -164,6 +164,8 @@ class WithAdapters:
     def initial(self, name, shape, seed):
         if is_adapter(name):
             return initial_adapter(name, shape, seed)
+        if name.endswith(".base"):  # under FSDP, of dpo and grpo, before the weights are loaded
+            name = name.removesuffix("base") + "weight"
         return super().initial(name, shape, seed)
 
     def adopt(self, weights):
