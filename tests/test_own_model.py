@@ -24,7 +24,7 @@ from train import robust
 from train.base.errors import CheckpointError, ConfigError, DataError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
-from train.dataloader import Data
+from train.dataloader import Data, RowLoader
 from train.distributed import Ranks, process_group
 from train.logger import resume_command
 from train.setup import open_run, validate_config
@@ -280,6 +280,27 @@ def test_a_batch_without_rows_is_refused(tmp_path, batch, text):
             return batch
     with pytest.raises(SetupError, match=text):
         fit(tmp_path, Regression(), data=Data(Rowless()))
+
+
+def test_frozen_parameters_are_trainable_in_the_next_run(tmp_path):
+    """train() -> with lr_groups that freeze, then without, on the same model"""
+    model = Regression(nn.Linear(3, 2), nn.Linear(2, 1))
+    first = model.net[0].weight.clone()
+    fit(tmp_path / "a", model, lr_groups={"net.0": 0})
+    assert torch.equal(model.net[0].weight, first)
+    fit(tmp_path / "b", model)
+    assert not torch.equal(model.net[0].weight, first)
+
+
+@pytest.mark.parametrize("changes, ranks, text", [
+    (dict(batch_size=2), Ranks(), r"batch_size 2 \(here 4\)"),
+    ({}, Ranks(rank=1, world_size=2), "rank 1.*world_size 2")])
+def test_a_loader_of_another_run_is_refused(tmp_path, changes, ranks, text):
+    """The run would train on other batches than it reports."""
+    config = load_config(None, SETTINGS | changes)
+    loader = RowLoader((np.zeros((24, 3), np.float32), np.zeros(24, np.float32)), config, ranks)
+    with pytest.raises(SetupError, match=text):
+        fit(tmp_path, Regression(), data=Data(loader), eval_interval=0)
 
 
 @pytest.mark.parametrize("model", [Regression, lambda x, y: None, "gpt"])

@@ -24,6 +24,7 @@ and may have the hooks of train/system.py.
 
 import functools
 import hashlib
+import inspect
 import math
 import os
 import threading
@@ -443,6 +444,31 @@ def as_loader(source, config, ranks):
     raise DataError(f"data: {type(source).__name__}: expected a map-style Dataset with __len__ and "
                     "__getitem__ (of a torch DataLoader, its dataset), or a loader as described in "
                     "train/dataloader.py")
+
+
+def check_loader(loader, config, ranks):
+    """Raise SetupError if `loader`, of the training data, is a Loader that was made for a batch
+    size or a rank other than those of the run: its batches would not be parts of the run's global
+    batches. Other loaders are not checked. config: a TrainConfig; ranks: a Ranks."""
+    expected = dict(batch_size=config.micro_batch(ranks.world_size), rank=ranks.rank,
+                    world_size=ranks.world_size)
+    wrong = [f"{name} {getattr(loader, name)} (here {value})" for name, value in expected.items()
+             if isinstance(loader, Loader) and getattr(loader, name) != value]
+    if wrong:
+        raise SetupError(f"the {type(loader).__name__} of the training data was made for another "
+                         f"run: {', '.join(wrong)}; make it from the config and the ranks of this "
+                         "run, in open_data(config, ranks) of a model file, or use a torch Dataset")
+
+
+def check_item_names(model, loader):
+    """Raise SetupError if the items of `loader`, a DatasetLoader, are dicts, and all keys are
+    parameters of model.forward(), but not the first parameters in order: the values are passed by
+    position. Other loaders are not checked."""
+    names = getattr(loader, "names", None)
+    parameters = list(inspect.signature(model.forward).parameters) if names else []
+    if names and set(names) <= set(parameters) and names != parameters[:len(names)]:
+        raise SetupError(f"the Dataset's items have {', '.join(names)} in this order, and forward "
+                         f"has {', '.join(parameters)}: values are passed by position")
 
 
 def seed_step(seed, it, ranks):

@@ -7,7 +7,6 @@ train/train.py trains it. The state that must survive a crash is in the model, t
 
 import contextlib
 import functools
-import inspect
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
-from train import checkpoint, device, distributed, logger, robust
+from train import checkpoint, dataloader, device, distributed, logger, robust
 from train.base.adamw import AdamW
 from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserError
 from train.base.fields import parse_mixture
@@ -112,6 +111,7 @@ class Run:
         full_count (tokens or rows per micro-batch of this rank, including masked ones) and
         units_per_step (tokens or rows per step, over all ranks). Raises UserError."""
         self.data = open_data(self.config, self.ranks, data)
+        dataloader.check_loader(self.data.train, self.config, self.ranks)
         settings = needing_evaluations(self.config)
         if self.data.val is None and self.config.evaluates and settings:
             raise SetupError(f"{settings[0]} needs evaluations, and the data has no validation "
@@ -143,8 +143,11 @@ class Run:
         # The bare model is evaluated, sampled and saved; `model`, the same under DDP, is trained.
         # A compiled model would be saved with other names; the run compiles it.
         self.raw_model = self.build_model(getattr(model, "_orig_mod", model))
-        check_item_names(self.raw_model, self.data.train)
+        dataloader.check_item_names(self.raw_model, self.data.train)
         self.raw_model.train()  # load_model() and from_pretrained() return models in eval mode
+        # The caller may train the model again, with other lr_groups, which freeze parameters.
+        trainable = [p for p in self.raw_model.parameters() if p.requires_grad]
+        stack.callback(lambda: [p.requires_grad_() for p in trainable])
         # An interrupted step is repeated after the resume, except where the forward pass may change
         # buffers (BatchNorm): a stop then waits for the end of the step.
         buffers = dict(self.raw_model.named_buffers()).keys()
@@ -558,17 +561,6 @@ def validate_config(config):
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)
     return config
-
-
-def check_item_names(model, loader):
-    """Raise SetupError if the items of `loader`, a DatasetLoader, are dicts, and all keys are
-    parameters of model.forward(), but not the first parameters in order: the values are passed by
-    position. Other loaders are not checked."""
-    names = getattr(loader, "names", None)
-    parameters = list(inspect.signature(model.forward).parameters) if names else []
-    if names and set(names) <= set(parameters) and names != parameters[:len(names)]:
-        raise SetupError(f"the Dataset's items have {', '.join(names)} in this order, and forward "
-                         f"has {', '.join(parameters)}: values are passed by position")
 
 
 def check_epochs(config, samples):
