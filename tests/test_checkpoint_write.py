@@ -310,6 +310,20 @@ def test_a_renamed_out_dir_does_not_cost_the_run_in_its_place(tmp_path, data_dir
         load_checkpoint(out / "ckpt.pt")
 
 
+def test_a_folder_whose_inode_changes_keeps_its_checkpoints(tmp_path):
+    """as on some network file systems: the lock file shows that it is the same folder"""
+    with contextlib.closing(RunFolder(str(tmp_path))) as folder:
+        folder.open()
+        (tmp_path / "ckpt.pt").write_text("own")
+        folder.stat = os.stat("/")
+        folder.prepare(1, False, False, Warnings())
+        assert (tmp_path / "ckpt.pt").exists()
+        (tmp_path / ".lock").unlink()
+        folder.stat = os.stat(tmp_path)
+        folder.prepare(1, False, False, Warnings())
+        assert (tmp_path / "ckpt.pt").exists()
+
+
 @pytest.mark.matrix(11)
 def test_an_out_dir_that_is_a_file_is_refused(tmp_path, data_dir):
     """out_dir is a file -> one line, exit 2, before any work; the file untouched"""

@@ -116,14 +116,21 @@ class RunFolder:
         ckpt.pt, for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt
         if `is_numbered`; [] if neither. If the folder was deleted or renamed, call reopen()."""
         self.wait()
-        is_same = os.path.isdir(self.path) and (
-            self.stat is None or os.path.samestat(os.stat(self.path), self.stat))
-        if not is_same:
+        if not self.is_same():
             with contextlib.suppress(CheckpointError):  # then the save fails, which is a warning
                 self.reopen(logger)
         self.saves_best = is_best
         links = [self.file("ckpt_best.pt")] if is_best else []
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
+
+    def is_same(self):
+        """Return whether the folder still is the one that open() locked: neither deleted nor
+        renamed. Also if only the lock file is the same: FUSE may change the inode of a folder."""
+        with contextlib.suppress(OSError):
+            stat = os.stat(self.path)
+            return self.stat is None or os.path.samestat(stat, self.stat) or os.path.samestat(
+                os.stat(self.lock.name), os.fstat(self.lock.fileno()))
+        return False
 
     def reopen(self, logger):
         """Call open() again. Move the checkpoints of another run in the folder to a subfolder, and
