@@ -15,7 +15,7 @@ from conftest import run
 from runs import SMALL, assert_same, assert_same_file, go, metrics, run_program, tensors
 
 from train.base.errors import SetupError, Stopped
-from train.checkpoint import load_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.lr_scheduler import SpikeDetector
 
 PLAIN = dict(dropout=0.1)
@@ -262,6 +262,21 @@ def test_four_ranks_resume_bit_for_bit(data_dir, tmp_path):
         assert code == 0, output
     (a, _), (b, _) = (tensors(tmp_path / folder / "ckpt.pt") for folder in "ab")
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_a_loss_on_other_samples_is_not_compared(tmp_path, data_dir, capsys):
+    """eval_iters x batch_size are the samples of an evaluation; all there are is the most"""
+    keys = PLAIN | dict(eval_interval=5, eval_iters=2, batch_size=4, gradient_accumulation_steps=2)
+    go(data_dir, tmp_path, **keys, max_iters=5)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    state["progress"]["best_metric"] = state["progress"]["best_val_loss"] = 0.0
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    half = dict(batch_size=2, gradient_accumulation_steps=4)  # the same global batch
+    equal = go(data_dir, tmp_path, **keys | half | dict(eval_iters=4), max_iters=10)
+    assert equal["best_val_loss"] == 0 and "Changed:" not in capsys.readouterr().out
+    result = go(data_dir, tmp_path, **keys | half, max_iters=15)
+    assert "Changed: validation samples; the next evaluation is" in capsys.readouterr().out
+    assert result["best_val_loss"] == min(r["val_loss"] for r in result["history"][-2:]) > 0
 
 
 def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir, capsys):

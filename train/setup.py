@@ -278,8 +278,8 @@ class Run:
         """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
         schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
         stopping are reset if early_stopping_metric, early_stopping_mode or the validation data have
-        changed, and with these also the plateau schedule's best loss. All ranks must call. Raises
-        CheckpointError."""
+        changed, or the number of samples per evaluation; with the data also the plateau schedule's
+        best loss. All ranks must call. Raises CheckpointError."""
         p = self.progress
         c = self.config
         # The state is freed below.
@@ -293,7 +293,7 @@ class Run:
             self.log.info(f"Changed: {', '.join(changed)}; the next evaluation is the best so far")
             p.best_metric = p.loss_of_best = math.inf
             self.stopping.load_state_dict(EarlyStopping().state_dict())
-            if "validation data" in changed:
+            if any(name.startswith("validation") for name in changed):
                 p.evaluated = -1
                 p.best_val_loss = math.inf
                 self.plateau.waiting.load_state_dict(EarlyStopping().state_dict())
