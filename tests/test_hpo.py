@@ -237,6 +237,20 @@ def test_a_search_takes_no_other_data_or_weights(tmp_path, data_dir, name, what)
         open_study()
 
 
+def test_a_search_of_an_earlier_version_goes_on(tmp_path, data_dir):
+    """It lacks newer keys, and the data and files. A newer key with another value is a change."""
+    def open_study(**changes):
+        config = load_config(None, dict(data_dir=str(data_dir), block_size=8) | changes)
+        return hpo.open_study(config, {}, 1, dict(max_iters=0, narrow=0.5), {}, str(tmp_path))
+    study = open_study()
+    asked = study.user_attrs["asked"]
+    newer = {"data", "files", "causal", "head_samples"}
+    study.set_user_attr("asked", {k: asked[k] for k in asked.keys() - newer})
+    open_study()
+    with pytest.raises(ConfigError, match="holds a search with another causal;"):
+        open_study(causal=False)
+
+
 def test_the_same_search_draws_the_same_trials(search, tmp_path):
     first = [t["params"] for t in search(SPACE, trials(4))[1]]
     (tmp_path / "hpo").rename(tmp_path / "before")

@@ -14,7 +14,7 @@ import torch
 from conftest import run
 from runs import SMALL, assert_same, assert_same_file, go, metrics, run_program, tensors
 
-from train.base.errors import SetupError, Stopped
+from train.base.errors import CheckpointError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.lr_scheduler import SpikeDetector
 
@@ -306,3 +306,14 @@ def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir
                 resume=str(tmp_path / "out" / "ckpt.pt"))
     assert branch["best_val_loss"] == min(r["val_loss"] for r in branch["history"][-2:])
     assert load_checkpoint(tmp_path / "branch" / "ckpt_best.pt")["best_val_loss"] < losses[best]
+
+
+def test_a_key_that_the_version_of_the_checkpoint_lacks_has_its_default(tmp_path, data_dir):
+    """a checkpoint of an earlier version, resumed with a newer key -> refused by name"""
+    go(data_dir, tmp_path, **PLAIN, max_iters=2)
+    state = load_checkpoint(tmp_path / "ckpt.pt")
+    del state["config"]["embed_scale"], state["config"]["adam_eps"]
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    with pytest.raises(CheckpointError, match="embed_scale: checkpoint has 1.0, now 3.0"):
+        go(data_dir, tmp_path, **PLAIN, max_iters=4, embed_scale=3.0)
+    assert go(data_dir, tmp_path, **PLAIN, max_iters=4)["iter_num"] == 4

@@ -277,8 +277,10 @@ def find_changes(state, config, data):
     and `data` (a Data). The names are configuration keys, "data" (the fingerprint of the training
     data) and keys of Data.spec (`None` where a spec does not have the key). {} if nothing differs.
     """
+    # Keys that did not exist in the version of the checkpoint had the effect of their defaults.
+    old = asdict(type(config)()) | state["config"]
     changes = {name: values for name, *values in find_differences(
-        state["config"], asdict(config), fields_by_name(config))}
+        old, asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
     old = dict(state.get("spec") or data.spec, data=state["data"])
     new = dict(data.spec, data=data.train.fingerprint())

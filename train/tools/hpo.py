@@ -194,7 +194,9 @@ def open_study(config, space, number, stage, start, out):
             study.enqueue_trial(start)
             study.set_user_attr("start", start)
             study.set_user_attr("asked", asked)
-    changed = [k for k in asked if study.user_attrs["asked"].get(k) != asked[k]]
+    # A search of an earlier version lacks newer keys, which had the effect of their defaults.
+    before = asked | asdict(type(config)()) | study.user_attrs["asked"]
+    changed = [k for k in asked if before[k] != asked[k]]
     if changed:
         raise ConfigError([f"{out} holds a search with another {', '.join(changed)}; undo the "
                            "change, or choose another --out"])
