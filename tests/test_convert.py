@@ -312,6 +312,17 @@ def test_what_has_no_home_is_refused(tmp_path, capsys, shape, named):
     assert named in capsys.readouterr().err and not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("name, kind", [("config", "LlamaForCausalLM"),
+                                        ("config_quick", "Qwen3ForCausalLM"),
+                                        ("config_gpt2", "GPT2LMHeadModel")])
+def test_models_of_the_configurations_can_be_exported(hf, tmp_path, name, kind):
+    c = load_config(REPO / f"train/{name}.yaml")
+    shape = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if hasattr(c, f.name)}
+    ours = make(tmp_path / "ckpt.pt", **shape | SIZE)
+    model = open_hf(hf, export(tmp_path / "ckpt.pt", tmp_path / "hf"), kind)
+    assert_close(logits_of(ours, ids()), logits_of(model, ids()))
+
+
 def test_an_export_removes_the_files_of_the_model_before_it(tmp_path):
     make(tmp_path / "chat.pt", template=ChatTemplate().spec)
     folder = tmp_path / "hf"
