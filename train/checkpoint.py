@@ -278,9 +278,8 @@ def find_changes(state, config, data):
     data) and keys of Data.spec (`None` where a spec does not have the key). {} if nothing differs.
     """
     # Keys that did not exist in the version of the checkpoint had the effect of their defaults.
-    old = asdict(type(config)()) | state["config"]
     changes = {name: values for name, *values in find_differences(
-        old, asdict(config), fields_by_name(config))}
+        asdict(type(config)()) | state["config"], asdict(config), fields_by_name(config))}
     # Checkpoints of early versions have no spec.
     old = dict(state.get("spec") or data.spec, data=state["data"])
     new = dict(data.spec, data=data.train.fingerprint())
