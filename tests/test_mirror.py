@@ -264,6 +264,34 @@ def test_a_full_store_keeps_no_incomplete_copy(data_dir, tmp_path, monkeypatch, 
     assert not [path for path in memory.find(f"/full_{form}") if memory.cat_file(path) == b"half"]
 
 
+def test_a_store_that_fails_to_list_keeps_its_copies(data_dir, tmp_path, monkeypatch):
+    """glob() of fsspec returns nothing then: the shards of all copies would seem to be unused"""
+    store, disk = tmp_path / "store", type(fsspec.filesystem("file"))
+    settings = dict(mirror=str(store), checkpoint_format="sharded")
+    go(data_dir, tmp_path / "out", **settings)
+    before, ls = sorted(store.rglob("*")), disk.ls
+
+    def fail(self, path, *args, **kwargs):
+        if args or str(path) == str(store):
+            raise OSError(5, "the store is away")
+        return ls(self, path, **kwargs)
+    monkeypatch.setattr(disk, "ls", fail)
+    monkeypatch.setattr(disk, "put_file", fail)
+    go(data_dir, tmp_path / "out", **settings, max_iters=25)
+    assert "the store is away" in (tmp_path / "out/train.log").read_text()
+    assert sorted(store.rglob("*")) == before
+
+
+def test_a_complete_copy_is_kept_if_the_comparison_fails(data_dir, tmp_path, monkeypatch):
+    store, disk = tmp_path / "store", type(fsspec.filesystem("file"))
+    size, fail = disk.size, iter([True])
+    monkeypatch.setattr(disk, "size", lambda self, path: 1 / 0 if "copy_" in str(path) and next(
+        fail, False) else size(self, path))
+    go(data_dir, tmp_path / "out", mirror=str(store), max_iters=2, eval_interval=0)
+    assert "ZeroDivisionError" in (tmp_path / "out/train.log").read_text()
+    assert (store / copies(store)[-1]).read_bytes() == (tmp_path / "out/ckpt.pt").read_bytes()
+
+
 def test_a_copy_that_arrives_damaged_is_reported(data_dir, tmp_path, monkeypatch):
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "put_file", lambda self, source, target, **kwargs:

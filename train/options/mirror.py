@@ -31,7 +31,6 @@ class Mirror:
             self.fs, self.root = fsspec.url_to_fs(config.mirror, use_listings_cache=False)
         except (ImportError, ValueError) as error:  # e.g. "Install s3fs to access S3"
             raise SetupError(f"mirror: {config.mirror}: {error}") from error
-        self.pattern = glob.escape(self.root)
         self.fs.auto_mkdir = True  # of a folder, which is then created
         self.disk = fsspec.filesystem("file")
         self.config = config
@@ -39,10 +38,18 @@ class Mirror:
         self.lock = threading.Lock()  # one copy at a time
         self.thread = None            # of the last save
 
+    def checkpoints(self, start=""):
+        """Return a sorted list of the paths (texts, in the store) of the checkpoints whose names
+        begin with `start`. OSError if the store fails, where glob() would return []."""
+        with contextlib.suppress(FileNotFoundError):  # no checkpoint yet
+            return sorted(path for path in self.fs.ls(self.root, detail=False)
+                          if path.endswith(".pt") and os.path.basename(path).startswith(start))
+        return []
+
     def copies(self):
         """Return a list of the paths (texts, in the store) of the copies of ckpt.pt, oldest first.
         The newest one may be incomplete."""
-        return sorted(self.fs.glob(f"{self.pattern}/copy_*.pt"))
+        return self.checkpoints("copy_")
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
@@ -202,7 +209,7 @@ class Mirror:
                         raise OSError(f"{remote} has another size or digest than {local}")
         except Exception:
             with contextlib.suppress(Exception):  # what is incomplete would fill the store
-                if name == "ckpt.pt" and self.fs.exists(path):
+                if name == "ckpt.pt" and self.fs.exists(path) and not self.is_copy(link, path):
                     self.fs.rm_file(path)
                 self.remove_unnamed_shards()
             raise
@@ -217,8 +224,8 @@ class Mirror:
 
     def remove_unnamed_shards(self):
         """Delete the folders of shards in the store that no checkpoint (*.pt) in it uses."""
-        heads = [self.fs.head(path) for path in self.fs.glob(f"{self.pattern}/*.pt")]
-        for folder in self.fs.glob(f"{self.pattern}/shards/*"):
+        heads = [self.fs.head(path) for path in self.checkpoints()]
+        for folder in self.fs.glob(f"{glob.escape(self.root)}/shards/*"):
             name = f'{{"folder": "shards/{os.path.basename(folder)}"'.encode()
             if not any(head.startswith(name) for head in heads):
                 self.fs.rm(folder, recursive=True)
