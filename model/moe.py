@@ -157,8 +157,9 @@ class Router(nn.Linear):
         mean load, subtract it for those with more, then shift all values so that their mean does
         not change. load (n,): number of tokens per group, over all ranks."""
         step = rate * (load.mean() - load).sign()
-        # without a wait for the GPU, which still computes the step
-        self.load_bias += (step - step.mean()).to(self.load_bias, non_blocking=True)
+        # On CUDA without a wait for the step; on MPS such a copy could read freed memory.
+        self.load_bias += (step - step.mean()).to(self.load_bias,
+                                                  non_blocking=self.load_bias.is_cuda)
 
 
 class GroupOrder:
