@@ -24,7 +24,7 @@ from train import robust
 from train.base.errors import CheckpointError, ConfigError, DataError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import TrainConfig, load_config
-from train.dataloader import Data, RowLoader
+from train.dataloader import Data, Loader, RowLoader
 from train.distributed import Ranks, process_group
 from train.logger import resume_command
 from train.setup import open_run, validate_config
@@ -301,6 +301,18 @@ def test_a_loader_of_another_run_is_refused(tmp_path, changes, ranks, text):
     loader = RowLoader((np.zeros((24, 3), np.float32), np.zeros(24, np.float32)), config, ranks)
     with pytest.raises(SetupError, match=text):
         fit(tmp_path, Regression(), data=Data(loader), eval_interval=0)
+
+
+def test_a_loader_without_a_batch_size_is_not_checked(tmp_path):
+    """a subclass of Loader with its own __init__() and batches"""
+    class Whole(Loader):
+        samples, unit, units_per_sample = 4, "row", 1
+        __init__ = object.__init__
+        fingerprint = dict
+
+        def get_batch(self, device="cpu", step=None):
+            return torch.ones(4, 3), torch.ones(4)
+    fit(tmp_path, Regression(), data=Data(Whole()), eval_interval=0)
 
 
 @pytest.mark.parametrize("model", [Regression, lambda x, y: None, "gpt"])

@@ -449,11 +449,12 @@ def as_loader(source, config, ranks):
 def check_loader(loader, config, ranks):
     """Raise SetupError if `loader`, of the training data, is a Loader that was made for a batch
     size or a rank other than those of the run: its batches would not be parts of the run's global
-    batches. Other loaders are not checked. config: a TrainConfig; ranks: a Ranks."""
+    batches. Other loaders, and attributes that a subclass does not set, are not checked. config: a
+    TrainConfig; ranks: a Ranks."""
     expected = dict(batch_size=config.micro_batch(ranks.world_size), rank=ranks.rank,
                     world_size=ranks.world_size)
     wrong = [f"{name} {getattr(loader, name)} (here {value})" for name, value in expected.items()
-             if isinstance(loader, Loader) and getattr(loader, name) != value]
+             if isinstance(loader, Loader) and getattr(loader, name, value) != value]
     if wrong:
         raise SetupError(f"the {type(loader).__name__} of the training data was made for another "
                          f"run: {', '.join(wrong)}; make it from the config and the ranks of this "
