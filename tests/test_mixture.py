@@ -271,6 +271,14 @@ def test_killed_and_resumed(folders, tmp_path):
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
+def test_more_evaluations_than_the_sources_have_change_nothing(folders, tmp_path, capsys):
+    data = mixed(folders, web=0.7, code=0.3)
+    samples = [loader.val_samples for loader in loaders(folders, split="val").values()]
+    go(data, tmp_path, max_iters=4, eval_iters=max(samples) // SMALL["batch_size"] + 1)
+    go(data, tmp_path, max_iters=8, eval_iters=sum(samples))
+    assert "Changed:" not in capsys.readouterr().out
+
+
 def test_other_weights_are_refused_with_the_difference(folders, tmp_path):
     go(mixed(folders, web=0.7, code=0.3), tmp_path, max_iters=4)
     with pytest.raises(CheckpointError, match="- mixture: checkpoint has .code:0.3,web:0.7., now "
