@@ -137,7 +137,7 @@ def find_vocabulary(data_dir, name=None, size=None):
     vocabulary, or if neither a tokenizer nor token files are found.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
-    if name:
+    if name and name != (tokenizer and tokenizer.kind):  # gpt2 is in the data, and not downloaded
         named = open_tokenizer(name)
         if tokenizer and not is_same_tokenizer(tokenizer.spec(), named.spec()):
             raise DataError(f"tokenizer: {name} is not the tokenizer of {data_dir}; leave the key "

@@ -22,7 +22,9 @@ from data.tokenizer import (
     gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
+    open_tokenizer,
     tokenizer_from_spec,
+    write_tokenizer,
 )
 from data.tokenizer_hf import BYTE_CHARACTERS, end_of_text, tokenizer_json
 from data.tokenizer_types import (
@@ -346,6 +348,13 @@ def test_a_tokenizer_other_than_that_of_the_data_is_refused(tmp_path):
     assert (size, tokenizer.chars) == (2, "ab")
     with pytest.raises(DataError, match=f"tokenizer: byte is not the tokenizer of {folder}; leave"):
         find_vocabulary(folder, "byte")
+
+
+def test_gpt2_is_not_downloaded_for_data_that_have_it(tmp_path, monkeypatch):
+    meta = dict(dtype="uint16", **write_tokenizer(tmp_path, open_tokenizer("gpt2")))
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    monkeypatch.setattr("data.tokenizer.gpt2_ranks", None)
+    assert find_vocabulary(str(tmp_path), "gpt2")[0] == 50257
 
 
 class Evil:
