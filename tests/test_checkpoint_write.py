@@ -306,7 +306,7 @@ def test_a_renamed_out_dir_does_not_cost_the_run_in_its_place(tmp_path, data_dir
     other = out / "ckpt.pt" if runs else out / "old_1" / "ckpt.pt"
     assert other.read_text() == "of another run"
     if not runs:
-        assert f"of the run in its place to {out / 'old_1'}" in capsys.readouterr().out
+        assert f"moved the checkpoints in it to {out / 'old_1'}" in capsys.readouterr().out
         load_checkpoint(out / "ckpt.pt")
 
 

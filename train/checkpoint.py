@@ -293,14 +293,12 @@ def find_evaluation_changes(state, config, data):
     """Return a list of texts: what differs between the run of a checkpoint, `state` (a dict), and
     this run, with `config` (a TrainConfig) and `data` (a Data), such that the best metric of the
     checkpoint is of another kind or of other data. [] if nothing differs, or is unknown."""
-    loaders = [data.val] if data.val else []
-    if hasattr(data.val, "shares"):  # a Mixture: eval_iters is the number of batches per source
-        loaders = data.val.loaders.values()
+    # eval_iters is the number of batches per source of a mixture.
+    loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
 
     def settings(keys, fingerprint):
-        n = keys["eval_iters"] * keys["batch_size"]  # evaluated, of as many as there are
-        return keys | {"validation data": fingerprint,
-                       "validation samples": sum(min(n, x.samples) for x in loaders)}
+        return keys | {"validation data": fingerprint, "validation samples": sum(
+            min(keys["eval_iters"] * keys["batch_size"], x.samples) for x in loaders if x)}
     old = settings(state["config"], state.get("val_data"))
     new = settings(asdict(config), data.fingerprints()["val"])
     names = "early_stopping_metric", "early_stopping_mode", "validation data", "validation samples"

@@ -278,8 +278,8 @@ class Run:
         """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
         schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
         stopping are reset if early_stopping_metric, early_stopping_mode or the validation data have
-        changed, or the number of samples per evaluation; with the data also the plateau schedule's
-        best loss. All ranks must call. Raises CheckpointError."""
+        changed, or the number of samples per evaluation; with the last two also the plateau
+        schedule's best loss. All ranks must call. Raises CheckpointError."""
         p = self.progress
         c = self.config
         # The state is freed below.

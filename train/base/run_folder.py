@@ -133,12 +133,12 @@ class RunFolder:
         return False
 
     def reopen(self, logger):
-        """Call open() again. Move the checkpoints of another run in the folder to a subfolder, and
-        call logger.warn(text). Raises UserError if another run has locked the folder."""
+        """Call open() again. Move the checkpoints in the folder, of another run, to a subfolder,
+        and call logger.warn(text). Raises UserError if another run has locked the folder."""
         self.open()
         if names := [name for name in os.listdir(self.path) if name.startswith("ckpt")]:
-            logger.warn(f"{self.name} was renamed during this run; moved the checkpoints of the "
-                        f"run in its place to {move_files(self.path, names)}")
+            logger.warn(f"{self.name} was replaced during this run; moved the checkpoints in it to "
+                        f"{move_files(self.path, names)}")
 
     def start(self, write, state, logger, last=False, private=False):
         """Call write(snapshot) in a thread, and return without waiting for it. snapshot: a copy of
