@@ -22,7 +22,6 @@ from data.tokenizer import (
     gpt2_ranks,
     load_dataset_tokenizer,
     load_tokenizer,
-    open_tokenizer,
     tokenizer_from_spec,
     write_tokenizer,
 )
@@ -350,10 +349,9 @@ def test_a_tokenizer_other_than_that_of_the_data_is_refused(tmp_path):
         find_vocabulary(folder, "byte")
 
 
-def test_gpt2_is_not_downloaded_for_data_that_have_it(tmp_path, monkeypatch):
-    meta = dict(dtype="uint16", **write_tokenizer(tmp_path, open_tokenizer("gpt2")))
+def test_gpt2_is_not_downloaded_for_data_that_have_it(tmp_path, gpt2, offline):
+    meta = dict(dtype="uint16", **write_tokenizer(tmp_path, gpt2))
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    monkeypatch.setattr("data.tokenizer.gpt2_ranks", None)
     assert find_vocabulary(str(tmp_path), "gpt2")[0] == 50257
 
 
