@@ -6,6 +6,7 @@ test says "fault -> expected outcome", for tests/MATRIX.md.
 
 import contextlib
 import errno
+import hashlib
 import os
 import random
 import re
@@ -23,10 +24,11 @@ from runs import Program, assert_same, assert_same_file, go, run_program, tempor
 
 from train import checkpoint
 from train import train as training
-from train.base import run_folder
+from train.base import run_folder, tensors
 from train.base.errors import BadNumbers, CheckpointError, CollectiveExit, UserError
-from train.base.files import lock_folder
+from train.base.files import lock_folder, set_direct
 from train.base.run_folder import RunFolder, numbered_checkpoints, snapshot
+from train.base.tensors import HashingFile
 from train.checkpoint import load_checkpoint, save_checkpoint
 
 POINTS = {1: "save_open", 2: "save_mid", 3: "save_before_fsync", 4: "save_before_replace",
@@ -178,17 +180,50 @@ def test_a_run_that_goes_on_from_a_file_elsewhere_has_a_best_checkpoint(tmp_path
 
 
 @pytest.mark.matrix(7)
-def test_a_write_error_leaves_the_old_file(tmp_path, data_dir, capsys):
-    """a real write error, by RLIMIT_FSIZE -> save_checkpoint names file and reason, the old file
-    and the folder are as before"""
+@pytest.mark.parametrize("room, n_values", [(8192, 100_000), (5_000_001, 2_000_000)])
+def test_a_write_error_leaves_the_old_file(tmp_path, room, n_values):
+    """a real write error, by RLIMIT_FSIZE, in the first block and in a later one -> save_checkpoint
+    names file and reason, the old file and the folder are as before"""
     path, state = str(tmp_path / "ckpt.pt"), {"model": {"w": torch.zeros(1000)}}
     save_checkpoint(path, state)
     before = (tmp_path / "ckpt.pt").read_bytes()
-    with full_disk(8192), pytest.raises(CheckpointError,
+    with full_disk(room), pytest.raises(CheckpointError,
                                         match="could not be written.*File too large"):
-        save_checkpoint(path, {"model": {"w": torch.zeros(100_000)}})
+        save_checkpoint(path, {"model": {"w": torch.zeros(n_values)}})
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt.pt"]
     assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("fault", ["", "refused", "short"])
+@pytest.mark.parametrize("n_bytes", [0, 1, 4095, 4096, 4097, 3 * 4096, 40_000])
+def test_whole_blocks_are_written_past_the_page_cache(tmp_path, monkeypatch, n_bytes, fault):
+    """Where the system can. A file system that refuses a direct write, or a part of it, after two
+    blocks gets the rest through the cache."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 4096)
+    direct, write = getattr(os, "O_DIRECT", 0), os.write
+    writes = []  # (bytes, whether direct)
+
+    def faulty_write(fd, data):
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & direct)
+        writes.append((len(data), is_direct))
+        if fault == "refused" and len(writes) == 3 and is_direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(fd, data[:1024] if fault == "short" and len(writes) == 3 else data)
+    data = random.Random(0).randbytes(n_bytes)
+    with open(tmp_path / "a", "wb") as f:
+        set_direct(f, True)
+        is_possible = bool(fcntl.fcntl(f, fcntl.F_GETFL) & direct)
+        monkeypatch.setattr(os, "write", faulty_write)
+        hashing = HashingFile(f)
+        for start in range(0, n_bytes, 1500):
+            assert hashing.write(data[start:start + 1500]) == len(data[start:start + 1500])
+        assert hashing.finish() == hashlib.sha256(data).hexdigest()
+    assert (tmp_path / "a").read_bytes() == data
+    *blocks, rest = writes
+    assert [n for n, _ in blocks] == [4096] * (n_bytes // 4096) and rest == (n_bytes % 4096, False)
+    n_direct = min(len(blocks), 3) if fault else len(blocks)
+    assert [d for _, d in blocks] == [is_possible and i < n_direct for i in range(len(blocks))]
 
 
 @pytest.mark.matrix(8)

@@ -43,7 +43,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
-        f.write(MARK + hashing.sha.hexdigest().encode())
+        f.write(MARK + hashing.finish().encode())
     replace_checkpoint(path, write, links)
 
 

@@ -53,6 +53,16 @@ def atomic_write(path, before_rename=lambda temporary: None):
             os.unlink(temporary)
 
 
+def set_direct(file, on):
+    """Switch direct writes, past the page cache, of an open file on or off. No effect where the
+    system or the file system has none. Direct writes are of aligned memory, whole blocks of the
+    disk, and begin at one."""
+    with suppress(ImportError, AttributeError, OSError):
+        import fcntl
+        flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+
+
 @contextmanager
 def reporting_full_disk(path):
     """Context manager that turns the OSError of a full disk, a quota or a limit of ulimit -f into a
