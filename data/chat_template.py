@@ -170,8 +170,8 @@ class ChatTemplate:
     def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
         """Return the list of token ids of a prompt: messages, [(role, text), ...], and the start of
         the assistant's next answer. answer: the first words of this answer, a text that the model
-        continues. variables: {name: text, number or bool} for the template. Raises DataError if the
-        template writes nothing, and the errors of encode()."""
+        continues; "": none. variables: {name: text, number or bool} for the template. Raises
+        DataError if the template writes nothing, or fails as in encode()."""
         if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")
@@ -261,8 +261,8 @@ class ChatTemplate:
 
     def end_ids(self, tokenizer):
         """Return the sorted list of the token ids that end an answer: the ids in self.ends or, if
-        that is empty, the tokenizer's end of text; in both cases also the special token that the
-        template writes after an answer, if any."""
+        that is empty, the id of the end of text, which the tokenizer must then have; in both cases
+        also the special token that the template writes after an answer, if any."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")

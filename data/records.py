@@ -257,9 +257,9 @@ def records(source, columns=None):
 
 def source_records(source):
     """Yield (location, record) like records(source), but raise a DataError that names the source if
-    it is missing or cannot be read. source: also a folder, for the records of all files in it. A
-    single record that cannot be read is yielded as a ValueError. Raises SetupError without a
-    package that the source needs."""
+    it is missing or cannot be read. source: also a folder, for the records of all its files with
+    one of RECORD_EXTENSIONS; DataError if it has none. For a single record that cannot be read,
+    `record` is a ValueError. Raises SetupError without a package that the source needs."""
     if os.path.isdir(source) and not is_saved(source):
         paths = [path for path in walk(source, "", ()) if has_record_extension(path)]
         if not paths:

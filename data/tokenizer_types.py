@@ -119,8 +119,8 @@ class Tokenizer:
         represent."""
 
     def decode_known(self, ids):
-        """Return the text of `ids`, a list of ids in the vocabulary, which are not checked. For
-        `decode`."""
+        """Return the text of `ids`, a list of ids in the vocabulary, which are not checked. Called
+        by `decode`. Invalid UTF-8 becomes replacement characters. Subclasses may override it."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):

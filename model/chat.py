@@ -59,8 +59,9 @@ class ChatGPT(GPT):
     def compute_loss(self, idx, targets, chat=None):
         """Return (mean loss, sums {name: 0-dim tensor} for the log). Without `chat`, of text: idx,
         targets (B, T), as for GPT. With `chat`, of conversations, (B, T + 1) each: idx, token ids;
-        targets, not ids but a mask with 1 for tokens to learn (answers) and 0 for others; chat, for
-        each token the number of the conversation in the row. In eval mode, sums for conversations
+        targets, not ids but a mask with 1 for tokens to learn (answers), over which the loss is
+        averaged, and 0 for others; chat, for each token a number that is the same in one
+        conversation and different in the others of the row. In eval mode, sums for conversations
         include those of count_exact()."""
         if chat is None:
             return super().compute_loss(idx, targets)

@@ -150,10 +150,11 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
         """Generate an answer for each prompt: sampled in training mode, greedy in eval mode. Return
-        (tokens (n, T, 5), weights (n, T), sums {name: 0-dim tensor} for the log). The arguments are
-        those of forward(). The n rows contain prompts with answers. The last dimension of tokens is
+        (tokens (n, T, 5), weights (n, T), sums {name: 0-dim tensor} for the log: "count" and
+        "length", the number of tokens of answers, "prompts" and "exact"). For the arguments, see
+        AnsweringGPT. The n rows contain prompts with answers. The last dimension of tokens is
         (token, position, history, target, part), see pack_answers() of model/grpo.py. weights: 1
-        for tokens of answers, 0 for others."""
+        where the target is a token of an answer, 0 elsewhere."""
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
         exact = sum(map(self.reward_function, row_numbers.tolist(), answers))

@@ -63,9 +63,10 @@ class GPTConfig(GPTKeys):
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
-        """Return the cosines and sines (n, 2, ..., D / 2), float32, of the rotary angles at
-        `positions`, a float tensor (...). n is 1; it is 2 if window_rope_theta is set: index 1 is
-        then for layers of type W, see rope_index()."""
+        """Return the cosines and sines of the rotary angles at `positions`, a float tensor (...),
+        as one float32 tensor (n, 2, ..., D / 2): cosines at index 0 of the second dimension, sines
+        at 1. D: the head size. n is 1; it is 2 if window_rope_theta is set: index 1 of the first
+        dimension is then for layers of type W, see rope_index()."""
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
             tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
@@ -400,9 +401,9 @@ class GPT(nn.Module):
 
     def numbers(self, sums):
         """Return {name: number or `None`} for the log: every 0-dim sum except "loss" and "count",
-        divided by the count (`None` if the count is 0). In evaluations, "bytes" is replaced by
-        "ppl" (perplexity) and "bpb" (bits per byte), for which a sum must not be named
-        (SetupError); they are `None` without targets, or if the bytes of the text are unknown.
+        divided by the count (`None` if the count is 0). If there is a sum "bytes", as in
+        evaluations, "ppl" (perplexity) and "bpb" (bits per byte) replace it; ppl is `None` if the
+        count is 0, bpb if the bytes are 0 (unknown). Raises SetupError for a sum named ppl or bpb.
         sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss"."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():

@@ -129,9 +129,10 @@ class AnsweringGPT(chat.ChatGPT):
     def pack(self, prompts, lengths, answers, weights):
         """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), on the device of
         `prompts`. The n rows contain the answers, except those with weight 0, and the prompts of
-        these answers. prompts (B, P): token ids, right-padded; lengths (B,): true lengths; answers:
-        a list of B * K lists of token ids, those to a prompt next to each other; weights (B, K):
-        one for each answer."""
+        these answers; equal answers to a prompt are stored once, see pack_answers(). If all weights
+        are 0, n is 1, and the row is padding. prompts (B, P): token ids, right-padded; lengths
+        (B,): true lengths; answers: a list of B * K lists of token ids, those to a prompt next to
+        each other; weights (B, K): one for each answer."""
         rows = []
         K = weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
@@ -179,7 +180,7 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         """Sample group_size answers per prompt and compute rewards. Return (batch, sums): batch is
         [tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums {name: 0-dim
         tensor}, for the log, are over the prompts; sums["count"] is `count`, the divisor of the
-        loss. The arguments are those of forward(). Raises UserError for errors of the reward
+        loss. For the arguments, see AnsweringGPT. Raises UserError for errors of the reward
         function."""
         c = self.keys
         K = c.group_size

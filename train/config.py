@@ -244,9 +244,9 @@ def resolve(settings, known, problems):
     `problems` if one file sets a key twice, or if the command line sets a list or dict twice.
     """
     def place(setting):
-        """Return the sort key of a setting: (number of the file, n). n is 0, except for a switch
-        (an alias, e.g. amp): -1 if it is on, so that other settings in the file override it, and 1
-        if it is off, so that it overrides them."""
+        """Return the sort key of a setting (name, raw value, where): (number of the file, n). n is
+        0, except for a switch (an alias, e.g. amp): -1 if it is on, so that other settings in the
+        file override it, and 1 if it is off (or hybrid), so that it overrides them."""
         name, raw, where = setting
         is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
         is_switch = name not in known and name in ALIASES.switches

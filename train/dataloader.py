@@ -232,7 +232,7 @@ class Loader:
         self.chunk_device = device
 
     def read(self, g):
-        """Return a list of arrays (m, ...), the contents of the samples g. g: numbers of the
+        """Return the samples g, a list of arrays (m, ...), as rows() does. g: numbers of the
         samples, counted over the whole run, (m,) int64, ascending."""
         return self.rows(self.positions(g))
 

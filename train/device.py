@@ -237,8 +237,9 @@ class Compiler:
             return module(*batch)
 
     def paused(self):
-        """Return a context manager that switches to eager mode on a CPU, for code that runs too
-        rarely to be compiled. It has no effect on other devices."""
+        """Return a context manager in which compiled code runs in eager mode, if the device is a
+        CPU: for code that runs too rarely to be compiled. Without effect on other devices, and if
+        compilation is off."""
         on_cpu = self.enabled and self.device.type == "cpu"
         return eager_mode() if on_cpu else contextlib.nullcontext()
 

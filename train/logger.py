@@ -264,7 +264,8 @@ def format_line(start, record):
 
 def progress_line(record):
     """Return the status line of a training step: " 42%|####      | 2100/5000: loss 3.2104, ...",
-    cut to the width of the terminal. record: {name: number} with "iter" and "max_iters"."""
+    shorter than the terminal is wide. record: {name: number} with "iter", from 0 (shown plus 1),
+    and "max_iters"; of the other numbers, those in PROGRESS_NAMES are shown."""
     steps = record["iter"] + 1
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"

@@ -448,8 +448,8 @@ class Run:
 
     def count_epochs(self):
         """Return the number of epochs so far, a float, at most max_epochs (which must be set). If
-        the last step has passed the epoch at which an evaluation is due, the result is that epoch:
-        29, not 29.01."""
+        the last step has reached or passed a multiple of eval_epochs, return this multiple: 29, not
+        29.01."""
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.completes(epochs=c.eval_epochs):

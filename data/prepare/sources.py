@@ -51,8 +51,8 @@ def source_name(source):
 
 def has_records(path):
     """Return whether a source has records, e.g. JSONL or CSV; if False, it is text. path: a file, a
-    folder or hf:NAME. Folders and data sets of the hub always have records; a file, if the
-    extension is one of RECORD_EXTENSIONS, also with .gz."""
+    folder or the name of a data set, see is_hub_name(). Folders and data sets of the hub: always
+    True. A file: True if it has one of RECORD_EXTENSIONS, also before .gz."""
     return (os.path.isdir(path) or records.is_hub_name(path)
             or records.has_record_extension(path))
 

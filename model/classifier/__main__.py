@@ -1,4 +1,4 @@
-"""Evaluation of a classifier's checkpoint on other data: metrics, predictions, and a baseline."""
+"""Evaluation of a classifier's checkpoint on test data: metrics, predictions, and a baseline."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from train.distributed import get_device
 
 @dataclass
 class ReportOptions(labels.Fields):
-    """Evaluate a classifier on other data."""
+    """Evaluate a classifier on its own test data, or on other files."""
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
     data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's own)",
                           nargs="+", metavar="PATH", text=True, aliases="dataset.path")

@@ -374,8 +374,9 @@ def write_fields(shape, family):
 
 
 def attention_keys(shape, family):
-    """Return the keys of a config.json, {key: value}, for rotary positions and attention windows.
-    shape: a GPTConfig or MoEConfig. family: the Family that defines the keys."""
+    """Return the keys of a config.json, {key: value}, for rotary positions (except rope_theta),
+    attention windows and, for Gemma, the scale of attention scores. shape: a GPTConfig or
+    MoEConfig. family: the Family that defines the keys."""
     out = {}
     factors = shape.rope_factors
     if factors:

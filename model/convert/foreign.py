@@ -95,10 +95,10 @@ def read_safetensors_model(path):
 
 def read_safetensors(path):
     """Return ({name: tensor}, description) of a .safetensors file. description: a dict with those
-    of the keys model_args, config, spec, tokenizer and formulas that the header of the file has.
-    The tensors are memory-mapped, without a copy in memory. Raises CheckpointError for a file that
-    cannot be read, and for NaN or infinity in a tensor; SetupError without the package safetensors.
-    """
+    of the keys model_args, config, spec, tokenizer and formulas that the header of the file has
+    with a value other than null. The tensors are memory-mapped, without a copy in memory. Raises
+    CheckpointError for a file that cannot be read, and for NaN or infinity in a tensor; SetupError
+    without the package safetensors."""
     safetensors = require("safetensors", str(path))
     try:
         with safetensors.safe_open(path, "pt") as f:

@@ -211,8 +211,9 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
 
 
 def find_ends(model, tokenizer):
-    """Return the sorted list of the ids that end a text: the tokenizer's end of text, if any, and
-    the end tokens that the files of a published model name. model: a GPT, or a wrapper of one."""
+    """Return the sorted list of the ids that end a text: the tokenizer's end of text, if it has
+    one, and the end tokens of a published model (config.eos_ids, and the `ends` of its template).
+    model: a GPT, or a wrapper of one."""
     template = getattr(model, "template", None)
     named = map(int, model.config.eos_ids.split(",")) if model.config.eos_ids else ()
     return sorted({tokenizer.eot_token, *named, *(template.ends if template else ())} - {None})

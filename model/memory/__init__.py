@@ -169,8 +169,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
     def compute_loss(self, idx, targets, *others):
         """Return (mean loss, sums {name: tensor} for the log). idx, targets: text or conversations,
         as for ChatGPT.compute_loss(). others: for conversations first `chat`, see there; then, with
-        old_data_dir, the token ids and targets (B, T) of the old text, on which the divergence from
-        the backbone is added to the training loss."""
+        old_data_dir, the token ids and targets (B, T) of the old text. In training, old_weight
+        times its divergence from the backbone is added to the loss; in eval mode, its cross-entropy
+        to the sums, see add_old_text()."""
         chat, old = others[:len(others) % 2], others[len(others) % 2:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row

@@ -40,8 +40,9 @@ class EvaluationOptions:
 
 def print_comparison(args):
     """Print a table of the validation losses on new and old text: of the backbone, of the model in
-    args.ckpt and, with args.baseline, of LoRA, which is trained here in the folders lora_0, lora_1
-    of the run's out_dir, and of kNN-LM (not for conversations). args: an EvaluationOptions. Raises
+    args.ckpt and, with args.baseline, of LoRA and, except for conversations, of kNN-LM. LoRA is
+    trained here, in the folders lora_0 and (only for text, with old text) lora_1 of the out_dir of
+    the run that wrote args.ckpt; see train_lora(). args: an EvaluationOptions. Raises
     CheckpointError if the model has no backbone, DataError without validation data."""
     model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
     values = load_checkpoint(args.ckpt)["config"]

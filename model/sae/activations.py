@@ -125,10 +125,11 @@ class Backbone:
 
 
 def measure_scale(x, d_in):
-    """Return (mean, scale) of activations x (N, D), computed without outliers, the rows longer than
-    OUTLIER_RATIO times the median. mean: a list of D floats. scale: the factor with which the
-    variances have a mean of 1, a float; for a transcoder (D = 2 d_in) a list of two floats, for
-    input and target."""
+    """Return (mean, scale) of activations x (N, D), computed without outliers: rows whose input,
+    the first d_in channels, is longer (2-norm) than OUTLIER_RATIO times the median. mean: a list of
+    D floats. scale: a float; activations that are multiplied by it have a variance of 1, on average
+    over the channels. For a transcoder (D = 2 d_in), scale is a list of two floats, for input and
+    target."""
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]

@@ -96,8 +96,8 @@ class SingleTokenCache:
     kv is not changed, because a write would make the compiled region copy the cache. New keys and
     values are collected in the attribute `new`, a list with a tensor (2, 1, G, 1, D) for each
     layer; the caller writes these to kv. With the option key_offset (half of each key is from the
-    token before), the tensor is (2, 1, G, 2, D): it also has the unchanged key of the token, for
-    the slot behind the token.
+    token before), the tensor is (2, 1, G, 2, D): its second slot has the unchanged key of
+    the token, for the slot after that of the token (slot + 1).
     """
     used = True  # by blocks that compile_decoder() accepts
 

@@ -194,8 +194,9 @@ class Engine:
             self.write([job], logits)
 
     def write(self, jobs, logits):
-        """Sample the next token of each of `jobs` and emit the new text. logits: (B, V), row i for
-        jobs[i]. Jobs with the same sampling options are sampled together."""
+        """Sample the next token of each of `jobs`, and add it to the job with add_token(), which
+        emits the new text and the end. logits: (B, V), row i for jobs[i]; ids that the tokenizer
+        does not have are not sampled. Jobs with the same sampling options are sampled together."""
         groups = {}
         for i, job in enumerate(jobs):
             o = job.options

@@ -43,7 +43,8 @@ def fields_by_name(cls):
 
 def describe(field):
     """Return the --help text of a dataclass field: the description, the choices in parentheses and
-    the default in brackets. Each % is doubled, since the parser formats this text."""
+    the default in brackets, if it is a number, a bool or a text other than "". Each % is doubled,
+    since the parser formats this text."""
     default = field.default
     choices = field.metadata.get("choices")
     text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")

@@ -259,8 +259,9 @@ def folder_named_in(path):
 
 def open_shards(path):
     """Return the Shards of a sharded checkpoint. path: a manifest, or a folder with manifest.json.
-    Raises ValueError unless the digest of the manifest is correct and all files exist with the
-    correct sizes. The digests of the files are not checked: call Shards.verify()."""
+    Raises ValueError if the manifest is damaged (its digest differs), of a newer version, or not as
+    this program writes it, and unless exactly its files exist, with the correct sizes; OSError if
+    the manifest cannot be read. The digests of the files are not checked: call Shards.verify()."""
     path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
     data = pathlib.Path(path).read_bytes()
     text = data[:-len(TAIL % bytes(64))]

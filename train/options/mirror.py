@@ -53,12 +53,13 @@ class Mirror:
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
-        the store to the run's folder, if this has no checkpoint. If it has one, see fetch_later().
-        Without effect if config.resume_file is set. If the store has no copies, write an empty file
-        to it, as a test. log(text): called once per file. Raises CheckpointError if the store
-        cannot be used (a warning if the folder has a checkpoint), if all copies are incomplete, or
-        if config.resume is "never" and the store has copies (unless torchrun has restarted this
-        job)."""
+        the store to the run's folder, if this has no ckpt.pt or ckpt_prev.pt. If it has one, see
+        fetch_later(), but with config.eval_only nothing is copied. Without effect if
+        config.resume_file is set. If the store has no copies, write an empty file to it, as a test.
+        log(text): for messages. Raises CheckpointError if the store cannot be used or all copies
+        are incomplete (for a folder with a checkpoint only a warning). If config.resume is "never",
+        unless torchrun has restarted this job, nothing is copied, with or without a checkpoint in
+        the folder: CheckpointError if the store has copies or cannot be used."""
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         if c.resume_file and not never:

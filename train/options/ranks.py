@@ -126,10 +126,10 @@ class Collective:
 
 
 def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16):
-    """Return a list of Collectives: the communication in one training step (optimizer step) of
-    `model` with config.optimizer and config.distributed on `world_size` ranks. Nothing is sent.
-    model: an nn.Module on any device, not wrapped or sharded. config: a TrainConfig. dtype: of
-    matrix products. muon_dtype: of the matrices in Muon's computation."""
+    """Return a list of Collectives: the communication in one optimizer step, with all its
+    micro-batches, of `model` with config.optimizer and config.distributed on `world_size` ranks.
+    Nothing is sent. model: an nn.Module on any device, not wrapped or sharded. config: a
+    TrainConfig. dtype: of matrix products. muon_dtype: of the matrices in Muon's computation."""
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)

@@ -101,8 +101,8 @@ class TensorBoard:
 class WandB:
     """Tracker for Weights & Biases; offline if the user is not logged in and WANDB_MODE is not set.
     log: the run's Logger. system_info: a dict of versions and facts, stored with the run. run_id:
-    id of the W&B run to continue; `None`: a new run. Steps that a resumed run repeats are shown
-    twice. Attribute `id`: the id of the W&B run."""
+    id of the W&B run to continue; `None`: a new run. If a resumed run repeats steps, W&B shows
+    both. Attribute `id`: the id of the W&B run."""
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):
@@ -130,10 +130,11 @@ class WandB:
 
 
 class MLflow:
-    """Tracker that writes to the server or database MLFLOW_TRACKING_URI, by default the file
-    mlflow.db in the parent folder of out_dir. log: the run's Logger. system_info: a dict of
-    versions and facts, stored as tags. run_id: id of the MLflow run to continue; `None`: a new run.
-    Steps that a resumed run repeats are shown twice. Attribute `id`: the id of the MLflow run."""
+    """Tracker that writes to the server or database in the environment variable
+    MLFLOW_TRACKING_URI, by default to the file mlflow.db in the parent folder of out_dir. log: the
+    run's Logger. system_info: a dict of versions and facts, stored as tags. run_id: id of the
+    MLflow run to continue; `None`: a new run. If a resumed run repeats steps, MLflow shows both.
+    Attribute `id`: the id of the MLflow run."""
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):

@@ -94,8 +94,9 @@ def make_table(results, n_seeds, config):
 
 def make_test_table(results):
     """Return a table of the metrics on the test data as a list of rows, tuples of strings: a
-    header, and a row for each setting and metric, with mean and standard deviation over the seeds.
-    Only the header if there are no test data. results: {(size, change): {seed: ChildRun}}."""
+    header, and a row for each setting and metric, with the number of runs, and mean and standard
+    deviation (nan for one run) over the runs that did not crash. Only the header if there are no
+    test data. results: {(size, change): {seed: ChildRun}}."""
     table = [("change", "on test data", "runs", "mean", "spread")]
     for (size, change), by_seed in results.items():
         tests = [run.test for run in by_seed.values() if run.value is not None]
@@ -131,10 +132,11 @@ class RepeatOptions:
 
 def repeat(options, arguments):
     """Train every setting (each size, without and with each change) with every seed, print the
-    table of results and append it to results.tsv in the parent folder of options.out. Return the
-    exit code: 1 if every run has crashed, otherwise 0. options: RepeatOptions. arguments: list of
-    arguments for run_train.py. Raises UserError for an empty change or size, for a change of seed
-    or out_dir, and for a configuration without evaluations."""
+    tables of results, also of the test data, and append the rows of the first one that are new to
+    results.tsv in the parent folder of options.out. Return the exit code: 1 if every run has
+    crashed, otherwise 0. options: RepeatOptions. arguments: list of arguments for run_train.py.
+    Raises UserError for an empty change or size, for a change that sets seed or out_dir (except in
+    a file that it names), and for a configuration without evaluations."""
     config = load_argv(arguments)  # of run_train.py
     for text in options.sizes + options.changes:
         if text.strip() in ("", BASE):
