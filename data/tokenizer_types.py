@@ -262,8 +262,9 @@ class JsonTokenizer(Tokenizer):
         added = self.enc.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added
                         if token.special and not is_byte(token.content, content)}
-        # Texts as they are, also in a byte-level vocabulary, where \u00f6 can stand for a byte.
-        self.literal = {token.content for _, token in added if not is_byte(token.content, content)}
+        # Texts as they are, also in a byte-level vocabulary, where \u00f6 can stand for a byte. One
+        # that is also in the vocabulary is made of bytes: from ordinary text, its merges give it.
+        self.literal = {token.content for _, token in added} - self.enc.get_vocab(False).keys()
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
         ids = self.enc.get_vocab(with_added_tokens=True).values()
         special = {i for i in self.special.values() if i != eot_token}

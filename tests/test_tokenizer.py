@@ -503,6 +503,22 @@ def test_the_bytes_of_an_added_token_with_letters_that_stand_for_bytes():
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
 
 
+def test_the_bytes_of_an_added_token_that_the_vocabulary_has_too():
+    """From " a" the merges give it, so it is a space and an a, as the package decodes it."""
+    pytest.importorskip("tokenizers")
+    vocab = {token: i for i, token in enumerate([*BYTE_CHARACTERS.values(), "\u0120a"])}
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    added = dict(id=256, content="\u0120a", special=False, single_word=False, lstrip=False,
+                 rstrip=False, normalized=False)
+    tokenizer = JsonTokenizer(json.dumps(dict(
+        added_tokens=[added], pre_tokenizer=level, decoder=level,
+        model=dict(type="BPE", vocab=vocab, merges=["\u0120 a"]))), None)
+    ids = tokenizer.encode("x a")
+    assert ids[-1] == 256 and tokenizer.bytes_of(256) == b" a"
+    assert tokenizer.enc.decode(ids) == tokenizer.decode(ids) == "x a"
+    assert tokenizer.token_bytes()[ids].sum() == 3
+
+
 @pytest.mark.parametrize("unknown", [{}, {"unk_token": "</s>"}])
 def test_a_byte_that_is_the_token_of_padding_stays_in_a_text(unknown):
     pytest.importorskip("tokenizers")
