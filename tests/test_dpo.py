@@ -21,12 +21,14 @@ from data.prepare.pairs import PairOptions, PairWriter, to_pair
 from data.prepare.samples import example_records
 from data.tokenizer import load_tokenizer
 from model.core.load import load_model
-from model.dpo import PreferenceGPT
+from model.dpo import PreferenceGPT, sum_answer_logps
 from model.gpt import GPTConfig
 from train import device
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
+from train.distributed import Ranks
+from train.setup import open_data
 from train.train import train
 
 BYTES = load_tokenizer("byte")
@@ -295,6 +297,26 @@ def test_without_pairs_it_is_a_gpt():
     model = PreferenceGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=8))
     assert model.eval()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)
     assert model.numbers(dict(loss=1.0, count=1.0)) == {}
+
+
+def test_pairs_of_other_lengths_can_be_mixed(made, tmp_path):
+    """Filled up to the longer row, each answer has the log probability of its folder."""
+    pairs = write_jsonl(tmp_path / "long.jsonl", [
+        {"prompt": f"{i}?", "chosen": "x" * 20, "rejected": "y" * 9} for i in range(70)])
+    reference = str(made / "chat/ckpt.pt")
+    assert data_pairs.main([pairs, "--out", str(tmp_path / "long"), "--reference", reference]) == 0
+    config = load_config(None, settings(made, tmp_path / "out", batch_size=8, data_dir=(
+        f"{made / 'pairs'}:1,{tmp_path / 'long'}:1")))
+    data = open_data(config, Ranks())
+    tokens, mask, logps = data.train.get_batch()
+    widths = [rows(folder)[0].shape[2] for folder in (made / "pairs", tmp_path / "long")]
+    assert tokens.shape == mask.shape == (8, 2, widths[1]) and widths[0] < widths[1]
+    assert data.spec["row_tokens"] == widths[1] - 1
+    with torch.no_grad():
+        found = sum_answer_logps(load_model(reference)[0], tokens.numpy(), mask.numpy())
+    assert np.allclose(found, logps, atol=1e-4)
+    last = train(config)["history"][-1]
+    assert last["val_loss"] == pytest.approx((last["val_loss_pairs"] + last["val_loss_long"]) / 2)
 
 
 # -----------------------------------------------------------------------------

@@ -322,12 +322,12 @@ def test_passes_over_each_source_are_said(folders, tmp_path, extra):
 
 
 def test_chats_mix_too(tmp_path):
-    """Rows of arrays: each source's own rows come, and are answered."""
-    for name, word in (("moo", "moo"), ("boo", "boo")):
-        with open(tmp_path / f"{name}.jsonl", "w") as f:
+    """Rows of arrays: each source's own rows come, filled up to one length, and are answered."""
+    for word, size in (("moo", "64"), ("boo", "48")):
+        with open(tmp_path / f"{word}.jsonl", "w") as f:
             f.writelines(json.dumps(dict(prompt=f"{i}?", response=word)) + "\n" for i in range(99))
-        assert data_chat.main([f"{tmp_path}/{name}.jsonl", "--out", f"{tmp_path}/{name}",
-                               "--block_size", "64", "--tokenizer", "byte"]) == 0
+        assert data_chat.main([f"{tmp_path}/{word}.jsonl", "--out", f"{tmp_path}/{word}",
+                               "--block_size", size, "--tokenizer", "byte"]) == 0
     config = load_config(None, TINY | dict(
         model="chat", data_dir=f"{tmp_path}/moo:3,{tmp_path}/boo:1", block_size=64,
         out_dir=str(tmp_path / "out"), sample_tokens=4))

@@ -111,7 +111,7 @@ class Mixture(Loader):
         parts = [(positions, loader.read(numbers))
                  for _, loader, positions, numbers in self.by_source(g)]
         order = np.argsort(np.concatenate([positions for positions, _ in parts]))
-        return [np.concatenate(arrays)[order]  # per array of a sample
+        return [np.concatenate(fill_up(arrays))[order]  # per array of a sample
                 for arrays in zip(*(arrays for _, arrays in parts))]
 
     def describe(self, g):
@@ -183,8 +183,9 @@ def mix(data, weights):
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
                         "folder, e.g. val_loss_web: expected different names")
     data = {name: data[folder] for name, folder in folders.items()}
-    first, *others = data
-    for name in others:
+    # Rows of conversations are filled up to those of this folder.
+    first = max(data, key=lambda name: data[name].spec.get("row_tokens", 0))
+    for name in [name for name in data if name != first]:
         check_compatible(folders[first], data[first], folders[name], data[name])
     counts = samples_per_period([weights[folder] for folder in folders.values()])
     if not min(counts):
@@ -199,16 +200,29 @@ def mix(data, weights):
                 mixed("test"))
 
 
+def fill_up(arrays):
+    """Return the arrays (m, ..., T) as a list, each filled up with 0 at the end of the last
+    dimension, to the largest T; arrays (m,) as they are. Only rows of conversations have different
+    T; in their masks, 0 is a token that is not learned."""
+    if arrays[0].ndim == 1:
+        return arrays
+    width = max(array.shape[-1] for array in arrays)
+    return [np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])])
+            for array in arrays]
+
+
 def check_compatible(a, data_a, b, data_b):
-    """Raise DataError unless two data sets can be mixed: the samples have the same shape, Data.spec
-    is equal (e.g. the tokenizer), and the model type supports mixtures. a, b: the folders, for the
-    message. data_a, data_b: a Data each."""
+    """Raise DataError unless two data sets can be mixed: the samples have the same shape (rows of
+    conversations may have different lengths), Data.spec is equal (e.g. the tokenizer), and the
+    model type supports mixtures. a, b: the folders, for the message. data_a, data_b: a Data each.
+    """
     # An attribute of the model type, e.g. a reward function, belongs to one folder.
     if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
-    facts_a, facts_b = (data.spec | dict(sample=[
-        array.shape[1:] for array in data.train.read(np.zeros(1, np.int64))])
+    end = -1 if "row_tokens" in data_a.spec else None  # read() fills up rows of conversations
+    facts_a, facts_b = (data.spec | dict(row_tokens=None, sample=[
+        array.shape[1:end] for array in data.train.read(np.zeros(1, np.int64))])
         for data in (data_a, data_b))
     for name in sorted(facts_a.keys() | facts_b.keys()):
         if facts_a.get(name) != facts_b.get(name):
