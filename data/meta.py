@@ -11,6 +11,7 @@ import pickle
 import pickletools
 import reprlib
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from train.base.errors import DataError
 from train.base.files import write_text
@@ -72,6 +73,13 @@ def read_meta(folder, allow_incomplete=False):
             raise DataError(f"{path}: its preparation was interrupted; prepare the data again")
         return meta
     return Meta()
+
+
+def is_written(folder):
+    """Return whether `folder` has a meta.json of write_meta(); other programs write files of this
+    name as well."""
+    path = Path(folder, "meta.json")
+    return path.is_file() and b'"format_version"' in path.read_bytes()[:30]
 
 
 def parse_meta(content):

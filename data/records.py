@@ -21,6 +21,7 @@ import os
 import re
 import zlib
 
+from data.meta import is_written
 from train.base.errors import DataError, UserError, echo, require
 
 MAX_PROBLEMS = 20         # after which reading stops
@@ -77,12 +78,12 @@ def open_bytes(path):
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def walk(folder, skipped_folder, skipped_names):
+def walk(folder, skipped_names=()):
     """Return the list of paths of the regular files below `folder`, in an order that is the same on
-    every machine. Left out: hidden files and folders, folders with one of `skipped_names`, the
-    folder `skipped_folder` (an absolute path without links), and links to files outside `folder`,
-    except to files in the hub's cache; the number of these links is printed. Raises DataError for a
-    folder that cannot be read."""
+    every machine. Left out: hidden files and folders, folders with one of `skipped_names`, folders
+    of prepared data, e.g. of an earlier preparation of `folder`, and links to files outside
+    `folder`, except to files in the hub's cache; the number of these links is printed. Raises
+    DataError for a folder that cannot be read."""
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     paths = []
@@ -94,7 +95,7 @@ def walk(folder, skipped_folder, skipped_names):
     for here, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in skipped_names
-            and os.path.realpath(os.path.join(here, name)) != skipped_folder)
+            and not is_written(os.path.join(here, name)))
         candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
         files = [path for path in candidates if os.path.isfile(path)]
         kept = [path for path in files if not os.path.islink(path)
@@ -261,7 +262,7 @@ def source_records(source):
     one of RECORD_EXTENSIONS; DataError if it has none. For a single record that cannot be read,
     `record` is a ValueError. Raises SetupError without a package that the source needs."""
     if os.path.isdir(source) and not is_saved(source):
-        paths = [path for path in walk(source, "", ()) if has_record_extension(path)]
+        paths = [path for path in walk(source) if has_record_extension(path)]
         if not paths:
             raise DataError(f"{source}: no file in this folder has records; expected "
                             f"{', '.join(RECORD_EXTENSIONS)}")

@@ -374,7 +374,8 @@ def test_folder_rules(tmp_path):
             "b.txt": b"B text\n", "a/z.py": b"Z = 1\n", "a/a.rs": b"fn main() {}\n",
             "bom.txt": b"\xef\xbb\xbfBOM\n", "empty.txt": b"", ".git/config": b"hidden\n",
             ".hidden": b"hidden\n", "__pycache__/x.py": b"cache\n", "image.png": b"\x89PNG\0\0",
-            "latin.txt": "naïve".encode("latin-1"), "out/old.txt": b"output\n"}.items():
+            "latin.txt": "naïve".encode("latin-1"), "out/old.txt": b"output\n",
+            "out/meta.json": b'{"format_version": 1}'}.items():
         (src / name).parent.mkdir(parents=True, exist_ok=True)
         (src / name).write_bytes(content)
     os.mkfifo(src / "pipe")  # would hang a reader

@@ -10,7 +10,7 @@ import pytest
 
 from data import prepare
 from data.labels import read_labelled_texts
-from data.prepare import chat, labels
+from data.prepare import chat, labels, prompts
 from data.records import is_hub_name, parse_records, records
 from train.base.errors import DataError, UserError
 
@@ -83,6 +83,21 @@ def test_all_files_of_records_in_a_folder_are_read(tmp_path):
         with open(tmp_path / "more.jsonl", "a") as f:
             f.write("{")
         list(parse_records([str(tmp_path)], dict))
+
+
+def test_prepared_data_in_a_source_are_left_out(tmp_path):
+    """Of this command, at a second run, and of others: a tokenizer of ranks would be text."""
+    (tmp_path / "src").mkdir()
+    write(tmp_path / "src", "a.jsonl", ROWS)
+    for folder in (tmp_path / "out", tmp_path / "src", tmp_path / "src"):
+        for module in (prepare, chat, labels, prompts):
+            out = folder / module.__name__
+            assert module.main([str(tmp_path / "src"), "--out", str(out),
+                                "--tokenizer", "byte"]) == 0
+            assert prepared(out) == prepared(tmp_path / "out" / module.__name__)
+    (tmp_path / "src/own").mkdir()
+    (tmp_path / "src/own/meta.json").write_text('{"text": "of another program"}')
+    assert len(list(parse_records([str(tmp_path / "src")], dict))) == 121
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ def example_records():
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
         files |= {f"{package}/{Path(file).relative_to(folder).as_posix()}": file
-                  for file in walk(folder, "", STDLIB_SKIP) if file.endswith(".py")}
+                  for file in walk(folder, STDLIB_SKIP) if file.endswith(".py")}
     texts = set()
     counts = Counter()
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):

@@ -26,16 +26,16 @@ BLANKS = " \t\r\n"
 # -----------------------------------------------------------------------------
 # finding files
 
-def find_files(source, skipped_folder):
+def find_files(source):
     """Return the list of paths to read for a source, a name. For a folder: the files in it and in
-    folders below, in a fixed order, without hidden ones and without `skipped_folder` (an absolute
-    path without links). For dataset:stdlib: the .py files of Python's library. For any other source
-    (a file, hf:NAME, a folder that the package datasets saved): [source]."""
+    folders below, in a fixed order, without hidden ones and prepared data. For dataset:stdlib: the
+    .py files of Python's library. For any other source (a file, hf:NAME, a folder that the package
+    datasets saved): [source]."""
     if source == STDLIB:
-        paths = records.walk(sysconfig.get_paths()["stdlib"], skipped_folder, records.STDLIB_SKIP)
+        paths = records.walk(sysconfig.get_paths()["stdlib"], records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
     if os.path.isdir(source) and not records.is_saved(source):
-        return records.walk(source, skipped_folder, {"__pycache__"})
+        return records.walk(source, {"__pycache__"})
     return [source]
 
 
@@ -155,7 +155,7 @@ def read_sources(o, path):
     problems = []
     real_paths = set()
     for source in o.sources:
-        for file in find_files(source, os.path.realpath(o.out)):
+        for file in find_files(source):
             if len(documents.ends) == o.num_samples or len(problems) >= records.MAX_PROBLEMS:
                 break
             if os.path.realpath(file) in real_paths:
