@@ -8,7 +8,7 @@ The conversation is in the fields
     messages         [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]
     conversations    [{"from": "human", "value": "..."}, {"from": "gpt", ...}, ...]      (ShareGPT)
     prompt, and response or completion
-    instruction, perhaps input, and output (or response)                                 (Alpaca)
+    instruction, perhaps input or context, and output or response                  (Alpaca, Dolly)
 
 or in the fields given by --field: a list of messages, or the question's fields and, last, the
 answer's.
@@ -34,8 +34,8 @@ from train.base.fields import key
 
 # Fields of a conversation: the messages, or the question's and, last, the answer's.
 FORMATS = [["messages"], ["conversations"], ["prompt", "response"], ["prompt", "completion"],
-           ["instruction", "input", "output"], ["instruction", "output"],
-           ["instruction", "input", "response"], ["instruction", "response"]]
+           *(["instruction", *more, answer] for more in (["input"], ["context"], [])
+             for answer in ("output", "response"))]
 
 
 @dataclass
