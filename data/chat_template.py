@@ -36,6 +36,7 @@ DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
 # Role names of OpenAI, ShareGPT and other formats.
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
+SEPARATE = ("tool_calls", "function_call", "reasoning_content", "thinking")  # text of an answer
 # Private-use characters: around marked text, and after a text that is to be found.
 OPEN_MARK, CLOSE_MARK = "\U000f0000", "\U000f0001"
 END_MARK = "\U000f0002"
@@ -52,7 +53,7 @@ def parse_messages(value, name):
     value: a list of dicts, {"role", "content"} or ShareGPT's {"from", "value"}. Role names of other
     formats (keys of ROLES, e.g. human and gpt) are converted; for contents see parse_content. name:
     the field of the record that has the list, for error messages. Raises ValueError for any other
-    value, and for a message with "weight": 0 or tool calls."""
+    value, and for a message with "weight": 0, tool calls, or reasoning in a field of its own."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -62,8 +63,8 @@ def parse_messages(value, name):
             raise ValueError(f"role {role!r}: expected one of {', '.join(ROLES)}")
         if message.get("weight") == 0:  # of OpenAI's format
             raise ValueError("weight 0: answers that are not learned are not supported")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise ValueError("tool calls are not supported")
+        if separate := [name for name in SEPARATE if message.get(name)]:
+            raise ValueError(f"{separate[0]}: not supported; expected all text in the content")
         turns.append((ROLES[role], parse_content(message.get("content", message.get("value")))))
     return turns
 

@@ -678,7 +678,7 @@ def say(**body):
     (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
     (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")]),
-                   dict(role="tool", content="a")]), 400, "tool calls are not supported"),
+                   dict(role="tool", content="a")]), 400, "tool_calls: not supported"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
     (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
