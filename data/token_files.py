@@ -230,12 +230,12 @@ class TokenStream:
             for n in np.flatnonzero(which == i):
                 row, shard = rows[n], i
                 piece = tokens[starts[n] - self.firsts[i]:][:length]
-                row[:len(piece)] = piece
                 while len(piece) < len(row):  # the window extends into the next file
+                    row[:len(piece)] = piece
                     row = row[len(piece):]
                     shard += 1
                     piece = self._map(shard)[:len(row)]
-                    row[:len(piece)] = piece
+                row[:] = piece
         return rows
 
     def _map(self, i):

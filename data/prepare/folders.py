@@ -112,9 +112,7 @@ def move_files(folder, out):
 def read_settings(path):
     """Return the settings {key: value as text} of the YAML configuration `path`, a Path. If it has
     the key `base`, the name of a file in the same folder, the settings of that file are included,
-    with lower priority. Return {} if `path` does not exist."""
-    if not path.exists():
-        return {}
+    with lower priority."""
     settings = yaml.load(path.read_text("utf-8"), PlainLoader)
     base = settings.pop("base", None)
     return (read_settings(path.parent / base) if base else {}) | settings
