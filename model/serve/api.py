@@ -172,6 +172,7 @@ def encode_messages(body, engine, template, max_new_tokens):
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "assistant":
             message["content"] = message.get("content") or ""  # agents send null
+            message.pop("reasoning_content", None)  # of earlier answers: not sent to a model
     try:
         turns = parse_messages(messages, "messages")
         if not any(role != "assistant" for role, _ in turns):
