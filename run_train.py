@@ -43,7 +43,7 @@ def main(argv):
             from train.train import train as work
         return work(c)
     from train.robust import run_reporting_errors  # torch is imported from here on
-    return run_reporting_errors(c, job)
+    return run_reporting_errors(c, job, prints=c.dry_run)
 
 
 if __name__ == "__main__":

@@ -326,7 +326,7 @@ def test_a_run_with_all_of_the_classification_guide(tmp_path, data_dir, capsys):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_translation_is_printed_by_the_first_rank(monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr("train.robust.run_reporting_errors", lambda config, job: 0)
+    monkeypatch.setattr("train.robust.run_reporting_errors", lambda config, job, prints: 0)
     assert run_train.main(["--config=train/config_test.yaml", "lr=1e-3", "pin_memory=true"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "Note: lr read as learning_rate 0.001",

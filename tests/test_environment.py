@@ -209,11 +209,28 @@ def test_a_printout_on_a_full_disk_is_one_message(tmp_path, data_dir, option):
     assert errors.read_text() == "run_train.py: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("tool, option", [("lr_finder", "--steps=10"), ("hpo", "--space={}/s")])
+def test_a_tool_on_a_full_disk_ends_with_one_message(tmp_path, data_dir, tool, option):
+    """No trial of a search is left running."""
+    optuna = pytest.importorskip("optuna")
+    (tmp_path / "s").write_text("dropout: [0.0]\nstages: [{trials: 1}]\n")
+    errors = tmp_path / "errors"
+    arguments = ["-m", f"train.tools.{tool}", option.format(tmp_path), *tiny_args(
+        data_dir=data_dir, out_dir=tmp_path / "out", max_iters=2, eval_interval=1)]
+    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(60) == 2
+    assert errors.read_text() == f"train.tools.{tool}: [Errno 28] No space left on device\n"
+    if tool == "hpo":
+        study = optuna.load_study(study_name="stage_1",
+                                  storage=f"sqlite:///{tmp_path}/out/study.db")
+        assert [t.state.name for t in study.trials] == ["FAIL", "WAITING"]
+
+
 def test_an_error_of_a_dry_run_has_its_traceback(capsys):
     """Also one about a file, e.g. in a model of one's own."""
     def job(config):
         open("missing.npy")
-    assert robust.run_reporting_errors(TrainConfig(dry_run=True), job) == 1
+    assert robust.run_reporting_errors(TrainConfig(dry_run=True), job, prints=True) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error and "missing.npy" in error
 

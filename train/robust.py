@@ -182,10 +182,11 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 # -----------------------------------------------------------------------------
 # errors
 
-def run_reporting_errors(config, job):
+def run_reporting_errors(config, job, prints=False):
     """Call job(config), ignore the result, print the error if it fails, and return the exit code
     (under torchrun, exit the process with it). 0: success; 1: a crash, non-finite numbers, or the
-    last save failed; 2: invalid input; 128 + n: stopped by signal n."""
+    last save failed; 2: invalid input; 128 + n: stopped by signal n. prints: whether the job prints
+    its result; an OSError without a filename, e.g. of stdout, is then raised for the caller."""
     try:
         job(config)
         return exit_process(0)
@@ -196,8 +197,7 @@ def run_reporting_errors(config, job):
     except KeyboardInterrupt as stop:  # before the first step: there is no state to save
         return exit_process(interrupt_code(stop))
     except BaseException as error:
-        # An error of stdout: run_train.py reports it.
-        if isinstance(error, OSError) and error.filename is None and config.dry_run:
+        if prints and isinstance(error, OSError) and error.filename is None:
             raise
         if isinstance(error, UserError) or missing_part(error):
             return exit_process(report_error(error))

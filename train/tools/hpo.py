@@ -224,9 +224,9 @@ def run_trial(study, config, space, stage, out):
                                                    n_startup_trials=5)
         trial = study.ask(space)
     params = ", ".join(f"{name} {value}" for name, value in trial.params.items())
-    print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
     folder = os.path.join(out, f"{study.study_name}_trial_{trial.number}")
     try:
+        print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
         ended = study.tell(trial, train_trial(trial, trial_config(
             config, trial.params, stage["max_iters"], out_dir=folder, **NOT_SAVED)))
     except (optuna.TrialPruned, BadNumbers, ConfigError, DataError, SetupError,
@@ -340,7 +340,7 @@ def run_search(options, config):
             while error.__cause__:
                 error = error.__cause__  # at last the error of sqlite, e.g. of a full disk
             raise UserError(f"{os.path.join(options.out, 'study.db')}: {error}") from None
-    return run_reporting_errors(config, work)
+    return run_reporting_errors(config, work, prints=True)
 
 
 main = command(SearchOptions, run_search, load=load_argv)

@@ -142,7 +142,7 @@ def run_sweep(options, config):
         sweep = find_lr(config, options.low, options.high, options.steps)
         if env_rank() == 0:
             report_sweep(sweep, config)
-    code = run_reporting_errors(config, job)
+    code = run_reporting_errors(config, job, prints=True)
     with contextlib.suppress(OSError):  # it is empty if the run was refused
         os.rmdir(config.out_dir)
     return code
