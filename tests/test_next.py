@@ -168,3 +168,25 @@ def test_paths_in_printed_commands_are_quoted(data_dir, tmp_path, monkeypatch, c
     report(name, dict(train=dict(tokens=10)), "config_quick", start_option(ckpt))
     words = shlex.split(capsys.readouterr().out)
     assert {prefix + name, f"out/{name}", prefix + ckpt} <= {*words}
+
+
+@pytest.mark.parametrize("data", ["a", "b:0.5,a:0.5"])
+def test_a_classifier_is_evaluated_as_at_the_end_of_its_run(tmp_path, data):
+    """With averaged weights, which were the best; of a mixture, the first folder."""
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text("text,evidence\n" + "".join(
+            f"{name} number {i} of all,number {i}\n" for i in range(60)))
+        run(tmp_path, "-m", "data.prepare.labels", f"{name}.csv", "--out", name,
+            "--tokenizer=byte")
+    keys = SHORT | SIZE | dict(
+        model="classifier", data_dir=data, out_dir="out", max_epochs=3, eval_interval=4,
+        learning_rate=0.01, ema=0.99, early_stopping_metric="val_loss_ema")
+    said = follow(tmp_path, "Next: python run_train.py", **keys)[-1]
+    report = json.loads((tmp_path / "out/report/metrics.json").read_text())
+    assert said.startswith(f"evidence of {report['rows']} rows: ") and report["rows"] < 12
+    if data == "a":
+        test = json.loads((tmp_path / "out/metrics.jsonl").read_text().splitlines()[-1])
+        assert report["token_f1"] == pytest.approx(test["test_token_f1"], abs=1e-6)
+        run(tmp_path, "-m", "model.classifier", "--ckpt", "out/ckpt_best.pt", "--out", "raw")
+        raw = json.loads((tmp_path / "raw/metrics.json").read_text())
+        assert raw["token_f1"] != report["token_f1"]

@@ -58,8 +58,8 @@ class Data:
     test: evaluated once, at the end of the run; `None`: no test. spec: facts about the data that
     the model needs (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt.
     use: a command that uses the trained model, printed at the end of the run, in which {out},
-    {best} and {data} are replaced by out_dir, the best checkpoint and data_dir; "": USE of the
-    model type.
+    {best}, {data} and {ema} are replaced by out_dir, the best checkpoint, data_dir and, if averaged
+    weights (ema) were the best, " --ema"; "": USE of the model type.
     """
     train: object
     val: object = None

@@ -35,8 +35,8 @@ class ModelType:
     # optional method `problems()` returns a list of messages about contradictory keys.
     Keys = None
 
-    # Command that uses a finished run, printed at the end; "{out}" is replaced by out_dir.
-    # Data.use replaces it.
+    # Command that uses a finished run, printed at the end. Data.use replaces it, and
+    # describes {out} and other names in it.
     USE = ""
 
     # Names in Data.spec or in the configuration that must have equal values in the checkpoint when

@@ -436,9 +436,10 @@ def finish(run):
                  f"evaluations and checkpoints{skipped}")
     if use := run.data.use or run.model_type.USE:  # the command that uses the result
         best = "ckpt_best.pt" if os.path.exists(run.folder.file("ckpt_best.pt")) else "ckpt.pt"
+        ema = " --ema" if run.average and run.config.early_stopping_metric.endswith("_ema") else ""
         if "model.sample" in use and not run.data.spec.get("tokenizer"):
             use += " --tokenizer NAME"
-        run.log.info("Next: " + use.format(out=quote_path(run.config.out_dir), best=best,
+        run.log.info("Next: " + use.format(out=quote_path(run.config.out_dir), best=best, ema=ema,
                                            data=quote_path(run.config.data_dir)))
 
 
@@ -448,8 +449,7 @@ def test(run):
     a signal interrupts the evaluation; if it has numbers already, only load the weights. They stay
     in the model: save the last weights before. All ranks must call."""
     p = run.progress
-    loader = run.data.test
-    if loader is None:
+    if run.data.test is None:
         return
     # The last weights are saved, and may be replaced. Every rank loads the best ones and evaluates
     # a part of the batches.
@@ -457,7 +457,7 @@ def test(run):
     if run.test_numbers:
         return
     # More batches than there can be: all of the data. {} after a signal.
-    numbers = evaluate_loader(run, loader, loader.samples + 1) or {}
+    numbers = evaluate_loader(run, run.data.test, run.data.test.samples + 1) or {}
     run.test_numbers = {f"test_{name.removeprefix('val_')}": v for name, v in numbers.items()}
     if numbers:
         run.log.info(f"On test data, with {weights}:")

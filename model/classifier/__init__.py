@@ -34,7 +34,7 @@ NGRAM_SCALE = 16.0  # how much faster their weights change than those of the net
 ROWS_FOR_HALF = 1000
 # Spans of evidence are predicted whose last token is at least so probable, relative to the best.
 SPAN_SHARE = 0.2
-USE = "python -m model.classifier --ckpt {out}/{best} --data {data} --out {out}/report"
+USE = "python -m model.classifier --ckpt {out}/{best}{ema} --out {out}/report"
 # The head identifies classes by index; another fold was trained on rows that are tested here.
 MUST_MATCH_TO_INIT = ("classes", "folds", "fold")
 STATISTICS = dict(class_counts="ngrams")

@@ -17,7 +17,7 @@ from model.core.load import EMA, load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import DataError, echo, require
-from train.base.fields import key
+from train.base.fields import key, parse_mixture
 from train.base.files import write_text
 from train.distributed import get_device
 
@@ -26,8 +26,8 @@ from train.distributed import get_device
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on its own test data, or on other files."""
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
-    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's own)",
-                          nargs="+", metavar="PATH", text=True, aliases="dataset.path")
+    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's "
+                          "first)", nargs="+", metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder, by the folds of the run if it has any",
                      choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
@@ -41,12 +41,13 @@ class ReportOptions(labels.Fields):
 def evaluate_checkpoint(args):
     """Evaluate the classifier args.ckpt on args.data: write metrics.json and predictions.jsonl to
     the folder args.out, and print the report. args: a ReportOptions; in place, empty args.data is
-    set to the data_dir of the training run, and empty args.out to the folder `report` of the
+    set to the first folder of the training run, and empty args.out to the folder `report` of the
     checkpoint's folder. Raises UserError if the checkpoint or the data cannot be used."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
     # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
-    own_data = os.path.abspath(load_checkpoint(args.ckpt)["config"]["data_dir"])
+    data_dir = load_checkpoint(args.ckpt)["config"]["data_dir"]
+    own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, rows = load_rows(args, model, tokenizer)
@@ -150,7 +151,7 @@ def one_or_all(texts, several):
 
 def calibrate(args, own_data, model, tokenizer):
     """Return the result of fit_temperature(), a float, for the predictions of `model` on the
-    validation rows in own_data, the data_dir of the training run. If these rows cannot be read, a
+    validation rows in own_data, a folder of the training run. If these rows cannot be read, a
     message is printed and 1.0 is returned. args: a ReportOptions."""
     try:
         arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
