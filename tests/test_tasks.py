@@ -245,12 +245,12 @@ def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("rows, name, changes, message", [
-    ([], "a", {}, "no rows in it"),
+    ([], "a", {}, "^eval_tasks: .*a.jsonl: no rows in it"),
     ([dict(question="a", answer="b")], "loss", {}, "eval_tasks: loss: another number has"),
     ([dict(question="a", answer="b")], "ppl", {}, "already have val_ppl"),
     ([dict(question="a", answer="b")], "a", dict(tokenizer=None), "expected a language model"),
     ([dict(question="a", answer="b")], "a", dict(eval_interval=0), "eval_tasks: .* needs eval"),
-    (None, "a", {}, "no such file"),
+    (None, "a", {}, "^eval_tasks: .*a.jsonl: no such file"),
 ])
 def test_what_cannot_be_evaluated_is_refused(data_dir, tmp_path, rows, name, changes, message):
     path = tmp_path / f"{name}.jsonl"

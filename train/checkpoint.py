@@ -22,7 +22,7 @@ from train.base import checkpoint_file as file_format
 from train.base.checkpoint_file import load_checkpoint as load_checkpoint  # public names
 from train.base.checkpoint_file import open_checkpoint
 from train.base.checkpoint_file import save_checkpoint as save_checkpoint
-from train.base.errors import BadNumbers, CheckpointError, SetupError, UserError, quote_path
+from train.base.errors import BadNumbers, CheckpointError, SetupError, quote_path
 from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import MANIFEST, Shards, new_folder
@@ -98,10 +98,7 @@ def find_start(folder, config, ranks, log):
         kind = "init_from" if state is None else "resume"
         if state is None and config.init_from != "scratch":
             path = config.init_from
-            try:
-                state = weights_module().load.read_weights(path)
-            except UserError as error:
-                raise CheckpointError(f"init_from: {error}") from error
+            state = weights_module().read_named(path, "init_from")
         if state is None and config.eval_only:
             raise CheckpointError(f"--eval_only: no ckpt.pt in {config.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
@@ -191,10 +188,10 @@ def inherited_shape(config):
     """Return {key: value}: the configuration keys of the model's architecture, e.g. n_layer, that a
     new run of `config` takes from the weights with which it starts; {} if it starts without
     weights. Reads the file of the weights, but starts no run. Raises CheckpointError."""
-    path = next(iter(input_files(config, (True,)).values()), None)
+    name, path = next(iter(input_files(config, (True,)).items()), (None, None))
     if path is None:
         return {}
-    return weights_module().take_shape(config, weights_module().load.read_weights(path), path)
+    return weights_module().take_shape(config, weights_module().read_named(path, name), path)
 
 
 def load_best(model, folder, config, ranks):

@@ -16,7 +16,7 @@ from model.core import formulas, load  # noqa: F401  for train/checkpoint.py
 from model.core.adapters import is_adapter, merge
 from model.core.shape import check_size, check_value
 from train.base.checkpoint_file import bullets, check_match, check_unchanged
-from train.base.errors import CheckpointError, quote_path
+from train.base.errors import CheckpointError, UserError, quote_path
 from train.base.fields import fields_by_name
 from train.base.keys import GPTKeys
 from train.config import find_conflicts
@@ -120,6 +120,15 @@ def with_shape(config, model_args, path):
     return config.inherit(shape | dict(vocab_size=config.vocab_size))
 
 
+def read_named(path, key, advice=""):
+    """Return load.read_weights(path). Raises CheckpointError with the name of the configuration key
+    `key`, whose value is `path`, before the message, and the text `advice` after it."""
+    try:
+        return load.read_weights(path)
+    except UserError as error:
+        raise CheckpointError(f"{key}: {error}{advice}") from error
+
+
 # -----------------------------------------------------------------------------
 # weights to start from: do they have the meaning that this run gives them?
 
@@ -203,11 +212,8 @@ def read_backbone(path, key="backbone"):
     and torch.compile, and "digest", the SHA-256 of the weights in hexadecimal. key: name of the
     configuration key with this path, for messages. Raises CheckpointError if the file cannot be
     used."""
-    try:
-        with torch.device("cpu"):
-            state = load.read_weights(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {error}; if it has moved, --{key} FILE") from error
+    with torch.device("cpu"):
+        state = read_named(path, key, f"; if it has moved, --{key} FILE")
     weights = convert_ddp_state(state["model"])
     return {**state, "model": weights, "digest": digest(weights)}
 

@@ -238,8 +238,11 @@ class Tasks:
         self.model = model
         reader = ExampleReader(tokenizer_from_spec(spec), getattr(model, "template", None),
                                model.config.block_size)
-        tasks = broadcast_from_rank0(lambda: [
-            reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
+        try:
+            tasks = broadcast_from_rank0(lambda: [
+                reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
+        except DataError as error:
+            raise DataError(f"eval_tasks: {error}") from error
         self.has_choices = [any(len(e.sequences) > 1 for e in examples) for examples in tasks]
         metrics = [*itertools.chain(*map(metric_names, self.names, self.has_choices))]
         taken = {name for name in metrics if name in LINE_NAMES or metrics.count(name) > 1}
