@@ -24,6 +24,7 @@ optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
 from train.base.errors import ConfigError, Stopped  # noqa: E402
+from train.base.files import lock_folder  # noqa: E402
 from train.base.keys import FIELDS  # noqa: E402
 from train.config import load_config  # noqa: E402
 from train.robust import on_signals  # noqa: E402
@@ -432,11 +433,18 @@ def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search
     soon(lambda: output.exists() and "\n" in output.read_text(), 30)
     assert output.read_text().startswith("stage_1, trial 0: learning_rate 0.01")
     worker.kill()
+    left, used = (tmp_path / f"hpo/stage_1_trial_{n}/ckpt_best.pt" for n in (0, 9))
+    for path in left, used:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     study, = optuna.study.get_all_study_names(f"sqlite:///{tmp_path}/hpo/study.db")
     study = optuna.load_study(study_name=study, storage=f"sqlite:///{tmp_path}/hpo/study.db")
     study.set_user_attr("asked", study.user_attrs["asked"] | dict(max_iters=4, eval_interval=2))
+    lock = lock_folder(used.parent)  # as a worker does that lives
     code, found = search(SPACE, trials(2))
+    lock.close()
     assert code == 0 and [t["trial"] for t in found] == [1, 2]
+    assert used.exists() and not left.exists()
 
 
 def test_evaluations_may_be_counted_in_epochs(search):
