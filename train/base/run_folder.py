@@ -48,6 +48,7 @@ class RunFolder:
         self.keep_last = keep_last
         self.save_precision = save_precision
         self.lock = None
+        self.is_new = False  # whether open() has created the folder
         self.stat = None  # os.stat() of the folder that open() locked
         self.job = ""  # content of .job, set by take()
         self.thread = None
@@ -64,6 +65,7 @@ class RunFolder:
         Call it on rank 0 only: a second process cannot lock the folder. Raises CheckpointError if
         the folder cannot be used, UserError if it is already locked or the disk is full."""
         try:
+            self.is_new = not os.path.exists(self.path)
             os.makedirs(self.path, exist_ok=True)
             self.lock = lock_folder(self.path)
             self.stat = os.stat(self.path)
@@ -247,9 +249,12 @@ class RunFolder:
             return_freed_memory()
 
     def close(self):
-        """Wait for the save in progress, which needs the lock, and release the lock."""
+        """Wait for the save in progress, which needs the lock, and release the lock. If open() has
+        created the folder and nothing else is in it, as the run was refused, remove it."""
         self.wait()
         if self.lock is not None:
+            if self.is_new and self.is_same() and os.listdir(self.path) == [".lock"]:
+                shutil.rmtree(self.path, ignore_errors=True)
             unlock(self.lock)
 
 
