@@ -293,6 +293,13 @@ def test_modules_of_the_same_name_elsewhere_are_not_imported(command, tmp_path):
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+@pytest.mark.parametrize("command", [["train/train.py"], ["-m", "train.train"]])
+def test_the_file_of_the_loop_names_the_command(command):
+    done = subprocess.run([sys.executable, *command], cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "train/train.py is not a command; run: python run_train.py\n"
+
+
 def test_there_are_optional_parts():
     assert {"train.options.ema", "train.tools.hpo", "model.chat", "model.sae", "model.serve",
             "data.prepare"} <= set(PARTS) and "model.core" not in PARTS and len(PARTS) > 25

@@ -13,6 +13,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+if __name__ == "__main__":
+    raise SystemExit("train/train.py is not a command; run: python run_train.py")
+
 import torch
 import torch.distributed as dist
 
@@ -421,19 +424,17 @@ def finish(run):
     """Complete a Run after the last step: save, draw loss.svg, evaluate the test data, log a
     summary and the command that uses the result. All ranks must call. Raises CollectiveExit if the
     save fails, BadNumbers if the weights are not finite, Stopped after a signal."""
-    p = run.progress
     # The last save is not in the background: an error is raised.
     save(run, last=True)
     # loss.svg again, with the last steps.
     run.log.plot()
     test(run)
-    stop_signal, _ = run.signals.agree(run.ranks)
-    if stop_signal:  # during the test; everything is saved
+    if stop_signal := run.signals.agree(run.ranks)[0]:  # during the test; everything is saved
         run.stop(stop_signal)
     # In float16, the first steps overflow until the loss scale is low enough.
-    skipped = f"; {p.overflows} float16 steps skipped" if p.overflows else ""
-    run.log.info(f"Training complete! {p.finished}; {run.clock.total_away:.1f} s spent in "
-                 f"evaluations and checkpoints{skipped}")
+    skipped = f"; {run.progress.overflows} float16 steps skipped" if run.progress.overflows else ""
+    run.log.info(f"Training complete! {run.progress.finished}; {run.clock.total_away:.1f} s spent "
+                 f"in evaluations and checkpoints{skipped}")
     if use := run.data.use or run.model_type.USE:  # the command that uses the result
         best = "ckpt_best.pt" if os.path.exists(run.folder.file("ckpt_best.pt")) else "ckpt.pt"
         ema = " --ema" if run.average and run.config.early_stopping_metric.endswith("_ema") else ""
