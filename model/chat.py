@@ -72,10 +72,10 @@ class ChatGPT(GPT):
 
     def count_exact(self, x, targets):
         """Count correct predictions in an evaluation. Return {name: 0-dim tensor}: "accuracy", the
-        number of targets that have the largest logit; "answers", the number of answers; "exact",
-        the number of answers in which every target has the largest logit, so that greedy sampling
-        would generate the answer. x (B, T, C): states after the final norm. targets (B, T): token
-        ids, -1 outside of answers."""
+        number of targets that have the largest logit; "answers", the number of answers, i.e. of
+        sequences of consecutive targets; "exact", the number of answers in which every target has
+        the largest logit, so that greedy sampling would generate the answer. x (B, T, C): states
+        after the final norm. targets (B, T): token ids, -1 outside of answers."""
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -128,9 +128,9 @@ class FromChatKeys:
 def read_rows_meta(config, model, command, *keys):
     """Read meta.json and the tokenizer of config.data_dir, a folder with token rows that
     data.prepare.`command` wrote for the model type `model`, e.g. "chat". Return (Meta, tokenizer,
-    dict), where the dict has vocab_size, tokenizer, template and row_tokens for Data.spec. keys:
-    names of further keys that meta.json must have. Raises DataError if the folder has other data,
-    or if the rows are longer than config.block_size."""
+    dict), where the dict has vocab_size (the larger one of the data and `config`), tokenizer,
+    template and row_tokens for Data.spec. keys: names of further keys that meta.json must have.
+    Raises DataError if the folder has other data, or rows for a block_size above that of config."""
     folder = config.data_dir
     option = {"pairs": " --reference CKPT", "prompts": " --tokenizer CKPT"}.get(command, "")
     how = (f"prepare some: python -m data.prepare.{command} FILE...{option} --out "
@@ -162,7 +162,7 @@ def open_data(config, ranks):
 
 def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
     """Return a model for conversations or, if data.spec has no template, for text. The arguments
-    are those of build_model() of model/gpt.py."""
+    are those of build_model() of model/gpt.py. Raises DataError if the template fails."""
     model = gpt.build_model(config, data, kind, shape)
     if "template" in data.spec:
         model.template = ChatTemplate(data.spec["template"])
@@ -192,9 +192,9 @@ def sample(model, data, config):
 def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **sampling):
     """Return the answer of `model`, a ChatGPT, to a prompt: a list of at most max_new_tokens token
     ids, without the end token. ids: the prompt, a list of token ids. on_token: called with a tensor
-    (1,) for each new token, also for the end token. sampling: the arguments temperature (default 0:
-    greedy), top_k, top_p, min_p and seed of generate(). Raises ValueError if the logits are not
-    finite."""
+    (1,) for each new token, also for the end token; generation ends if it returns true. sampling:
+    the arguments temperature (default 0: greedy), top_k, top_p, min_p and seed of generate().
+    Raises ValueError if the logits are not finite."""
     ends = model.template.end_ids(tokenizer)
     idx = torch.tensor([ids], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | sampling,
@@ -206,7 +206,7 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
     """Hold a conversation: print the answer of `model`, a ChatGPT, to each text in the iterable
     `questions`, token by token. max_new_tokens: maximum length of an answer. system: text of the
-    system message, `None` or empty: no such message. sampling: as for generate_answer().
+    system message, `None` or blank: no such message. sampling: as for generate_answer().
 
     Each prompt contains the system message, the question, and as many of the latest messages as fit
     in the context with max_new_tokens tokens for the answer (at most half of the context is

@@ -97,8 +97,9 @@ class HasTeachers(weights.HoldsFrozen):
 
 
 class Student(HasTeachers, GPT):
-    """A GPT that is trained on text and on the mean distribution of the teachers, a tuple of GPTs
-    in the attribute `frozen`. Without teachers (a loaded checkpoint) it can only generate.
+    """A GPT that is trained on text and on the mean distribution of the teachers. The caller must
+    set the attributes keys, a TrainConfig, and frozen, the tuple of the teachers, each a GPT;
+    without teachers (a loaded checkpoint) it can only generate.
 
     The logged numbers include "kl", the mean KL(teachers, student) in nats per token, in training
     at the softmax temperature distill_temperature, in evaluations at 1; in evaluations also

@@ -404,7 +404,8 @@ class GPT(nn.Module):
         divided by the count (`None` if the count is 0). If there is a sum "bytes", as in
         evaluations, "ppl" (perplexity) and "bpb" (bits per byte) replace it; ppl is `None` if the
         count is 0, bpb if the bytes are 0 (unknown). Raises SetupError for a sum named ppl or bpb.
-        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss"."""
+        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss", the
+        sum of the losses of all targets."""
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():
             raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")

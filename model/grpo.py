@@ -265,7 +265,8 @@ def collate_rows(rows, max_tokens):
     """Convert `rows`, as returned by pack_answers(), to tensors. Return (tokens (n, T, 5) int64,
     weights (n, T) float32). The last dimension of tokens is (token, position, history, target,
     part). Rows are padded to the same length T, a multiple of WIDTH_MULTIPLE, or max_tokens if that
-    is smaller. Without rows, n is 1, and the row is padding, which does not change the loss."""
+    is smaller; no row may be longer than max_tokens. Without rows, n is 1, and the row is padding,
+    which does not change the loss."""
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
@@ -405,7 +406,7 @@ def open_prompts(config, ranks, needs_answers):
     PromptLoaders and the additional attribute reward_function, a RewardFunction for exact match.
     config: a TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be used, if the
     longest prompt and answer_tokens together exceed block_size, or if needs_answers is true and a
-    prompt has no reference answer."""
+    prompt has no reference answer. Disables the attention of cuDNN in this process."""
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -435,10 +436,10 @@ def open_prompts(config, ranks, needs_answers):
 
 
 def open_data(config, ranks):
-    """Return the Data of open_prompts(). config.reward selects the attribute reward_function:
-    "exact" (the answer equals the reference answer), or the path of a Python file, which is
-    executed. Raises DataError for data that cannot be used, and UserError for errors in the file.
-    """
+    """Return the Data of open_prompts(), also with the attribute ranks. config.reward selects the
+    attribute reward_function: "exact" (the answer equals the reference answer), or the path of a
+    Python file, which is executed. Raises DataError for data that cannot be used, and UserError for
+    errors in the file."""
     data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
     data.ranks = ranks
     data.spec["reward"] = "exact"

@@ -301,7 +301,7 @@ class RoutedGPT(GPT):
         always to the sums, and in training, weighted by the coefficients in config, to the loss.
         Call it once after each forward pass: it removes the routers' results from the blocks.
         n_items (B,): the number of targets of each sequence, by which the losses of the sequences
-        are weighted; default: equal weights."""
+        are weighted in training; default, and always in the sums: equal weights."""
         c = self.config
         routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
@@ -321,11 +321,11 @@ class RoutedGPT(GPT):
         return loss, sums
 
     def numbers(self, sums):
-        """Return {name: number or list} for the log: the numbers of GPT; load_balance (1: uniform),
-        auxiliary and z_loss, means over sequences and layers; use, for each layer a list of the
-        load of each expert relative to a uniform load; use_min and use_max, the lowest and the
-        highest of these loads; in training lm_loss, the loss without the router losses. sums: those
-        of compute_loss(), added over all batches."""
+        """Return {name: number, list or `None`} for the log: the numbers of GPT; load_balance (1:
+        uniform), auxiliary and z_loss, means over sequences and layers; use, for each layer a list
+        of the load of each expert relative to a uniform load; use_min and use_max, the lowest and
+        the highest of these loads; in training lm_loss, the loss without the router losses. sums:
+        those of compute_loss(), added over all batches."""
         n_tokens = max(1.0, float(sums["routed"][0].sum()))
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens

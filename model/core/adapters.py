@@ -116,7 +116,7 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
     layers in the blocks that `targets` selects by LoRALinear of rank r. Changes `model` in place
     and returns it; if r is 0, nothing is changed. seed: an integer, for the initial values of the
     adapters (on the meta device they are not set). scale: factor of the adapters. targets: patterns
-    of names, as for find_layers(). Raises ConfigError for a pattern that matches no layer."""
+    of names, as for find_layers(), with the same ConfigError."""
     if not r:
         return model
     model.requires_grad_(False)

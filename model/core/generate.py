@@ -225,9 +225,9 @@ def sample(model, data, config):
     continuation of config.sample_tokens tokens, sampled with the seed of the run, so that every
     call uses the same random numbers. [] if data.spec has no tokenizer.
 
-    A function of the model interface, for GPTs in training. The model must be in eval mode; if it
-    is sharded, all ranks must call this function. A ValueError, e.g. for NaN logits, is not raised:
-    the message is written into the text.
+    A function of the model interface (train/system.py), for GPTs in training. The model must be in
+    eval mode; if it is sharded, all ranks must call this function. A ValueError, e.g. for NaN
+    logits, is not raised: the message is written into the text.
     """
     if not data.spec.get("tokenizer"):
         return []

@@ -111,8 +111,9 @@ class KVCache:
     def swap_last_key(self, layer, k):
         """Exchange the last key of a layer, for models with key_offset, in which a part of each key
         is that of the previous token. Store k (B, 1, G, D), the key of the last token that start()
-        appended, before offset_keys(), and return the key (B, 1, G, D) that the previous call
-        stored for this layer; zeros at the beginning of a text. layer: index of the layer."""
+        appended, before offset_keys(), and return that of the token before the first appended one;
+        zeros at the beginning of a text. After a right-padded prompt, only the second and fourth
+        quarters of the last dimension, which offset_keys() uses, are right. layer: the index."""
         keys = self.kv[layer, 0]  # (B, G, slots, D)
         if self.same_length:
             before = keys[:, :, self.slots.start] * (self.slots.start > 0)  # (B, G, D)

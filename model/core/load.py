@@ -70,7 +70,7 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
     of the frozen model that the checkpoint needs, e.g. of lora (default: the path in training).
     ema: use the running averages of the weights. expect: the model type that the caller needs, e.g.
     "sae" (default: any). Raises CheckpointError if the file is missing, cannot be used, or has a
-    different model type.
+    different model type, DataError if a download fails.
     """
     state = read_weights(ckpt_path)
     kind = saved_model_type(state)
@@ -123,8 +123,8 @@ def open_text_format(state):
 def build_empty_model(state):
     """Return the model of a checkpoint on the default device, without the weights of the
     checkpoint. state: the dict of the checkpoint. A frozen model that it needs is loaded from a
-    separate file. Raises ValueError if the checkpoint describes no model, or if the frozen model
-    cannot be used."""
+    separate file. If the checkpoint describes no model, or the frozen model cannot be used, raises
+    ValueError, or any of the other exceptions that model_of() catches, e.g. KeyError."""
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
     if kind == "gpt":

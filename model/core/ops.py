@@ -453,7 +453,7 @@ def limit_to_window(window, k, v, mask, T, causal=True):
     the keys at a distance of at most window // 2. k, v (B, G, S, D): returned with fewer keys if
     possible. mask: bool, true where a query sees a key, as for attend(); `None`: causal, or all
     keys if `causal` is false. T: the number of queries, which are at the last T of the S positions.
-    """
+    For T > 1, a query may see its own key also where `mask` is false (padding)."""
     S = k.size(2)
     if S <= window and causal and (mask is None or T in (1, mask.size(2))):
         return k, v, mask

@@ -24,7 +24,7 @@ def fit_ridge(x, y, runs, alphas=None):
 
     runs (N,): the number of the run of each row, ascending; a single run is divided into N_BLOCKS
     equal blocks. alphas: penalties to select from (default: PENALTIES times the mean square of the
-    singular values of x).
+    singular values of x, centred).
     """
     if runs[0] == runs[-1]:
         runs = np.arange(len(y)) * N_BLOCKS // len(y)

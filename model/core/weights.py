@@ -38,10 +38,10 @@ def inherit_shape(config, model_args):
     any case).
 
     Values of the checkpoint replace defaults and values of a configuration file; a different value
-    from the command line is a contradiction. Exceptions: dropout is not taken over; vocab_size only
-    if it is not set; a block_size that is set is used (with learned positions only if it is smaller
-    than in the checkpoint), and max_positions is then the context of the checkpoint if it is
-    longer.
+    from the command line or Python (is_explicit()) is a contradiction. Exceptions: dropout is not
+    taken over; vocab_size only if it is not set; a block_size that is set is used (with learned
+    positions only if it is smaller than in the checkpoint), and max_positions is then the context
+    of the checkpoint if it is longer.
     """
     taken = {}
     wrong = []
@@ -73,8 +73,8 @@ def take_shape(config, state, path, inherit=None):
     check them. config: the TrainConfig of the run; state: the dict of the checkpoint, read from
     `path`. inherit: a function (config, model_args) -> ({key: value}, [contradiction]), see
     inherit_shape(); default: inherit_shape of the run's model type, and {} is returned if it has
-    none. Raises CheckpointError with all contradictions, or if the values describe no possible
-    model."""
+    none. Raises CheckpointError with all contradictions, or if a model of this type cannot
+    have the values."""
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -105,7 +105,7 @@ def as_gpt(state, path, backbone=None):
     frozen model that the checkpoint needs (default: the path in training). Raises CheckpointError
     if the model cannot be built.
 
-    A function of the model interface: a model type has it if its weights can be exported as a GPT.
+    A function of the model interface (train/system.py), for model types that can be exported.
     """
     model, _ = load.model_of(state, path, backbone=backbone)
     return merge(model), model.config
@@ -114,8 +114,8 @@ def as_gpt(state, path, backbone=None):
 def with_shape(config, model_args, path):
     """Return a copy of the TrainConfig `config` with the shape keys of a backbone. model_args: the
     dict "model_args" of the backbone's checkpoint at `path`. vocab_size is not changed, because
-    data.spec defines it. Raises CheckpointError if keys from the command line contradict the
-    backbone."""
+    data.spec defines it. Raises CheckpointError if keys from the command line or Python contradict
+    the backbone."""
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.inherit(shape | dict(vocab_size=config.vocab_size))
 
@@ -136,9 +136,10 @@ def check_must_match(state, config, spec, path):
     """Raise CheckpointError if the weights of a checkpoint would have a different meaning in this
     run. The tokenizer, and the names in MUST_MATCH_TO_INIT of the model type (configuration keys or
     entries of spec, e.g. "classes"), must have the same values in both, except names in
-    config.allow_change. With config.eval_only, so must the STATISTICS that it uses: no
-    training adapts the weights to those of other data. state: the dict of the checkpoint, read from
-    `path`. config, spec: TrainConfig and Data.spec of the run."""
+    config.allow_change. With config.eval_only, so must the statistics of the training data that the
+    model uses (STATISTICS, see ModelType in train/system.py): no training adapts the weights to
+    other ones. state: the dict of the checkpoint, read from `path`. config, spec: TrainConfig and
+    Data.spec of the run."""
     old_spec = state.get("spec") or {}
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
@@ -152,10 +153,10 @@ def check_must_match(state, config, spec, path):
 
 def check_same(pairs, path, allowed):
     """Raise CheckpointError if two values in `pairs` {name: (value of the weights, value of this
-    run)} differ. These are no difference: a value of `None` (unknown), x and [x], equivalent
-    tokenizers (name "tokenizer"), and lists of different lengths, whose tensors are newly
-    initialised. allowed: names that may differ, the value of --allow_change. path: the file of the
-    weights, for the message."""
+    run)} differ. These are no difference: a value of `None` (unknown), x in the weights and
+    [x] in this run, equivalent tokenizers (name "tokenizer"), and lists of different lengths, whose
+    tensors are newly initialised. allowed: names that may differ, the value of --allow_change;
+    "all": every name. path: the file of the weights, for the message."""
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and new not in (old, [old])
