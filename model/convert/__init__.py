@@ -3,7 +3,7 @@
     python -m model.convert --ckpt out/ckpt.pt --to out/hf               a Hugging Face folder
     python -m model.convert --ckpt out/ckpt.pt --to nanogpt/ckpt.pt      nanoGPT's format
     python -m model.convert --ckpt out/fsdp/ckpt.pt --to ckpt.pt         shards: in one file
-    python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    the weights only
+    python -m model.convert --ckpt out/ckpt.pt --to model.safetensors    this program's names
     python -m model.convert --ckpt out/ckpt.pt --to model.gguf           for llama.cpp
     python -m model.convert --ckpt out/lora/ckpt.pt --to merged.pt       adapters or memory: merged
 
@@ -59,8 +59,8 @@ def read_source(state, path, backbone=None, for_others=True):
     """Return the Source of a checkpoint, with adapters merged into the weights. state: the
     checkpoint, a dict. path: the file it was read from. backbone: the present path of the frozen
     model that adapters need, if it was moved. for_others: whether a different program will compute
-    the logits; then the code of this program for the logits must not have been edited. Raises
-    CheckpointError for a model that cannot be exported."""
+    the logits; then the code for the logits must not have been edited, here or in the program that
+    wrote the checkpoint. Raises CheckpointError for a model that cannot be exported."""
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -99,7 +99,7 @@ def export_folder(source, to, precision):
     llama.cpp's converter. Files of an earlier model in the folder are deleted or replaced.
     precision: name of the dtype of the weights. Return a description, a text, e.g. "a
     LlamaForCausalLM". Raises CheckpointError for options that no model class of transformers in
-    FAMILIES has."""
+    FAMILIES has, and for values too large for the dtype; DataError for very long tokens."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -146,9 +146,9 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a Source, without the tokenizer, to the file `to`, a checkpoint for nanoGPT's
-    sample.py. precision is ignored: weights keep the dtype. Return a description of the file, a
-    text. Raises CheckpointError for options that nanoGPT does not have."""
+    """Write a Source, without tokenizer and chat template, to the file `to`, a checkpoint for
+    nanoGPT's sample.py. precision is ignored: weights keep the dtype. Return a description of the
+    file, a text. Raises CheckpointError for options that nanoGPT does not have."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
@@ -160,10 +160,10 @@ def export_nanogpt(source, to, precision):
 def export_merged(state, path, to, precision, backbone):
     """Write a model with a backbone (a frozen model in a different file) to the file `to`, as a
     checkpoint of this program that does not need the other file. Adapters are merged into the
-    weights; memory layers (model/memory) are stored unchanged. state: the checkpoint, a dict. path:
-    the file it was read from. precision: name of the dtype of the weights. backbone: the present
+    weights; memory layers (model/memory) are kept as layers. state: the checkpoint, a dict. path:
+    the file it was read from. precision: name of the dtype of all weights. backbone: the present
     path of the backbone, if it was moved. Return a text: a description of the file, and the command
-    to use it."""
+    to use it. Raises CheckpointError, e.g. for values too large for the dtype."""
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -188,15 +188,16 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
-    """Run the command: write a model in the format that the name `to` implies: FILE.pt (nanoGPT's
-    format; but a checkpoint of this program if `ckpt` is sharded or has adapters or memory layers),
-    FILE.safetensors, FILE.gguf, otherwise a Hugging Face folder. Prints a description of the
-    result.
+    """Run the command: write a model in the format that the name `to` implies: FILE.safetensors,
+    FILE.gguf, FILE.pt, otherwise a Hugging Face folder. FILE.pt is the unchanged checkpoint in one
+    file if `ckpt` is sharded and `ema` is False; or else, with adapters or memory layers, the
+    result of export_merged(); or else in nanoGPT's format. An existing FILE.pt is kept as
+    FILE_prev.pt. Prints a description of the result.
 
     ckpt: a path that read_model() accepts. save_precision: name of the dtype of the weights,
-    ignored for nanoGPT's format. backbone: the present path of the frozen model, if it was moved.
-    ema: write the running averages of the weights. quantize: "q8_0" or `None`, only for .gguf.
-    Raises UserError.
+    ignored for FILE.pt except by export_merged(). backbone: the present path of the frozen model,
+    if it was moved. ema: write the running averages of the weights. quantize: `None` or "q8_0",
+    only for .gguf and save_precision "float32". Raises UserError or ValueError.
     """
     ending = os.path.splitext(to)[1]
     exists = os.path.isfile if ending in FORMATS else os.path.isdir
@@ -239,7 +240,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
 
 @dataclass
 class ConvertOptions:
-    """Convert weights from and to nanoGPT, Hugging Face and llama.cpp; merge adapters or memory."""
+    """Convert from and to nanoGPT and Hugging Face, and to llama.cpp; merge adapters or memory."""
     to: str = key("", "FILE.pt: nanoGPT's format (of shards: one file; of adapters or a memory: "
                   "merged); FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a "
                   "folder for transformers and vLLM", required=True, path=True)

@@ -271,7 +271,8 @@ def read_rope(given, theta):
     """Return (rope_theta, rope_scaling), two fields of a GPTConfig. given: a dict of rotary
     parameters in a config.json (rope_parameters or rope_scaling). theta: rope_theta if `given` does
     not have it. rope_scaling is a text, "FACTOR" or Llama 3's four numbers, e.g. "8,1,4,8192", or
-    `None`. Raises CheckpointError for types other than default, linear and llama3."""
+    `None`. Raises CheckpointError for a partial_rotary_factor other than 1, and for types other
+    than default, linear and llama3; KeyError if a number is missing."""
     kind = given.get("rope_type", given.get("type", "default"))
     if (part := given.get("partial_rotary_factor", 1)) != 1:
         raise CheckpointError(f"partial_rotary_factor: {part!r}: not supported")
@@ -363,7 +364,7 @@ def write_config(shape, kind, dtype, end):
 def write_fields(shape, family):
     """Return the keys of a config.json, {key: value}, on which the logits depend (sizes,
     activation, positions, windows). shape: a GPTConfig or MoEConfig. family: the Family that
-    defines the keys. write_config adds the other keys."""
+    defines the keys. write_config adds the other keys. Other options are lost: see mismatches()."""
     out = family.constants | {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     if "mlp" in family.keys:
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}

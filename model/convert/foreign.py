@@ -30,10 +30,10 @@ FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch
 def read_model(path, state=None):
     """Read a model of this program or of a different one. Return a dict with the keys of a
     checkpoint: "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer",
-    and possibly more. path: a checkpoint of this program or nanoGPT's, a .safetensors file, a
-    Hugging Face folder, or hf:OWNER/NAME. state: the content of the checkpoint file, a dict, if it
-    was already read. Raises CheckpointError if the model cannot be read, DataError if a download
-    fails."""
+    and possibly more; of a bare state dict, "model" only. path: a checkpoint of this program or
+    nanoGPT's, a .safetensors file that this program wrote, a Hugging Face folder, or hf:OWNER/NAME.
+    state: the content of the checkpoint file, a dict, if it was already read. Raises ValueError,
+    e.g. a CheckpointError, if the model cannot be read or downloaded."""
     path = local_folder(str(path))
     if os.path.isdir(path) and not is_sharded(path):
         return read_folder(path)
@@ -57,7 +57,7 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
     """Return a dict with the keys of a checkpoint, see read_model. path: of the weights, for
     messages. weights: {name in this program: tensor}. shape: the configuration, a GPTConfig or
     MoEConfig. tokenizer: a Tokenizer or `None`. template: the spec of a ChatTemplate (a dict) or
-    `None`. Raises CheckpointError if weights and shape do not fit."""
+    `None`. Raises CheckpointError if `weights` do not fit, ValueError if `shape` is invalid."""
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -69,7 +69,7 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 def check_complete(path, weights, shape):
     """Raise CheckpointError unless the tensors in `weights` have exactly the names and shapes of a
     model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for
-    messages. weights: {name in this program: tensor}."""
+    messages. weights: {name in this program: tensor}. Raises ValueError for an invalid shape."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
     check_shape(shape, weights)
@@ -84,7 +84,8 @@ def check_complete(path, weights, shape):
 def read_safetensors_model(path):
     """Return the model in a .safetensors file that this program wrote, as a dict with the keys of a
     checkpoint: "model" {name: tensor}, "model_args", "config", "spec", and others from the header
-    of the file. Raises CheckpointError for a file that cannot be read."""
+    of the file. For a file of another program, "model_args" is {}. Raises CheckpointError for a
+    file that cannot be read, SetupError without the package safetensors."""
     weights, description = read_safetensors(path)
     args = description.setdefault("model_args", {})
     spec = dict(vocab_size=args.get("vocab_size"), tokenizer=description.get("tokenizer"))
@@ -122,7 +123,7 @@ def read_folder(folder):
     """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint, see
     read_model. Reads config.json, the .safetensors files and, if it exists, tokenizer.json; if this
     file is not supported, prints a message and continues without a tokenizer. Raises
-    CheckpointError for an incomplete folder and for models that are not supported."""
+    CheckpointError for an incomplete folder or an unsupported model, DataError for invalid JSON."""
     if not os.path.exists(os.path.join(folder, "config.json")):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
                               f"as {folder}/ckpt.pt, or a Hugging Face folder")
@@ -148,7 +149,7 @@ def read_shards(folder):
     """Return the weights in a Hugging Face folder, {name in transformers: tensor}, memory-mapped.
     Reads all files that model.safetensors.index.json lists or, if this file is missing,
     model.safetensors. Raises CheckpointError if a file is missing or damaged or has non-finite
-    values."""
+    values, DataError if the index is not JSON."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]

@@ -34,11 +34,11 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 
 
 def export_gguf(source, to, precision):
-    """Write a model with the tokenizer and chat template to the GGUF file `to`, for llama.cpp.
-    source: a Source. precision: "float32", "float16", "bfloat16" or "q8_0", for most matrices;
-    other tensors are float32. Return a description of the file, a text. Raises CheckpointError for
-    models, options and tokenizers that llama.cpp does not have, DataError for a tokenizer with very
-    long tokens, and SetupError without the package gguf."""
+    """Write a model, with tokenizer and chat template if it has these, to the GGUF file `to`, for
+    llama.cpp. source: a Source. precision: "float32", "float16", "bfloat16" or "q8_0", for most
+    matrices; other tensors are float32. Return a description of the file, a text. Raises
+    CheckpointError for models, options and tokenizers that llama.cpp does not have, DataError for
+    very long tokens, and SetupError without the package gguf."""
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
     if kind not in ARCHITECTURES:
@@ -76,7 +76,7 @@ def gguf_tensors(weights, c, kind, arch, names):
     """Return {name in llama.cpp: tensor}, in the layout of llama.cpp. weights: {name in this
     program: tensor}. c: the GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. arch:
     the name of the architecture in llama.cpp. names: a TensorNameMap of the package gguf, which
-    converts names in transformers to names in llama.cpp."""
+    converts names in transformers to names in llama.cpp. Raises CheckpointError for other names."""
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
         if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
@@ -124,8 +124,8 @@ def write_shape(writer, source, arch):
 
 def write_tokenizer(writer, source):
     """Write the tokenizer (tokens, token types, merges, special tokens) and the chat template, if
-    any, of a Source to `writer`, a GGUFWriter. Raises CheckpointError for a tokenizer that
-    llama.cpp does not have."""
+    any, of a Source that has a tokenizer to `writer`, a GGUFWriter. Raises CheckpointError for a
+    tokenizer that llama.cpp does not have, DataError for very long tokens."""
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template

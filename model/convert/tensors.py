@@ -84,11 +84,10 @@ def rename(name, table, known_only=True):
 # writing
 
 def complete_weights(weights, shape, kind):
-    """Return {name in this program: tensor}: `weights` with the tensors that other programs have.
-    The padding of the vocabulary is removed. Norms of queries and keys without weights get weights
-    of ones. For "gpt2" and "nanogpt", q, k and v are concatenated; for "gpt2", missing biases are
-    zeros. weights: {name in this program: tensor}. shape: the GPTConfig or MoEConfig. kind: a key
-    of NAMES, e.g. "llama"."""
+    """Return a new dict with `weights`, {name in this program: tensor}, as the first step of an
+    export. The padding of the vocabulary is removed. Norms of queries and keys without weights get
+    weights of ones. For "gpt2" and "nanogpt", q, k and v are concatenated as attn.qkv; for "gpt2",
+    missing biases are zeros. shape: the GPTConfig or MoEConfig. kind: a key of NAMES."""
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -132,9 +131,9 @@ def read_weights(tensors, kind, path):
 
     tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". path: of
     the weights, for messages. Buffers, the output layers of encoders and the vision part of Gemma 3
-    are left out. Unknown names are kept, except for a prefix, e.g. "model.". Raises CheckpointError
-    for shapes that cannot be converted, and for some missing tensors, e.g. experts; check_complete
-    finds all.
+    are left out. Unknown names are kept, and begin with "lm_head.", "model." or, for GPT-2 and
+    nanoGPT, "transformer.". Raises CheckpointError for shapes that cannot be converted, and for
+    some missing tensors, e.g. experts; check_complete finds all.
     """
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
@@ -169,11 +168,11 @@ def read_weights(tensors, kind, path):
 
 
 def fold_bert(weights, is_roberta):
-    """Return `weights`, {name in this program: tensor}, of a BERT model, without the parts that a
-    GPTConfig lacks. The embedding of the first segment is added to the position embedding. The norm
-    after each layer ("out") becomes the norm before the next layer, or the final norm, which is the
-    same with norm_position "stream". is_roberta: remove the first rows of the position embedding,
-    which RoBERTa does not use. Raises KeyError if a tensor is missing."""
+    """Return a new dict with `weights`, {name in this program: tensor}, of a BERT model, without
+    parts that a GPTConfig lacks. The embedding of the first segment is added to the position
+    embedding. The norm after each layer ("out") becomes the norm before the next layer, or the
+    final norm, which is the same with norm_position "stream". is_roberta: remove the first rows of
+    the position embedding, which RoBERTa does not use. Raises KeyError if a tensor is missing."""
     out = {n: t for n, t in weights.items() if not n.startswith("token_type") and ".out." not in n}
     first = ROBERTA_POSITIONS if is_roberta else 0
     out["wpe.weight"] = out["wpe.weight"][first:] + weights["token_type.weight"][0]
@@ -186,9 +185,9 @@ def fold_bert(weights, is_roberta):
 
 
 def stack_experts(weights):
-    """Return `weights`, {name in this program: tensor}, with the experts of each layer, e.g.
-    h.0.mlp.up.0.weight, h.0.mlp.up.1.weight, ..., stacked as one tensor, h.0.mlp.up.weight (E, out,
-    in). Raises KeyError if the numbers of the experts are not 0, 1, 2, ... without a gap."""
+    """Return a new dict with `weights`, {name in this program: tensor}, in which the experts of a
+    layer, e.g. h.0.mlp.up.0.weight, h.0.mlp.up.1.weight, ..., are one tensor, h.0.mlp.up.weight (E,
+    out, in). Raises KeyError if the numbers of the experts are not 0, 1, 2, ... without a gap."""
     out = {}
     experts = {}
     for name, t in weights.items():

@@ -179,8 +179,8 @@ def evaluate(options):
 
 
 def report(options):
-    """Run the command: evaluate the model options.ckpt, print a table, and write all results to the
-    file options.out, if any. options: HarnessOptions. Raises the errors of evaluate()."""
+    """Run the command: evaluate options.ckpt, print a table, and write metrics (and samples with
+    log_samples) to options.out, if any. options: HarnessOptions. Errors: those of evaluate()."""
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

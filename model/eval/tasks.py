@@ -11,9 +11,10 @@ accepted for `question` and `answer`:
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
     {"question": "Two and two?\\n", "answer": "four"}             the same, and then a line end
 
-All are log probabilities of texts, after " " or the example's `delimiter`. By default, an answer
-that follows a blank or a line end has no delimiter. A chat model's question is formatted with the
-chat template, and its answer ends with the template's end token.
+The example's `delimiter` (default: " ") is put before each choice, continuation or answer; before
+an answer without choices, the default is "" if the question ends with white space. A chat model's
+question is formatted with the chat template, without delimiter, and its answer without choices ends
+with the template's end token.
 
 Metrics: NAME is lm-eval's acc (exact_match for answers without choices); NAME_norm is acc_norm,
 with log probabilities divided by the number of characters; NAME_centred is the centred accuracy of
@@ -99,8 +100,8 @@ class ExampleReader:
 
     def read(self, path, task):
         """Return the list of Examples in the file `path`, in any format of data/records.py. task:
-        the index of the task, which is stored in each Example. Raises DataError, which lists all
-        invalid records, and for a file that is missing or has no records."""
+        the index of the task, which is stored in each Example. Raises DataError for invalid records
+        (a list of the first 20), and for a file that is missing or has no records."""
         path = find_file(path)
         examples = list(parse_records([path], lambda record: self.parse(record, task)))
         if not examples:
@@ -216,13 +217,13 @@ def batch_by_width(examples, size):
 
 class Tasks:
     """Evaluates the task files config.eval_tasks: each evaluation of a run calls evaluate(), which
-    adds the metrics of the tasks. An instance is both the data loader (with lists of Examples as
-    batches) and the model that the function evaluate() in train/evaluate.py expects. Attribute
-    summary: a text for the log.
+    adds the metrics of the first config.eval_task_rows examples (0: all) of each file. An instance
+    is both the data loader (with lists of Examples as batches) and the model that the function
+    evaluate() in train/evaluate.py expects. Attribute summary: a text for the log.
 
     config: TrainConfig. data: the Data of the run, with a tokenizer in data.spec and validation
-    data. model: the GPT in training. ranks: the Ranks of the run. Raises UserError for invalid
-    files and models that are not supported.
+    data. model: the GPT in training. ranks: the Ranks of the run, all of which must call. Raises
+    UserError for invalid files and models that are not supported.
     """
     units_per_sample = 1
 
@@ -264,9 +265,9 @@ class Tasks:
         stop(done, total) returns true, which is called between batches.
 
         numbers: {name: number}, the result of the evaluation on `batches` validation batches. All
-        examples are scored if `batches` is config.eval_iters; otherwise one batch, only to know the
+        self.batches are scored if `batches` is config.eval_iters; otherwise one, only to know the
         names of the metrics. ranks: the Ranks of the run, all of which must call. autocast():
-        returns the context manager of the forward pass.
+        returns the context manager of the forward pass. SetupError if `numbers` has such a name.
         """
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:

@@ -1,6 +1,6 @@
 """Generate text with a checkpoint: python -m model.sample --ckpt out/ckpt.pt --prompt "Once upon"
 
-The checkpoint contains the tokenizer; no other file is needed.
+The checkpoint contains the tokenizer. Only one with a backbone (frozen model) needs a second file.
 """
 
 import sys
@@ -40,7 +40,7 @@ def load_text_model(options):
     """Load the model options.ckpt for generation. Return (GPT in eval mode, Tokenizer,
     torch.device). options: LoadOptions. Raises ValueError or UserError if the model cannot be
     loaded or does not generate text, if neither the checkpoint nor options.tokenizer has a
-    tokenizer, or if the tokenizer has more ids than the model."""
+    tokenizer, or if the tokenizer has more ids than the model. Disables cuDNN's attention."""
     device, ckpt = get_device(options.device), options.ckpt
     # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each prompt length.
     torch.backends.cuda.enable_cudnn_sdp(False)

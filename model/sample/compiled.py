@@ -19,8 +19,8 @@ from model.gpt import Attention
 def compile_decoder(model):
     """Return a CompiledDecoder of `model`, a GPT, and compile it by a first call, which takes some
     ten seconds. The linear layers and blocks of `model` are replaced in place; it can no longer be
-    trained. Raises ValueError for a model that is not a plain GPT with full attention, and the
-    exceptions of torch.compile."""
+    trained. Raises ValueError unless it is a dense GPT with full attention and the same rotary
+    positions in every layer; and the exceptions of torch.compile."""
     # One graph computes all layers, each block once.
     is_plain = len(model.h) == model.config.n_layer and all(
         getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
@@ -58,7 +58,8 @@ class CompiledDecoder(nn.Module):
     def forward(self, idx, cache, last_only=True):
         """Return the logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if
         last_only. idx: (B, T) the ids of new tokens, which continue the texts in the cache. cache:
-        a KVCache, to which the tokens are appended in place."""
+        a KVCache from create_cache(), to which the tokens are appended in place. On a GPU, the
+        logits of a single token are valid until the next call."""
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -131,7 +132,8 @@ class SingleTokenCache:
 
 class SharedGraphBlock(nn.Module):
     """A wrapper of `block`, a Block of a GPT. If the cache is a SingleTokenCache, forward() calls
-    compute_block(), which is compiled once for all layers; otherwise it calls the block."""
+    compute_block(), which is compiled once for all layers, and adds the keys and values to
+    cache.new; otherwise it calls the block. Raises ValueError for arguments in `others`."""
 
     def __init__(self, block):
         super().__init__()

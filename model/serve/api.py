@@ -130,7 +130,7 @@ def parse_prompts(value, tokenizer, parse_special):
     """Return a list of prompts, each a list of ids. value: the "prompt" of a request: a prompt (a
     string or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens
     as special tokens (otherwise as ordinary text). Raises APIError for other values, e.g. [], and
-    for ids that are not in the vocabulary."""
+    for ids or characters that are not in the vocabulary."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 
@@ -156,10 +156,11 @@ def encode_messages(body, engine, template, max_new_tokens):
     chat request. The prompt ends where the assistant's next answer begins; if the last message is
     the assistant's, the prompt ends with it, and the model continues it.
 
-    body: the dict of the request, with "messages". template: the ChatTemplate of the model, or
-    `None`. max_new_tokens: tokens to reserve for the answer, at most half of the context. If the
-    prompt is too long for the rest of the context, the oldest messages are left out. Raises
-    APIError for invalid messages, and if template is `None`.
+    body: the dict of the request, with "messages", in which null as the assistant's text is changed
+    to "", and optional "chat_template_kwargs", variables of the template. template: the
+    ChatTemplate of the model, or `None`. max_new_tokens: tokens to reserve for the answer, at most
+    half of the context. If the prompt is too long for the rest of the context, the oldest messages
+    are left out. Raises APIError for invalid messages, and if template is `None`.
     """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")

@@ -49,8 +49,8 @@ class Job:
     function of one tuple (text, finish_reason), called for each new piece of text, by the engine's
     thread or by the thread that calls emit() or Engine.close(). finish_reason is `None` except for
     the last event: "stop", "length" or an exception. ended: whether generation has ended; set it to
-    True to cancel the job: it then has no event except from a step that is already running.
-    n_generated: number of new tokens. token: id of the last one; -1 before the first."""
+    True to cancel the job: it then has no event except from a running step or Engine.close().
+    n_generated: new tokens, with the end token. token: id of the last one; -1 before the first."""
     ids: list
     options: object  # model.serve.api.RequestOptions
     n_left_out: int = 0
@@ -102,7 +102,7 @@ class Engine:
     def submit(self, jobs):
         """Add `jobs`, the list of Jobs of one request, to the queue, and return at once. The texts
         are passed to the on_event of each job. Raises APIError (503) if the queue has no room for
-        all of them, or after close()."""
+        all of them, or after close(). Sets more attributes of the jobs, e.g. deadline."""
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)

@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig, frame):
         """Handle the signal with the number `sig`: begin a graceful shutdown, in which active
-        requests are finished; at a second SIGINT or SIGTERM end the process at once."""
+        requests are finished; SIGINT or SIGTERM during the shutdown ends the process at once."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
 
     async def post_completion(self, request):
         """Answer a completion request (text or chat): return a JSON response or a stream of
-        server-sent events. Raises APIError, before the response has begun."""
+        server-sent events. Raises APIError or ClientDisconnect before the response begins."""
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -206,7 +206,7 @@ class Server(uvicorn.Server):
 
 async def read_body(request):
     """Return the body of a request as bytes. Raises APIError (413) if it is larger than
-    MAX_BODY_BYTES."""
+    MAX_BODY_BYTES, and ClientDisconnect."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -242,10 +242,9 @@ async def cancel_on_disconnect(request, jobs):
 
 async def write_stream(answer, first, events, include_usage):
     """Yield the server-sent events of a streamed response, as texts: a chunk for each event, and
-    "[DONE]". If an event raises an APIError, this error is the end of the stream. answer: the
-    Answer that builds the chunks. first: the first event (index of the job, text, finish_reason).
-    events: async iterator of the other events. include_usage: send a chunk with the numbers of
-    tokens before "[DONE]"."""
+    "[DONE]". An APIError of `events` is sent as the end of the stream. answer: the Answer that
+    builds the chunks. first: the first event (index of the job, text, finish_reason). events: async
+    iterator of the other events. include_usage: send the numbers of tokens before "[DONE]"."""
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:
