@@ -75,8 +75,8 @@ class MultimodalAutoencoder(nn.Module):
     several subjects, (N, S) with 1 for the subject of the row and 0 elsewhere. config: a
     TrainConfig. spec: the dict of read_features_meta(). linear_path: (weight, bias) of
     fit_linear_path(), the initial values of the ridge regression; `None` without
-    config.linear_path, or if a checkpoint is loaded. encode() computes the bottleneck, predict()
-    the prediction of the target.
+    config.linear_path or a target, and for a checkpoint's model, which is on the meta device.
+    encode() computes the bottleneck, predict() the prediction of the target.
     """
 
     def __init__(self, config, spec, linear_path=None):

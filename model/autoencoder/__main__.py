@@ -19,14 +19,13 @@ from train.evaluate import pack, to_numbers, unpack
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Evaluate `model`, a MultimodalAutoencoder, on all rows of `arrays`, numpy arrays in the order
-    of forward(), in batches of `rows` rows. Return (metrics, r, outputs).
+    """Evaluate `model`, a MultimodalAutoencoder in eval mode on the CPU, on all rows of `arrays`,
+    numpy arrays in the order of forward(), in batches of `rows` rows. Return (metrics, r, outputs).
 
-    metrics: {name: number or `None`}: "rows", "loss" and the numbers of model.numbers(); `None` for
-    the loss of an array without values and for an undefined correlation. r: the tensor of
-    correlations(), `None` without a target. outputs: numpy arrays {"latent": (N, Z) the bottleneck,
-    "prediction": (N, T) the predicted target in the units of the original data, only if the model
-    has a target}.
+    metrics: {name: number or `None`}: "rows", "loss" and the numbers of model.numbers(), in which
+    recon_NAME or match of an array of NaN only is `None`. r: the tensor of correlations(), `None`
+    without a target. outputs: numpy arrays {"latent": (N, Z) the bottleneck, "prediction": (N, T)
+    the predicted target in the units of the original data, only if the model has a target}.
     """
     total = 0.0
     parts = defaultdict(list)

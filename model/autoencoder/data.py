@@ -28,7 +28,8 @@ def read_features_meta(folder):
         shift        {name: [D floats]}, offsets that were subtracted from an array; may be absent
         subjects     list of the integers that identify the subjects; may be absent
 
-    Raises DataError if the file is missing or does not have this form.
+    Raises DataError if the file or a required key is missing, or if mean or std do not fit the
+    arrays; other values are not checked.
     """
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, "modalities", "mean", "std").extra
     meta.setdefault("target", None)
@@ -152,10 +153,9 @@ def design(arrays, spec):
 def fit_linear_path(folder, spec, delays):
     """Fit a ridge regression to the training rows of `folder`, separately for each of S subjects.
     Return (weight (S * T, K * P), bias (S * T,)), float32 tensors, which predict the T standardised
-    columns of the target from the P standardised features of a row and of the `delays` rows before
-    it (K = delays + 1). The first P columns of `weight` are for the row itself, the next P for the
-    row before it, and so on: the order of x.flatten(1) with x (N, K, P) of design(). spec: the dict
-    of read_features_meta(). A column of the target that is missing in all rows of a subject is
+    columns of the target from x.flatten(1), x (N, K, P) of design(): the P standardised features of
+    a row, then those of the `delays` rows before it, the latest first. spec: the dict of
+    read_features_meta(). A column of the target that is missing in all rows of a subject is
     predicted as 0, the mean. Other rows with a missing target are left out. Raises DataError if
     there is no target or fewer than 3 rows of a subject remain, and the errors of open_features()
     and open_runs()."""

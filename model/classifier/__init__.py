@@ -128,8 +128,8 @@ class NGrams(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_buckets, n_classes))
 
     def forward(self, tokens, mask):
-        """Return the class scores (B, K), float32, of B texts. tokens (B, T): int64 ids; mask (B,
-        T) bool: false for the padding after the text."""
+        """Return the class scores (B, K), float32 logits, of B texts. tokens (B, T): int64 ids;
+        mask (B, T) bool: false for the padding after the text."""
         n_buckets = self.weight.size(0)
         T = tokens.size(1)
         tokens = F.pad(tokens, (0, MAX_NGRAM))
@@ -171,9 +171,9 @@ class Classifier(nn.Module):
         scores are added, 0: none; not used for the task "span".
 
         spec: Data.spec, a dict with "task" ("class": label, "span": evidence, "joint": both),
-        "classes", "class_counts", "max_tokens" and, if present, "n_spans" (S, default 1) and
-        "frame" (numbers of tokens that the tokenizer puts before and after a text, which are never
-        evidence).
+        "classes", "class_counts" (training rows per class: with ngrams, the fewer there are, the
+        smaller the network's scores), "max_tokens" and, if present, "n_spans" (S, default 1) and
+        "frame" (numbers of tokens that the tokenizer puts before and after a text, never evidence).
         """
         super().__init__()
         self.config = shape
@@ -212,10 +212,10 @@ class Classifier(nn.Module):
 
     def forward(self, tokens, lengths, labels=None, spans=None):
         """Return (mean loss, sums {name: tensor}), see losses(), or without `labels` the
-        predictions (class scores (B, K), spans (B, 2S)), each `None` if the task does not include
-        it. tokens (B, T): ids; lengths (B,): number of tokens of each text; labels (B,): class
-        indices; spans (B, 2S): indices of the first and last token of each of up to S spans of
-        evidence, padded with -1."""
+        predictions (class scores (B, K), logits; spans (B, 2S)), each `None` if the task does not
+        include it. tokens (B, T): ids; lengths (B,): number of tokens of each text; labels (B,):
+        class indices; spans (B, 2S): indices of the first and last token of each of up to S spans
+        of evidence, padded with -1. In every task, the loss requires both labels and spans."""
         position = torch.arange(tokens.size(1), device=tokens.device)
         mask = position < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)

@@ -99,8 +99,8 @@ def evaluate_checkpoint(args):
 def load_rows(args, model, tokenizer):
     """Read the rows of args.data: files of labelled texts, or the split args.split of a folder that
     data.prepare.labels wrote. Return (arrays, rows). arrays: [tokens, lengths, labels, spans], as
-    of to_arrays() in data/labels.py. rows: a list of dicts with "id", "text", "true_label" and
-    "true_evidence"; the last two are `None` if unknown. args: a ReportOptions; model: the
+    of to_arrays() in data/labels.py. rows: a list of dicts with "id", "text", "true_label" (`None`
+    if unknown) and "true_evidence", the result of one_or_all(). args: a ReportOptions; model: the
     Classifier. Raises DataError if the data are missing or invalid, or do not suit the model."""
     path = args.data[0]
     names = model.spec["classes"]
@@ -195,11 +195,11 @@ def fit_baselines(arrays, rows, texts, targets, n_classes):
 
 def faithfulness(model, arrays, scores, spans, batch_size):
     """Return {"comprehensiveness", "sufficiency"}, measures of the predicted evidence
-    (arXiv:1911.03429): the mean decrease of the probability of the predicted class if the evidence
-    is deleted from the text (large for good evidence), and if everything else is deleted (small for
-    good evidence). {} if no text is longer than the evidence. arrays: (tokens, lengths, ...) of
-    load_rows(); scores (N, K), spans (N, 2S): the result of predict() for these rows; batch_size:
-    texts per forward pass."""
+    (arXiv:1911.03429), over the texts that are longer than the evidence: the mean decrease of the
+    probability of the predicted class if the evidence is deleted from the text (large for good
+    evidence), and if everything else is deleted (small for good evidence). {} without such texts.
+    arrays: (tokens, lengths, ...) of load_rows(); scores (N, K), spans (N, 2S): the result of
+    predict() for these rows; batch_size: texts per forward pass."""
     texts = [ids[:n] for ids, n in zip(*arrays[:2])]
     position = np.arange(arrays[0].shape[1])
     first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each

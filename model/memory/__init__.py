@@ -149,8 +149,8 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
     of the backbone, used without copies; `None`: no backbone. initial_values: {name: tensor} of
     parameters of the memory, see read_document(). The other arguments are those of GPT. The
     parameters of the backbone are frozen, and not in the state dict, unless config.train_base is
-    true. The attribute `frozen` is a tuple with a copy of the backbone without memory, if the model
-    is compared with it on the old text; otherwise ()."""
+    true. The attribute `frozen` is a tuple with the result of freeze(), the backbone without
+    memory, if the model is compared with it on the old text; otherwise ()."""
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -202,10 +202,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return {name: number} for the log: the numbers of ChatGPT and of RoutedGPT. With old text
-        also, in training, "old_kl", the mean KL divergence from the backbone on it, and in
-        evaluations "old_loss", the mean cross-entropy on it. sums: those of compute_loss(), added
-        over all batches."""
+        """Return {name: number, list or `None`} for the log: the numbers of ChatGPT and RoutedGPT.
+        With old text also, in training, "old_kl", the mean KL divergence from the backbone on it,
+        and in evaluations "old_loss", the mean cross-entropy on it. sums: those of compute_loss(),
+        added over all batches."""
         sums = dict(sums)
         n_old = sums.pop("old_count", None)
         own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
@@ -222,9 +222,9 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 
     def initial(self, name, shape, seed):
         """Return the initial value, a tensor of `shape`, of the parameter `name`:
-        initial_values[name] if there is one, or that of a plain GPT. Otherwise parameters of the
-        memory are a function of (seed, name), with sizes such that attention scores and values are
-        of about 1; gates are zero."""
+        initial_values[name] if there is one; for the backbone and adapters, that of the base class;
+        otherwise, for the memory: 0 for gates and biases, 1 for norms, and random values, a
+        function of (seed, name), with which attention scores and values are about 1."""
         if name in self.initial_values:
             return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
@@ -282,9 +282,9 @@ def read_document(backbone, loader, config):
     """Compute the initial values of a memory from the training data. Return {parameter name:
     tensor} for all parameters of the memory except routers and gates: keys (not rotated) and
     values, which the attention of `backbone`, a GPT on the CPU, computes for windows of text,
-    chapter_size tokens for each chapter; and copies of the attention's layers q, q_norm, o, and of
-    the norm before it. loader: of the training data. config: the TrainConfig, with n_chapters and
-    chapter_size."""
+    chapter_size tokens for each chapter; and the tensors, not copied, of the attention's layers q,
+    q_norm, o, and of the norm before it. loader: of the training data. config: the TrainConfig,
+    with n_chapters and chapter_size."""
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
     idx = first_batch(loader, n * -(-S // T))[0][:, :T]  # at least S tokens per chapter
@@ -324,8 +324,8 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    """Return a MemoryGPT: the backbone config.backbone with a memory, which in training is
-    initialised from the training data. If data.spec has no "backbone", all weights are new,
+    """Return a MemoryGPT: the backbone config.backbone with a memory, which is initialised from
+    data.train, if `data` has this loader. If data.spec has no "backbone", all weights are new,
     trained, and part of the checkpoint. Raises CheckpointError if the backbone cannot be used."""
     weights, values, frozen = None, {}, None
     if "backbone" not in data.spec:

@@ -1,5 +1,5 @@
-"""Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the losses on new and
-old text (the training data of the memory, and the text of old_data_dir).
+"""Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the validation losses
+on new and old text (data_dir and old_data_dir of the memory's run).
 
     python -m model.memory --ckpt out/memory/ckpt.pt --baseline
 """

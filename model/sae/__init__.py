@@ -138,8 +138,8 @@ class SparseAutoencoder(nn.Module):
     def initial(self, name, shape, seed):
         """Return the initial value of the parameter or buffer `name`, a tensor on the CPU: W_dec,
         rows of random directions and length 1 (0.1 for relu); W_enc, its transpose, as in sae-lens;
-        biases and `silent`, 0; thresholds, 1; mean and scale, the values in spec. `None` for an
-        unknown name. For a given model a pure function of (seed, name)."""
+        biases and `silent` (steps since each feature fired), 0; thresholds, 1; mean and scale, the
+        values in spec. `None` for an unknown name. For a given model a function of (seed, name)."""
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
@@ -178,7 +178,8 @@ class SparseAutoencoder(nn.Module):
 
     def features(self, x):
         """Return (features before the nonlinearity, features after it), (N, F) each, of x (N, C),
-        activations that normalise() has centred and scaled."""
+        activations that normalise() has centred and scaled. The nonlinearity of batchtopk is that
+        of evaluations: its threshold is the running mean of the thresholds in training."""
         c = self.keys
         pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
         if c.sae in ("batchtopk", "jumprelu"):
@@ -297,7 +298,7 @@ class SparseAutoencoder(nn.Module):
         evaluations, that do not fire in the evaluation. l1, auxk: parts of the loss, if used. In
         evaluations with a backbone also lm_loss, the loss of the backbone; spliced_loss, the loss
         with the reconstruction in place of the activations; and loss_recovered: 1 if both are
-        equal, 0 if the reconstruction is no better than zeros.
+        equal, 0 if the reconstruction is no better than zeros, `None` if zeros change nothing.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -354,8 +355,8 @@ class SAEModel(nn.Module):
         return len(c.layer) * rows * self.spec["d_in"]
 
     def of_layer(self, n):
-        """Return a new SAEModel, in eval mode, with the autoencoder of layer n only, which is
-        shared with this model. Raises ConfigError if there is none for layer n."""
+        """Return a new SAEModel with the autoencoder of layer n only, which is shared with this
+        model and set to eval mode. Raises ConfigError if there is none for layer n."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])
@@ -385,7 +386,7 @@ class SAEModel(nn.Module):
         the next ones (B, T); the backbone computes the activations, and sums also has "count" and
         the losses of the backbone, multiplied by the count: lm_loss (unchanged), spliced_loss (with
         the reconstruction in place of the activations) and zeroed_loss (with zeros). With several
-        layers, names have the suffix _N of the layer.
+        layers, names other than count and lm_loss have the suffix _N of the layer.
         """
         total = 0.0
         sums = {}
@@ -431,9 +432,8 @@ class SAEModel(nn.Module):
                 sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
     def split(self, sums):
-        """Return a list of (autoencoder, sums of this autoencoder), one for each layer, with names
-        without the suffix _N of the layer. sums {name: tensor}: those of forward(), added over all
-        batches."""
+        """Return a list of (autoencoder, sums), one for each layer: all sums, those of the layer N
+        without the suffix _N. sums {name: tensor}: those of forward(), added over all batches."""
         return [(sae, {name.removesuffix(suffix): value for name, value in sums.items()})
                 for sae, suffix in zip(self.children(), self.suffixes)]
 

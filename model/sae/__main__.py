@@ -112,10 +112,10 @@ def compare_with_random(model, tokens, n_batches):
 def find_top_contexts(model, tokens, n_batches, n_contexts):
     """Find the tokens at which each feature of `model`, an SAEModel of one layer, is largest, in
     n_batches validation batches of the loader `tokens`, at most one token per window. Return
-    (rates, values, windows, positions, tokens). rates (F,): the share of tokens at which each
-    feature fires. values (F, n_contexts): the largest values in descending order (fewer columns if
-    there are fewer windows); windows, positions (F, n_contexts): where they are in tokens (windows,
-    T), the token ids that were searched."""
+    (rates, values, windows, positions, ids). rates (F,): the share of tokens at which each feature
+    fires. values (F, n_contexts): the largest values in descending order (fewer columns if there
+    are fewer windows); windows, positions (F, n_contexts): the rows and columns of these tokens in
+    ids (number of windows, T), the token ids that were searched."""
     backbone = model.backbone()
     batches = []
     for i in range(tokens.n_fixed(n_batches)):

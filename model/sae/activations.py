@@ -140,7 +140,7 @@ def measure_scale(x, d_in):
 
 def time_modified(path):
     """Return a list of the times when the file or folder `path`, and the files of the folder, were
-    last modified, [] if there is none. A file that is written in place leaves that of its folder.
+    last modified, [] if there is none. (Writing to a file does not change the time of its folder.)
     """
     paths = [path, *sorted(glob.glob(os.path.join(glob.escape(path), "*")))]
     return [os.path.getmtime(p) for p in paths if os.path.exists(p)]
