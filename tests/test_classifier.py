@@ -9,7 +9,7 @@ import random
 import shutil
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -563,7 +563,11 @@ def test_how_a_classifier_is_made():
     model.gpt.wte.requires_grad_(True)
     learned = GPTConfig(block_size=16, vocab_size=20, n_layer=1, n_head=2, n_embd=16,
                         pos="learned")
-    assert Classifier(learned, spec).gpt.wpe.weight.shape == (16, 16)
+    longer = Classifier(learned, spec)
+    assert longer.gpt.wpe.weight.shape == (16, 16)
+    for weights in (longer.state_dict(), longer.gpt.state_dict()):  # the first positions are used
+        adopted = Classifier(replace(learned, block_size=8), spec).adopt(weights)
+        assert torch.equal(adopted["gpt.wpe.weight"], weights[[*weights][1]][:8])
     tokens, lengths = small_batch()[:2]
     a, b = (model.eval()(tokens, lengths)[0] for _ in range(2))
     assert torch.equal(a, b)  # no dropout

@@ -218,6 +218,9 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     make(tmp_path / "ckpt.pt")
     assert convert.main([f"--ckpt={tmp_path}/ckpt.pt", "--to=~/a.safetensors"]) == 0
     assert (tmp_path / "a.safetensors").exists()
+    before = (tmp_path / "a.safetensors").read_bytes()
+    assert convert.main(["--ckpt=~/a.safetensors", "--to=~/a.safetensors"]) == 2
+    assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
 def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
@@ -772,7 +775,7 @@ def test_other_bad_input(tmp_path, capsys):
     with pytest.raises(SystemExit):  # where to?
         convert.main(["--ckpt", str(tmp_path / "ckpt.pt")])
     with pytest.raises(CheckpointError, match="too large for float16"):
-        convert.convert_weights(weights, "float16")
+        tensors.convert_weights(weights, "float16")
 
 
 def test_only_names_of_folders_become_folders(tmp_path, capsys):

@@ -786,6 +786,15 @@ def test_an_edit_of_a_formula_is_named(kind, name, file, old, new, edit):
     assert [*formulas.edited(kind)] == ([f"{name} ({file})"] if name else [])
 
 
+def test_a_merged_model_has_the_formulas_of_its_adapters(edit):
+    """The file of the adapters is not of the type of the merged model: equal code is no edit."""
+    edit("model/lora.py", "alpha / r, targets", "alpha / r ** 0.5, targets")
+    state = dict(formulas=formulas.edited("lora"))
+    assert state["formulas"] and formulas.find_edits(state, "chat") == []
+    edit()
+    assert formulas.find_edits(state, "chat") == ["LoRA (model/lora.py)"]
+
+
 def test_digests_do_not_depend_on_fields_of_other_versions_of_python():
     """type_params is a field since 3.12, and empty without generics."""
     plain, later = (ast.parse("def f(x):\n    'text'\n    return x[1:]  # a") for _ in range(2))

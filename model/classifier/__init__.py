@@ -206,7 +206,8 @@ class Classifier(nn.Module):
         (init_from), with the parameter names of this model: gpt. is put before the names of a GPT.
         Heads of a classifier whose shapes differ are left out, and keep their new initial values.
         """
-        own, weights = self.state_dict(), self.gpt.adopt(weights)
+        own = self.state_dict()
+        weights = self.gpt.adopt({n.removeprefix("gpt."): t for n, t in weights.items()})
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 

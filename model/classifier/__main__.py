@@ -239,7 +239,7 @@ def predict(model, arrays, batch_size):
         n = torch.from_numpy(np.array(lengths[start:start + batch_size], np.int64))  # (B,)
         batch = torch.from_numpy(tokens[start:start + batch_size, :n.max()].astype(np.int64))
         scores, spans = model(batch.to(device), n.to(device))
-        parts.append((None if scores is None else scores.double().softmax(1), spans))
+        parts.append((None if scores is None else scores.cpu().double().softmax(1), spans))
     return [None if p[0] is None else torch.cat(p).cpu().numpy() for p in zip(*parts)]
 
 

@@ -18,14 +18,12 @@ import re
 import sys
 from dataclasses import asdict, dataclass
 
-import torch
-
 from data.chat_template import ChatTemplate
 from data.tokenizer_hf import tokenizer_json
 from model.convert.families import FAMILIES, find_family, write_config, write_fields
 from model.convert.foreign import check_complete, read_model
 from model.convert.gguf import export_gguf, pattern_name
-from model.convert.tensors import write_weights
+from model.convert.tensors import convert_weights, write_weights
 from model.core.adapters import is_adapter, merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
@@ -35,7 +33,7 @@ from train.base.errors import CheckpointError, echo, quote_path
 from train.base.fields import key
 from train.base.files import reporting_full_disk, write_text
 from train.base.sharded_file import is_sharded
-from train.base.tensors import find_non_finite, write_safetensors
+from train.base.tensors import write_safetensors
 from train.config import FIELDS
 from train.system import load_model_type
 
@@ -74,15 +72,6 @@ def read_source(state, path, backbone=None, for_others=True):
 
 # -----------------------------------------------------------------------------
 # formats
-
-def convert_weights(weights, precision):
-    """Return {name: tensor}: `weights` {name: tensor} converted to the dtype `precision`, a name,
-    e.g. "bfloat16". Raises CheckpointError for values that are too large for this dtype."""
-    weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
-    if bad := find_non_finite(weights):
-        raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
-    return weights
-
 
 # Files of another model in the folder that programs would read together with the new ones.
 REPLACED = (r"(config|tokenizer(_config)?|special_tokens_map|added_tokens"
@@ -245,8 +234,8 @@ class ConvertOptions:
                   "merged); FILE.safetensors: the weights; FILE.gguf: for llama.cpp; otherwise a "
                   "folder for transformers and vLLM", required=True, path=True)
     ckpt: str = key("out/ckpt.pt", "checkpoint (a file, or a folder of shards), .safetensors file, "
-                    "Hugging Face folder or hf:OWNER/NAME")
-    backbone: str | None = key(None, BACKBONE)
+                    "Hugging Face folder or hf:OWNER/NAME", path=True)
+    backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
     save_precision: str = key("float32", "of the weights, except in nanoGPT's format",
                               choices=["float32", "bfloat16", "float16"])

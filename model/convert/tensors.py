@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from train.base.errors import CheckpointError
+from train.base.tensors import find_non_finite
 
 # {our module: module in transformers}; {} is the number of a layer, a second {} the expert's.
 ATTENTION = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
@@ -100,6 +101,15 @@ def complete_weights(weights, shape, kind):
         out |= {n.removesuffix("weight") + "bias": torch.zeros(len(t)) for n, t in out.items()
                 if n.startswith(("h.", "ln_f"))}
     return out
+
+
+def convert_weights(weights, precision):
+    """Return {name: tensor}: `weights` {name: tensor} converted to the dtype `precision`, a name,
+    e.g. "bfloat16". Raises CheckpointError for values that are too large for this dtype."""
+    weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
+    if bad := find_non_finite(weights):
+        raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
+    return weights
 
 
 def write_weights(weights, shape, kind):

@@ -83,7 +83,7 @@ def find_edits(state, kind):
     if not isinstance(theirs, dict):
         return []
     return [str(name) for name, value in (edited(kind) | theirs).items()
-            if name not in theirs or digests(kind).get(name) != value]
+            if name not in theirs or digests().get(name) != value]
 
 
 warn_once = functools.cache(warn_stderr)  # several parts of a run read the same file
