@@ -91,7 +91,7 @@ class ChatTemplate:
 
     spec: a dict (default: DEFAULT_SPEC), {"system", "user", "assistant": text with {} in place of
     the message}, or for a published model {"jinja": text of the template, "ends": [ids],
-    "bos_token": text and other special tokens}.
+    "bos_token": text and other special tokens}; "ends" must not be empty.
 
     Attributes: spec; jinja, the Jinja text; ends, the list of ids that end an answer ([] for the
     built-in template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
@@ -114,7 +114,7 @@ class ChatTemplate:
         in messages and variables, for encode_marked(); `None`: no marks, and the built-in template
         writes no end of text after an answer. variables: {name: text, number or bool}, further
         variables of the Jinja template, e.g. enable_thinking. Raises DataError if the template
-        fails, UserError if it exceeds a limit of time or memory.
+        fails, UserError if it exceeds a limit of time or memory, SetupError without jinja2.
         """
         mark = functools.partial(mark_special, tokenizer=tokenizer)
         turns = [dict(role=role, content=mark(text)) for role, text in messages]
@@ -127,9 +127,10 @@ class ChatTemplate:
 
     def render_before(self, messages, answer, tokenizer, variables=None):
         """Return the text of messages, [(role, text), ...], and of the assistant's next answer, up
-        to the text `answer`, its first words: the prompt, and what the template writes between
-        prompt and answer (a space, or Qwen 3's empty reasoning, unless `answer` begins with the
-        first word of it). tokenizer (required), variables, errors: as for `render`."""
+        to but without its first words, `answer`: the prompt, and what the template writes between
+        prompt and answer (a space, or Qwen 3's empty reasoning); the prompt only, if `answer` is
+        empty, is changed by the template, or begins with the first word that is written between.
+        tokenizer (required), variables, errors: as for `render`."""
         prompt = self.render(messages, True, tokenizer, variables)
         marked = mark_special(answer, tokenizer).strip()
         if not marked:
@@ -145,9 +146,9 @@ class ChatTemplate:
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
         """Render and encode messages, [(role, text), ...]. Return (rendered text with marks, list
         of token ids). add_prompt, tokenizer (required), variables, errors: as for `render`. answer:
-        the first words of the next answer, a text that the rendered text ends with; "": none. Also
-        raises DataError if the template changes a special token in a message, or forms one from the
-        texts of messages, e.g. by deleting a word between the two halves of the token."""
+        the first words of the next answer, a text that the rendered text ends with (requires
+        add_prompt True); "": none. Also raises DataError as encode_marked(), and if the template
+        forms a special token from texts of messages, e.g. by deleting a word between its halves."""
         if answer:
             text = self.render_before(messages, answer, tokenizer, variables)
             text += mark_special(answer.lstrip(), tokenizer)
@@ -172,7 +173,7 @@ class ChatTemplate:
         """Return the list of token ids of a prompt: messages, [(role, text), ...], and the start of
         the assistant's next answer. answer: the first words of this answer, a text that the model
         continues; "": none. variables: {name: text, number or bool} for the template. Raises
-        DataError if the template writes nothing, or fails as in encode()."""
+        DataError if the template writes nothing; other errors: as for `encode`."""
         if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")
@@ -185,7 +186,7 @@ class ChatTemplate:
         ends with it, and the model continues it. The oldest messages are left out, so that the rest
         begins with a message of the user; system messages at the start, and the last message of the
         user, are always included, even if the prompt is then longer than `max_tokens`. variables:
-        {name: text, number or bool} for the template. Raises DataError if the template fails.
+        {name: text, number or bool} for the template. Errors: as for `prompt_ids`.
         """
         answer = ""
         if messages[-1][0] == "assistant":
@@ -207,12 +208,12 @@ class ChatTemplate:
         ...].
 
         messages: [(role, text), ...]. The mask is 1 for the tokens to learn: each answer of the
-        assistant and the end token after it. There is one sequence; or several, each from the first
-        message on, if the template writes an earlier answer differently when a message follows
-        (e.g. without the reasoning); or [] if there is no answer. Messages after the last answer
-        are left out, as well as messages after the first answer to a prompt of more than max_tokens
-        tokens; sequences are not cut to max_tokens. Raises DataError for a conversation that the
-        template cannot represent.
+        assistant and the end token after it, each in one sequence only. There is one sequence; or
+        several, each from the first message on, if the template writes an earlier answer
+        differently when a message follows (e.g. without the reasoning); or [] if there is no
+        answer. Messages after the last answer are left out, as well as messages after the first
+        answer to a prompt of more than max_tokens tokens; sequences are not cut to max_tokens.
+        Raises DataError for a conversation that the template cannot represent.
         """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
@@ -261,9 +262,9 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the sorted list of the token ids that end an answer: the ids in self.ends or, if
-        that is empty, the id of the end of text, which the tokenizer must then have; in both cases
-        also the special token that the template writes after an answer, if any."""
+        """Return the sorted list of the token ids that end an answer: the ids in self.ends, and the
+        special token that the template writes after an answer, if any; if self.ends is empty, only
+        the id of the end of text, [`None`] if the tokenizer has none. Errors: as for `render`."""
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")

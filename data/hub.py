@@ -49,7 +49,8 @@ def local_folder(name, weights=True):
     For hf:OWNER/NAME, return the folder of the model in the cache of huggingface_hub; missing files
     are downloaded (weights=False: configuration and tokenizer only). For a local path, return
     `name` with ~ expanded; it may be missing, or be a file. Raises DataError for an invalid name
-    hf:..., a failed download, and a model on the hub without config.json.
+    hf:..., a failed download, invalid files, and a model without config.json; SetupError without
+    huggingface_hub or, if weights is True, safetensors.
     """
     if not name.startswith("hf:"):
         return os.path.expanduser(name)
@@ -72,7 +73,7 @@ def check_files(name, folder, ending):
     """Delete the invalid files of a downloaded model, and raise DataError if any was found. A file
     is invalid if it is cut off or has wrong content, e.g. the HTML page of a mirror. name: of the
     model, for the message. folder: the model's folder in the cache. ending: .json, .jinja or
-    .safetensors, of the files to check."""
+    .safetensors (SetupError without this package), of the files to check."""
     invalid = set()
     for path in Path(folder).glob("*" + ending):
         try:
@@ -99,8 +100,8 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
     returns, a text. name: of the model or data set, for error messages. function: name of the
     function, e.g. "snapshot_download". arguments: values of JSON types, with repo_id and without
     endpoint. max_bytes: limit of the size of each file. Raises DataError if the download fails,
-    exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https address; SetupError without
-    the package."""
+    exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https address (or http to
+    localhost); SetupError without the package."""
     require("huggingface_hub", name)
     endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     if not re.match(TRUSTED_URL, endpoint):

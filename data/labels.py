@@ -60,10 +60,11 @@ class Fields:
 # records
 
 def parse_labelled_text(record, fields):
-    """Return the LabelledText of a record, a dict. The label is `None` if the record has no label;
-    spans is [] without evidence. The group is the text itself if fields.group is `None`. fields: a
-    Fields, the names of the record's fields. Raises ValueError for a missing or invalid text, an
-    invalid label or invalid evidence, and a missing group if fields.group is set."""
+    """Return the LabelledText of a record, a dict. Label and group are converted by
+    normalize_label(). The label is `None` if it is missing or empty; spans is [] without evidence.
+    The group is the text itself if fields.group is `None`. fields: a Fields, the names of the
+    record's fields. Raises ValueError for a missing or empty text, a label that is a list, dict or
+    bytes, invalid evidence, and a missing or empty group if fields.group is set."""
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
@@ -96,8 +97,8 @@ def locate_evidence(text, record, fields):
     record: a dict. fields: a Fields, the names of the record's fields for words, start and end;
     each value is a single one or a list. If the record has both start and end, words are ignored.
     Otherwise the span of words is the first match in `text`, preferably of whole words. Raises
-    ValueError for offsets that are not integers or not inside the text, for start without end or
-    end without start if there are no words, and for words that do not occur in the text.
+    ValueError for offsets other than integers 0 <= start < end <= len(text), for not as many starts
+    as ends (if one is missing: only without words), and for words that do not occur in the text.
     """
     words, starts, ends = (
         value if isinstance(value, list) else [] if value in (None, "") else [value]
@@ -230,7 +231,7 @@ def to_token_span(text, span, ids, token_bytes, tokenizer):
 def read_labels_meta(folder):
     """Return the Meta of a folder that data.prepare.labels wrote. The dict `extra` in it has task
     (class, span or joint), classes (list of names), class_counts (training rows per class) and
-    max_tokens. Raises DataError for any other folder."""
+    max_tokens (tokens of the longest row). Raises DataError for any other folder."""
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
                          "task", "classes", "class_counts", "max_tokens")

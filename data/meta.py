@@ -84,8 +84,10 @@ def is_written(folder):
 
 def parse_meta(content):
     """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
-    fields of Meta are put into `extra`. Raises ValueError if `content` is not a dict, or
-    format_version, dtype or vocab_size in it is invalid; other values are not checked."""
+    fields of Meta are put into `extra`. A missing `model` is derived from `kind`, a key of earlier
+    versions; without this, it is "gpt" if `sources` is a list. Raises ValueError if `content` is
+    not a dict, or format_version, dtype or vocab_size in it is invalid; other values are not
+    checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     if content.get("format_version", 1) != 1:
@@ -107,8 +109,9 @@ def parse_meta(content):
 
 def read_meta_for(model, folder, how_to_prepare, *keys):
     """Return the Meta of a folder that was prepared for the model type `model`, a value of --model.
-    keys: names of keys that must be present. Raises DataError if a key is missing, or the folder is
-    for a different model. how_to_prepare: the end of the error message, a text."""
+    keys: names of keys that must be present. Raises DataError if a key is missing or the folder is
+    for a different model (an unknown one is accepted), and the errors of read_meta().
+    how_to_prepare: the end of the error message, a text."""
     meta = read_meta(folder)
     if meta.model not in (None, model):
         raise DataError(f"{folder}: no data for --model {model}{model_hint(folder)}; "
@@ -138,7 +141,7 @@ def prepared_model(folder):
 
 def model_hint(folder):
     """Return "; it is for --model NAME", the end of an error message about a folder of data, or ""
-    if the model type is unknown."""
+    if the model type is unknown. Errors: as for prepared_model."""
     model = prepared_model(folder)
     return f"; it is for --model {model}" if model else ""
 
@@ -156,8 +159,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_pickle(f):
     """Return the content of a pickle of builtin types in the open binary file `f`, without running
-    code from it. Raises ValueError for other types, and for a pickle that would need far more
-    memory than the size of the file (nine bytes can request gigabytes)."""
+    code from it. Raises ValueError for other types, a file of more than 4 MiB, and a pickle that
+    would need far more memory than the size of the file (nine bytes can request gigabytes); for a
+    damaged pickle any exception."""
     content = f.read(MAX_PICKLE_BYTES)
     for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
         if op.name.endswith("PUT") and value > len(content):

@@ -160,7 +160,7 @@ def csv_rows(stream, name, columns):
     """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
     row is a dict, or a ValueError, not raised, if it is invalid. name: of the file; the extension
     selects the delimiter. columns: names of columns that must exist (`None`: no check). Raises
-    ValueError if one is missing."""
+    ValueError if one is missing, if two columns have the same name, or if these are not UTF-8."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -258,9 +258,9 @@ def records(source, columns=None):
 
 def source_records(source):
     """Yield (location, record) like records(source), but raise a DataError that names the source if
-    it is missing or cannot be read. source: also a folder, for the records of all its files with
-    one of RECORD_EXTENSIONS; DataError if it has none. For a single record that cannot be read,
-    `record` is a ValueError. Raises SetupError without a package that the source needs."""
+    it is missing or cannot be read, also without a package that it needs. source: also a folder,
+    for the records of all its files with one of RECORD_EXTENSIONS; DataError if it has none. For a
+    single record that cannot be read, `record` is a ValueError."""
     if os.path.isdir(source) and not is_saved(source):
         paths = [path for path in walk(source) if has_record_extension(path)]
         if not paths:

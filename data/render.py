@@ -113,7 +113,7 @@ def compile_template(text):
 def answer(request):
     """Render the template of a request in this process. request: a line of JSON, the list [template
     text, {name: value}]. Return the reply, a list: [text, `None`], or [`None`, error message] if
-    the template fails."""
+    the template fails. Raises MemoryError, which ends the child process."""
     text, variables = json.loads(request)
     try:
         return [compile_template(text).render(variables), None]

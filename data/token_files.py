@@ -53,8 +53,9 @@ def find_files(data_dir, split):
     """Return the sorted list of paths of the token files of a split, e.g. "train"; at least one.
     data_dir: a file or a glob pattern, in which the text {split} is replaced by the split; or a
     folder, with SPLIT.bin or, without this file, shards *SPLIT*.bin and *SPLIT*.npy (with no letter
-    before SPLIT). Raises DataError if there is no such file, and for a file or pattern without
-    {split} if the split is not "train"."""
+    before SPLIT; not in a folder prepared for a model type other than gpt). Raises DataError if
+    there is no such file, and for a file or pattern without {split} if the split is not "train".
+    """
     if os.path.isdir(data_dir):
         start = os.path.join(glob.escape(data_dir), "")
         shards = [f"*{split}*.bin", f"*{split}*.npy"]
@@ -171,8 +172,8 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
 class TokenStream:
     """The tokens of several memory-mapped files as one stream; read(starts, length) returns windows
-    of it. shards: a list of Shards of the same dtype. Attributes: n_tokens, dtype, vocab_size (all
-    ids must be smaller; `None`: unknown).
+    of it. shards: a list of Shards of the same dtype (otherwise DataError). Attributes: n_tokens,
+    dtype, vocab_size (all ids must be smaller; `None`: unknown).
 
     Each read maps the necessary files for a short time, so that memory use does not grow with the
     size of the files. Before each read the files are checked: DataError if one has changed since it

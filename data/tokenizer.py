@@ -31,7 +31,7 @@ def open_tokenizer(source) -> Tokenizer:
     """Return the tokenizer that `source`, a text, names: byte, gpt2, a rank file in tiktoken's
     format, a folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, or a checkpoint (.pt).
     Raises DataError if there is no tokenizer or it cannot be read, CheckpointError for a checkpoint
-    that cannot be read."""
+    that cannot be read, SetupError without a package that it needs."""
     if source == "byte":
         return tokenizer_from_spec({"kind": "byte"})
     if source == "gpt2":
@@ -92,7 +92,8 @@ def is_same_tokenizer(spec_a, spec_b):
 def load_dataset_tokenizer(data_dir):
     """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes;
     `None` if it describes no tokenizer or does not exist. data_dir: the folder, a file in it, or a
-    glob pattern. Raises DataError if the description is damaged."""
+    glob pattern. Raises DataError if the description is damaged or the preparation of the folder
+    was interrupted, SetupError without a package that the tokenizer needs."""
     folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
     meta = read_meta(folder)
     with data_errors(f"{folder or '.'}: its meta file describes no tokenizer that can be rebuilt; "

@@ -106,7 +106,7 @@ def read_optional_json(folder, name):
 def read_hf_tokenizer(folder):
     """Return the JsonTokenizer of the Hugging Face model in `folder`, read from tokenizer.json and,
     if they exist, config.json and tokenizer_config.json. Raises DataError for missing or invalid
-    files."""
+    files, SetupError without the package tokenizers."""
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     with data_errors(path):

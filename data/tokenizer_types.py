@@ -90,7 +90,7 @@ class Tokenizer:
 
     def normalize(self, text):
         """Return `text` without lone surrogates and, if the attribute `nfc` is True, in Unicode's
-        normal form NFC. This is the text that encode() encodes."""
+        normal form NFC. This is the text that a RankTokenizer encodes."""
         return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
@@ -149,7 +149,7 @@ class RankTokenizer(Tokenizer):
         pattern: the regular expression that splits text before pairs are merged. added: {text: [id,
         whether it is special]} of additional tokens; default: only <|endoftext|>, with the id
         eot_token. eot_token: the id of the end of text, one of the ids in `added`. nfc: convert
-        text to Unicode's normal form NFC first. Raises DataError for invalid ids or patterns."""
+        text to Unicode's normal form NFC first. Raises ValueError for invalid ids or patterns."""
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -200,8 +200,8 @@ class RankTokenizer(Tokenizer):
 
 class CharTokenizer(Tokenizer):
     """A tokenizer with one id per character: id i is chars[i]. Like nanoGPT's, it has no end of
-    text. chars: a string of distinct characters; DataError if it is not. encode() raises DataError
-    for a text with other characters."""
+    text. chars: a string of distinct characters, not empty; otherwise DataError. encode() raises
+    DataError for a text with other characters."""
     kind = "char"
     eot_token = None
 

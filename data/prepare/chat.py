@@ -57,8 +57,8 @@ def to_messages(record, fields=(), prompt_only=False):
     answer; or fields with lists of messages, which are concatenated. The text of the field
     `system`, if it exists, becomes the first message unless the messages begin with a system
     message. prompt_only: also accept a question without an answer (one name, of a field with a
-    text; by default also "prompt"). Raises ValueError for a record without these fields, or with
-    values other than text and messages.
+    text; by default also "prompt"). Raises ValueError for a record without these fields, with an
+    empty question, or with values other than text and messages.
     """
     formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)

@@ -45,9 +45,9 @@ def prepare_tokens(o):
     folder o.out, write meta.json, and remove files of an earlier preparation.
 
     o: Options of data.prepare; o.shards: the number of training files (default: all). Return
-    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError for a failed download, for
-    options that only apply to text, e.g. o.tokenizer, and for a folder with data of other sources
-    unless o.force is True.
+    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError for a failed download, too
+    many o.shards, options that only apply to text, e.g. o.tokenizer, and a folder with data of
+    other sources unless o.force is True; SetupError without the package huggingface_hub.
     """
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:

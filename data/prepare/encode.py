@@ -38,10 +38,10 @@ def choose_split(documents, fraction):
 
     Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS (10) and have
     0.5 to 2 times the requested size; cut is then the size of the text. Otherwise the end of the
-    text is chosen. It begins between two documents if 0.5 to 2 times the requested size is possible
-    in this way, otherwise inside a document; if there are records, which are never divided, always
-    between two. If it would then be more than half of the text, and more than 2 times the requested
-    size, the single record nearest to that size is chosen instead.
+    text is chosen. It begins between two documents if there are records, or if 0.5 to 2 times the
+    requested size is possible in this way; otherwise, or if there is only one, inside a document.
+    With records, if the end would be more than half of the text and more than 2 times the requested
+    size, the one document nearest to that size is chosen instead; cut is the size of the text.
     """
     size = documents.size
     ends = np.array(documents.ends)

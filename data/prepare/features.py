@@ -47,8 +47,8 @@ MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 
 def open_array(path):
     """Return the memory-mapped array (rows, dims) of the .npy file `path`; an array (rows,) becomes
-    (rows, 1). Raises DataError for an array of a different shape, without elements, or of a dtype
-    other than integers and floats of up to 64 bits."""
+    (rows, 1). Raises DataError for a file that cannot be read, and for an array of a different
+    shape, without elements, or of a dtype other than integers and floats of up to 64 bits."""
     array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
     if (array.ndim != 2 or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8
@@ -108,11 +108,11 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
     arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or `None`.
     val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,), the number
-    of each row's run, which is never divided between the splits. force: replace prepared data of
-    other sources in `out`. sources: names of the files, for meta.json. subjects: (rows,) the
-    subject of each row, integers from 0 (default: there is one subject). Every run must be of one
-    subject. Raises DataError for different numbers of rows, infinite values, and the errors of
-    rows_in_val and new_folder.
+    of each row's run, which is never divided between the splits; in the files, runs are numbered
+    from 0 in the order of the rows. force: replace prepared data of other sources in `out`.
+    sources: names of the files, for meta.json. subjects: (rows,) the subject of each row, integers
+    from 0 (default: there is one subject). Every run must be of one subject. Raises DataError for
+    different numbers of rows, infinite values, and the errors of rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     arrays = arrays | ({} if target is None else {"target": target})

@@ -90,8 +90,9 @@ def new_folder(out, model, sources, force=False):
 
 def move_files(folder, out):
     """Move the files of `folder` to `out`, which is created, and remove files of an earlier
-    preparation. meta.json, which must exist, is moved last. Until then, a meta.json in `out` states
-    that the folder is incomplete, so that no mixture of files is ever read."""
+    preparation. meta.json, which must exist, is moved last; its `sources` become absolute(). Until
+    then, a meta.json in `out` states that the folder is incomplete, so that no mixture of files is
+    ever read."""
     meta = read_meta(folder)
     meta.sources = absolute(meta.sources or ())  # a relative path can name different files
     write_meta(folder, meta)

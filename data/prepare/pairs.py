@@ -41,9 +41,9 @@ class PairOptions(SampleOptions):
 def to_pair(record):
     """Return [conversation with the chosen answer, conversation with the rejected answer] of a
     record; each is a list of messages (role, text) that ends with the answer. record: a dict with
-    chosen and rejected, and optionally prompt (see join_messages) and system, a text. Raises
-    ValueError for missing or invalid fields, for different messages before the answers, and for
-    equal answers."""
+    chosen and rejected, and optionally prompt (see join_messages) and system, a text that becomes
+    the first message unless there is a system message. Raises ValueError for missing or invalid
+    fields, for different messages before the answers, and for equal answers."""
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -95,7 +95,8 @@ def mask_last_answer(ids, mask):
 
 class PairWriter(SampleWriter):
     """The command data.prepare.pairs; run() does all the work. args: a PairOptions. The constructor
-    loads the reference model args.reference, and raises DataError if this is not a chat model."""
+    sets the random seeds and loads the reference model args.reference; DataError if this is not a
+    chat model."""
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"

@@ -39,9 +39,9 @@ def to_question(record, fields=()):
     [(role, text), ...] up to the last question. answer: the reference answer, a text or `None`.
 
     The reference answer is the answer to the last question in the record or, without this, the
-    field `answer`. fields: the field of the prompt, or the fields of the question and, last, of the
-    answer (default: the fields of a known format, see to_messages). Raises ValueError for a record
-    without these fields or without a question.
+    field `answer`, a text or a number, which becomes a text ("5" for 5.0). fields: the field of the
+    prompt, or the fields of the question and, last, of the answer (default: the fields of a known
+    format, see to_messages). Raises ValueError for a record without these fields or a question.
     """
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
@@ -67,9 +67,10 @@ class PromptWriter(SampleWriter):
         self.block_size - 1). Raises ValueError for an invalid record.
 
         (ids, mask): arrays (n,) from which split_by_prompt chooses the same split as in
-        data.prepare.chat: the conversation before the second answer, and one token in place of this
-        answer; the mask is 1 only at the first token of each of the two answers. prompt: the list
-        of token ids to write. line: a dict, the line of SPLIT_rows.jsonl.
+        data.prepare.chat: the conversation before the second answer (the reference answer counts),
+        or before the only one, and one token in place of this answer; the mask is 1 only at the
+        first token of each answer. prompt: the list of token ids to write. line: a dict, the line
+        of SPLIT_rows.jsonl.
         """
         messages, answer, record = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token

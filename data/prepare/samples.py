@@ -61,8 +61,8 @@ def example_records(source):
 
 class SampleWriter:
     """Base class of the commands data.prepare.chat, pairs and prompts; run() does all the work.
-    args: a SampleOptions. Subclasses set noun (the word for a sample in messages) and model (a
-    value of --model), and define
+    args: a SampleOptions that also has `tokenizer`, the source for open_chat_format(). Subclasses
+    set noun (the word for a sample in messages) and model (a value of --model), and define
 
         encode(record)          return the encoded sample, a list whose first item is (ids, mask),
                                 for split_by_prompt; or `None`, to leave the record out, after
@@ -119,8 +119,8 @@ class SampleWriter:
     def read(self):
         """Read and encode the records of args.sources, at most args.num_samples, and split the
         results by a hash of the prompt. Return {"train": list of results of encode(), "val": list}.
-        Prints how many records were left out, and why. Raises DataError for unreadable sources, bad
-        records (unless args.skip_bad) and an empty split."""
+        Creates self.notes, a Counter {what happened to a record: number}, and prints it. Raises
+        DataError for unreadable sources, bad records (unless args.skip_bad) and an empty split."""
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source

@@ -28,9 +28,9 @@ BLANKS = " \t\r\n"
 
 def find_files(source):
     """Return the list of paths to read for a source, a name. For a folder: the files in it and in
-    folders below, in a fixed order, without hidden ones and prepared data. For dataset:stdlib: the
-    .py files of Python's library. For any other source (a file, hf:NAME, a folder that the package
-    datasets saved): [source]."""
+    folders below, as walk() lists them, without __pycache__. For dataset:stdlib: the .py files of
+    Python's library, without those in STDLIB_SKIP, e.g. tests. For any other source (a file,
+    hf:NAME, a folder that the package datasets saved): [source]. Errors: as for records.walk."""
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -94,9 +94,8 @@ def record_text(record, fields):
 class Documents:
     """The documents of all sources, concatenated in a new UTF-8 file, `path`. Call add_file() for
     each file of a source, then file.close(). Attributes: path; file; ends, the position after each
-    document, in bytes; size, in bytes; has_records, whether some documents are records, which are
-    never divided; is_damaged, whether the last file could not be read to the end, e.g. a damaged
-    .gz."""
+    document, in bytes; size, in bytes; has_records, whether some documents are records;
+    is_damaged, whether the last file could not be read to the end, e.g. a damaged .gz."""
 
     def __init__(self, path):
         self.path = path
