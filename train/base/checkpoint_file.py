@@ -84,8 +84,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     whole tensors on the CPU. The weights, {name: tensor}, are under "model". Files of plain tensors
     that other programs wrote can also be read: checkpoints of nanoGPT, {"model_state_dict": ...},
     {"state_dict": ...}, and a bare state dict. Raises CheckpointError if the file is missing,
-    damaged or not safe to load, the format is too new, or weights or optimizer state are not
-    finite."""
+    damaged or not safe to load, the format is too new, weights or optimizer state are not finite,
+    or torch is older than SAFE_TORCH."""
     return open_checkpoint(path, values=True)[0]
 
 
@@ -154,9 +154,9 @@ def verify_digest(path):
 
 
 def with_model_key(state):
-    """Return `state`, the content of a checkpoint file, as a dict with the weights under "model".
-    If `state` is a dict with a dict under "model", "model_state_dict" or "state_dict", this dict is
-    used, and all keys are kept; otherwise return {"model": state} (a bare state dict)."""
+    """Return `state`, the content of a checkpoint file, as a new dict with the weights under
+    "model": a copy of `state`, in which "model" is the first dict under "model", "model_state_dict"
+    or "state_dict"; {"model": state} if there is none (a bare state dict) or `state` is no dict."""
     for name in ("model", "model_state_dict", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             return {**state, "model": state[name]}

@@ -63,8 +63,8 @@ def add_dashes(argv, parser):
 
 def make_parser(cls, prog, epilog=None):
     """Return an argparse.ArgumentParser for the options of a command. The parsed values are strings
-    or lists of strings, and `None` for an option that is not given: make_options() converts them to
-    the types of the fields.
+    or lists of strings, and `None` or [] for what is not given: make_options() converts them to the
+    types of the fields.
     cls: a dataclass; the fields are made by key(), the docstring is the description of the command.
     prog: name of the command in the usage line.
     epilog: text at the end of --help, or `None`.
@@ -203,8 +203,8 @@ def env_rank():
 
 def limit_spinning():
     """If other programs are running, let idle CPU threads sleep soon instead of spinning: otherwise
-    a step may take ten times as long (train/LOG.md). On Linux, before torch is imported, which
-    reads the environment variable. One that is set already is kept, and OMP_WAIT_POLICY too."""
+    a step may take ten times as long (train/LOG.md). Sets the environment variable GOMP_SPINCOUNT,
+    so call it before torch is imported. Linux only; no effect if it or OMP_WAIT_POLICY is set."""
     running = []  # processes and threads, with this one
     with contextlib.suppress(OSError):
         for _ in range(5):

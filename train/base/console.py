@@ -19,8 +19,8 @@ CLEAR_LINE = "\r\x1b[K"
 class Console:
     """Output to a console: lines of text and, on a terminal, one live line below these (e.g. the
     progress), which is rewritten in place. show() writes both. stream: e.g. sys.stdout; `None` or
-    closed: no output. Attributes: `live`, whether a live line is possible, i.e. `stream` is a
-    terminal; `color`, whether to use colors (also false if NO_COLOR is set)."""
+    closed: no output. Attributes: `live`, whether a live line is possible: `stream` is a terminal,
+    and TERM is not "dumb"; `color`, whether to use colors: `live`, and NO_COLOR is not set."""
 
     def __init__(self, stream):
         stream = None if getattr(stream, "closed", False) else stream
@@ -36,7 +36,7 @@ class Console:
     def show(self, line=None, live=None):
         """Print `line`, unless it is `None`, above the live line, and replace the live line by
         `live`. live: `None` does not change the live line, "" clears it; a text is permitted only
-        if self.live is true. Never raises: after a failed write, output is discarded."""
+        if self.live is true. Never raises: a failed write redirects the stream to os.devnull."""
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live

@@ -59,9 +59,10 @@ def describe(field):
 def parse_value(field, raw):
     """Return `raw` converted to the type of `field`, a dataclass field made by key(). raw: a text,
     a list or dict of texts, or a value of this type. "", "null", "none" and "~" become `None` if
-    the type allows `None`, unless this text is one of the choices or the field has text=True. A
-    text for a list is split at commas, unless the field has text=True or is positional. Raises
-    ValueError, with the expected type or limit, if the conversion or the check of a limit fails."""
+    the type allows `None`, otherwise they are invalid, except "" for a str; they are texts if they
+    are among the choices, or for a str with text=True. A text for a list may be YAML, for a dict it
+    must be: [a, b], {a: 1}. Items of a list are split at commas, unless the field has text=True or
+    is positional. Raises ValueError, with the expected type or limit, for an invalid value."""
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())

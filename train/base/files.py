@@ -54,9 +54,9 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
 
 def set_direct(file, on):
-    """Switch direct writes, past the page cache, of an open file on or off. No effect where the
-    system or the file system has none. Direct writes are of aligned memory, whole blocks of the
-    disk, and begin at one."""
+    """Switch direct writes, past the page cache, of the open file `file` on or off. No effect where
+    the system or the file system has none. A direct write needs aligned memory, whole blocks of the
+    disk, and a position in the file at the start of a block."""
     with suppress(ImportError, AttributeError, OSError):
         import fcntl
         flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
@@ -107,8 +107,9 @@ def add_link(source, target):
 
 @contextmanager
 def exclusive_lock(folder):
-    """Context manager that holds an exclusive lock (flock) on `folder`. On entry it waits until no
-    other process holds this lock. Without effect if the system or the file system has no locks."""
+    """Context manager that holds an exclusive lock (flock) on `folder`. On entry it waits until the
+    lock is free. Not reentrant: a nested call for the same folder waits forever. Without effect if
+    the system or the file system has no locks."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -152,7 +153,8 @@ def lock_folder(folder):
     """Lock `folder` without waiting, and return the open file folder/.lock. unlock(file) releases
     the lock, as does the end of the process. Raises UserError if the folder is already locked, also
     by this process; the message names the process that holds the lock. Raises UserError for a full
-    disk. If the system or the file system has no locks, the file is returned without a lock."""
+    disk, OSError if the file cannot be opened. If the system or the file system has no locks, the
+    file is returned without a lock."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

@@ -216,9 +216,8 @@ class GPTKeys:
 
     @property
     def context(self):
-        """Maximum context length, in tokens, of a model built with these keys: block_size or, if
-        larger, max_positions (the context of the weights) up to MAX_CONTEXT, which limits memory.
-        """
+        """Maximum context length, in tokens, of a model built with these keys: the larger of
+        block_size and min(max_positions, MAX_CONTEXT); max_positions: context of the weights."""
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
@@ -295,7 +294,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return out
 
     def inherit(self, values):
-        """Return a copy with `values` {key: value}, which are not checked and not explicit."""
+        """Return a copy with `values` {key: value}, which are not checked. For a TrainConfig that
+        load_config() made, is_explicit() of all keys stays the same."""
         out = replace(self, **values)
         if hasattr(self, "origins"):
             out.origins = self.origins

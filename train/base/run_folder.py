@@ -40,6 +40,7 @@ class RunFolder:
     keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all.
     save_precision: name of a dtype, e.g. "bfloat16": each save of a checkpoint in one file also
     writes model.safetensors in this dtype; `None`: it does not.
+    Attribute mirror: a Mirror, set by the caller, to which write() copies; `None`: no copies.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -116,7 +117,8 @@ class RunFolder:
     def prepare(self, iter_num, is_best, is_numbered, logger):
         """Wait for the save in progress, if any. Return a list of the paths, in addition to
         ckpt.pt, for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt
-        if `is_numbered`; [] if neither. If the folder was deleted or renamed, call reopen()."""
+        if `is_numbered`; [] if neither. If the folder was deleted or renamed, call reopen();
+        UserError if another run has locked the new folder."""
         self.wait()
         if not self.is_same():
             with contextlib.suppress(CheckpointError):  # then the save fails, which is a warning
@@ -127,7 +129,7 @@ class RunFolder:
 
     def is_same(self):
         """Return whether the folder still is the one that open() locked: neither deleted nor
-        renamed. Also if only the lock file is the same: FUSE may change the inode of a folder."""
+        renamed. The same lock file suffices, as FUSE may change the inode of a folder."""
         with contextlib.suppress(OSError):
             stat = os.stat(self.path)
             return self.stat is None or os.path.samestat(stat, self.stat) or os.path.samestat(

@@ -108,8 +108,9 @@ def make_manifest(root, folder, state, written):
 def encode(value, path=()):
     """Return the nested state `value` as plain JSON types, for json.dumps. A tensor becomes
     {"$tensor": name}, with the dotted name as in named_tensors(); tuples, bytes, non-finite floats
-    and dicts with keys other than strings become {"$tuple": ...}, {"$bytes": ...}, {"$float": ...}
-    and {"$dict": ...}. path: tuple of the keys that lead to `value` in the whole state."""
+    and dicts with a key that is no string or begins with "$" become {"$tuple": ...}, {"$bytes":
+    ...}, {"$float": ...} and {"$dict": ...}. path: tuple of the keys that lead to `value` in the
+    whole state."""
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):

@@ -39,7 +39,7 @@ def read_metrics(path, limit=None):
     line or evaluation, in the order of the file. Lines that are invalid, or have no number "iter",
     are left out. Return [] if the file is missing.
 
-    limit: about this many training lines, evenly spaced, and all evaluations. `None`: all lines.
+    limit: about this many lines, evenly spaced, and all lines with val_loss. `None`: all lines.
     """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []

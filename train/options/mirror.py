@@ -53,13 +53,13 @@ class Mirror:
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
-        the store to the run's folder, if this has no ckpt.pt or ckpt_prev.pt. If it has one, see
-        fetch_later(), but with config.eval_only nothing is copied. Without effect if
-        config.resume_file is set. If the store has no copies, write an empty file to it, as a test.
-        log(text): for messages. Raises CheckpointError if the store cannot be used or all copies
-        are incomplete (for a folder with a checkpoint only a warning). If config.resume is "never",
-        unless torchrun has restarted this job, nothing is copied, with or without a checkpoint in
-        the folder: CheckpointError if the store has copies or cannot be used."""
+        the store to the run's folder. log(text): for messages.
+        If the folder has a ckpt.pt or ckpt_prev.pt, call fetch_later() instead; with
+        config.eval_only do nothing. If config.resume_file is set, do nothing. If config.resume is
+        "never", and torchrun has not restarted this job, copy nothing in any case, and raise
+        CheckpointError if the store has copies. If the store has none, write an empty file to it,
+        as a test. Raises CheckpointError if the store cannot be used or all copies are incomplete.
+        """
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
         if c.resume_file and not never:
@@ -124,7 +124,7 @@ class Mirror:
         """Copy a checkpoint, and the shards to which it refers, from the store to the run's folder.
         path: of the file in the store. name: of the new file in the run's folder. Return whether
         the copy is complete and undamaged; if not, the file `name` is unchanged. log(text): for
-        messages."""
+        messages. Errors of the store are raised."""
         log(f"Copying {os.path.basename(path)} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -162,7 +162,7 @@ class Mirror:
 
     def finish(self, logger):
         """Wait for the thread of the last update(), at most config.dist_timeout seconds; then call
-        logger.warn(text) if the copy is not complete."""
+        logger.warn(text) if it is still running."""
         if self.thread:
             self.thread.join(self.config.dist_timeout)
             if self.thread.is_alive():
@@ -194,7 +194,8 @@ class Mirror:
     def put(self, name, path):
         """Copy the checkpoint `name` in the run's folder to `path` in the store, after the shards
         to which it refers. Files that are equal in the store are skipped. Raises OSError if the
-        size or the last KiB of a copy differs from the original; an incomplete copy is deleted."""
+        size or the last KiB of a copy differs from the original, and errors of the store; an
+        incomplete copy of ckpt.pt is deleted."""
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards

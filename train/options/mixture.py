@@ -152,8 +152,8 @@ class Mixture(Loader):
         """Combine sums over the validation items (e.g. tokens) of each source into sums for the
         mixture. sums_by_source: {source: {name: tensor}}, with the number of items under "count".
         Return {name: tensor}: "count" is the total number of items; for any other name, sum / count
-        is the mean of the sources' values of sum / count, weighted by the shares. The same holds
-        for "exact" / "answers", if there are both."""
+        (for "exact", if there are "answers": sum / answers) is the mean of the sources' values of
+        it, weighted by the shares."""
         n = sum(sums["count"] for sums in sums_by_source.values())
 
         def scaled(key, name, sums):

@@ -168,8 +168,8 @@ def read_log(case, name):
 def compare_run(case, name, **how):
     """Train a run with the name `name` and the keyword arguments `how` of train_in_process(), and
     compare the logged numbers with the first run of `case`, a Case. Return a text for the report.
-    Raises AssertionError unless all numbers are equal up to rounding; errors of train_in_process().
-    """
+    Raises AssertionError unless all numbers are equal up to rounding, or if the run warns that
+    ranks differ; errors of train_in_process()."""
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     log = (case.folder / name / "train.log").read_text()
@@ -233,8 +233,9 @@ def check_batches(case):
 class FixedChoices(TorchFunctionMode):
     """Context manager that repeats the choices of torch.topk and Tensor.topk, because different
     choices would make the loss discontinuous. The n-th call in each pass of a model returns the
-    current values at the indices that the n-th call in the first pass chose. Attribute n_used:
-    number of calls in this pass; set it to 0 before each pass."""
+    current values at the indices that the n-th call in the first pass chose; SetupError if the
+    first call is made without gradients. Attribute n_used: number of calls in this pass; set it to
+    0 before each pass."""
 
     def __init__(self):
         super().__init__()
@@ -342,9 +343,9 @@ def check_evaluation(case):
 def check_decoding(case):
     """Compare the logits of a forward pass with the logits of every form of decoding: with a cache,
     in rows of equal and of different lengths, with packed layers, compiled, and with two answers
-    packed into one row, as in GRPO, where a token is not at the column of its position. Return a
-    text for the report. Raises AssertionError if the check fails; SetupError if the model is not a
-    GPT, or if it refuses a cache."""
+    packed into one row, as in GRPO, where a token is not at the column of its position; and
+    attention in bfloat16 with that in float32. Return a text for the report. Raises AssertionError
+    if the check fails; SetupError if the model is not a GPT, or if it refuses a cache."""
     def decode(model, *lengths):  # a prompt of this length for each row, then single tokens
         cache, logits = create_cache(model, len(lengths)), full.clone()
         for i, n in enumerate(lengths):
@@ -462,9 +463,9 @@ def candidates(field, value):
 
 def fingerprint(case, changes):
     """Return a list that differs if `changes` {key: value} have an effect on the results of `case`,
-    a Case: FLOPs, number of parameters, and from two steps the batches, losses, sums of the model
-    and sums of the gradients. Return `None` if the configuration is refused. Raises AssertionError
-    after any other error."""
+    a Case: FLOPs, number of parameter tensors, and from two steps the batches, losses, sums of the
+    model and sums of the gradients. Return `None` if the configuration is refused. Raises
+    AssertionError after any other error."""
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
@@ -487,9 +488,9 @@ def fingerprint(case, changes):
 
 def check_keys(case):
     """Check that each configuration key of the model has an effect on the results (see
-    fingerprint), when it is set to other values, without other changes or with a change of one more
-    key. Return a text for the report. Raises AssertionError with the names of keys without effect.
-    """
+    fingerprint), when it is set to other values, alone, with OPTIONS, or with a change of one more
+    key. A refused value is an effect; the keys in NO_EFFECT_ON_LOSS are left out. Return a text for
+    the report. Raises AssertionError with the names of keys without effect."""
     c = case.config
     own = fields(load_model_type(c.model).Keys or Settings)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")

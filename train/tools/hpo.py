@@ -123,7 +123,7 @@ def trial_config(config, params, max_iters=0, **changes):
     """Return the TrainConfig of a trial: `config`, a TrainConfig, with the values in `params` (the
     searched keys) and `changes`, both {key: value}. If max_iters is not 0, the trial has this
     number of steps, and warm-up, decay and intervals are scaled in proportion. min_lr is scaled
-    with learning_rate, unless it is in `params`."""
+    with learning_rate, unless it is in `params`. Raises ConfigError for invalid values."""
     values = asdict(config) | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate

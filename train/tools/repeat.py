@@ -71,8 +71,8 @@ def make_table(results, n_seeds, config):
     """Return the table of results as a list of rows, tuples of strings: the header COLUMNS, and a
     row for each setting (size, change). The verdict in all rows of a change is the verdict on which
     all sizes agree, otherwise "unclear". results: {(size, change): {seed: ChildRun}}; the change
-    "base" is the unchanged setting. n_seeds: number of seeds per setting. config: a TrainConfig,
-    for early_stopping_metric and early_stopping_mode."""
+    "base" is the unchanged setting, with the verdict "base". n_seeds: number of seeds per setting.
+    config: a TrainConfig, for early_stopping_metric and early_stopping_mode."""
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
     comparisons = {(size, change): compare(values[size, change], values[size, BASE],
