@@ -51,7 +51,7 @@ class Start:
 
     kind: "scratch", "resume" (continue the run of a checkpoint) or "init_from" (a new run that
     starts with the weights of a checkpoint).
-    path: path of the checkpoint; "" for scratch.
+    path: path of the checkpoint, or config.init_from for "init_from"; "" for scratch.
     state: content of the checkpoint, a dict; `None` for scratch, and after the run has loaded it.
     The tensors are on the meta device (no values) on ranks other than 0, and on all ranks if the
     checkpoint is sharded.
@@ -80,12 +80,12 @@ def weights_module():
 def find_start(folder, config, ranks, log):
     """Create and lock `folder` (a RunFolder) and return the Start of the run: the checkpoint that
     config.resume selects (find_checkpoint), otherwise the weights of config.init_from, otherwise
-    from scratch. With config.mirror, a checkpoint is first copied from the mirror if the folder has
-    none, or an older one. Instead of a sharded checkpoint with damaged files, an older one is used.
+    from scratch. With config.mirror, set folder.mirror and first copy its checkpoint if the folder
+    has none or an older one. If a sharded checkpoint in out_dir is damaged, an older one is used.
 
     log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
     CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
-    weights to evaluate; UserError if the folder is locked.
+    weights to evaluate or config.resume is "never"; UserError if the folder is locked.
     """
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
 
@@ -244,8 +244,8 @@ def load_weights(model, start, config, spec, ranks, log):
 def check_fits(start, config, data, model, ranks):
     """Raise CheckpointError, on all ranks, if the run of the checkpoint in `start` (a Start) cannot
     be resumed: the checkpoint is incomplete, `model` has tensors with different names, shapes or
-    dtypes, or the configuration or the data (a Data) have changed. Changes whose names are in
-    config.allow_change are accepted (see find_changes). All ranks must call."""
+    dtypes, or the configuration or the data (a Data) have changed. config.allow_change: names of
+    changes that are accepted (see find_changes), or "all". All ranks must call."""
     expected = model.state_dict()  # of a sharded model, on all ranks
 
     def check():
@@ -287,9 +287,10 @@ def find_changes(state, config, data):
 
 
 def find_evaluation_changes(state, config, data):
-    """Return a list of texts: what differs between the run of a checkpoint, `state` (a dict), and
-    this run, with `config` (a TrainConfig) and `data` (a Data), such that the best metric of the
-    checkpoint is of another kind or of other data. [] if nothing differs, or is unknown."""
+    """Return what differs between the run of a checkpoint, `state` (a dict), and this run, with
+    `config` (a TrainConfig) and `data` (a Data), so that their best metrics cannot be compared: a
+    list with some of "early_stopping_metric", "early_stopping_mode", "validation data" and
+    "validation samples" (per evaluation). [] if nothing differs, or is unknown."""
     # eval_iters is the number of batches per source of a mixture.
     loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
 
@@ -319,8 +320,8 @@ def nearly_equal(a, b):
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """Return the content of a checkpoint, a dict: nanoGPT's keys (model, optimizer, model_args,
     iter_num, best_val_loss, config), the state_dict() of each object in `parts` {name: object}, and
-    facts that are compared when the run is resumed, e.g. a fingerprint of the data. config:
-    TrainConfig; data: Data; parts["progress"]: Progress; ranks: Ranks. All ranks must call.
+    facts that a resume compares, e.g. a fingerprint of the data. config: TrainConfig; data: Data;
+    parts["progress"]: Progress; ranks: Ranks. All ranks must call. Errors as for make_plain_part().
 
     Tensors are not copied: they share memory with `model` and `optimizer`. Exception: of a sharded
     model, unless config.saves_shards(), they are copies on rank 0, and `None` on other ranks.
@@ -333,8 +334,8 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
 
 def make_plain_part(config, data, model, parts, ranks):
     """Return the content of a checkpoint without weights and optimizer state, a dict. Arguments as
-    for make_checkpoint(). CheckpointError if it has other than plain Python types, which loading a
-    checkpoint would refuse."""
+    for make_checkpoint(). CheckpointError if it has other than plain Python types (check_plain),
+    which loading a checkpoint would refuse."""
     progress = parts["progress"]
     shape = getattr(model, "config", None)
     own_keys = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in FIELDS}
@@ -387,8 +388,8 @@ def copy_to_rank0(tensor):
 
 def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
     """Save `state`, a result of make_checkpoint(), as ckpt.pt in `folder` (a RunFolder); if
-    `is_best` also as ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. A thread writes the
-    files, and a failure is only a warning in `log` (a Logger). With `last`, the files are written
+    `is_best` also as ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. A thread writes a copy
+    of `state`; a failure is only a warning in `log` (a Logger). With `last`, the files are written
     before this function returns, and a failure raises CollectiveExit. All ranks must call."""
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
@@ -500,8 +501,8 @@ def make_savable(model):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value` and everything inside it are plain Python types (int,
-    float, bool, str, bytes, `None`, dict, list, tuple, no subclasses), as ckpt.pt requires of
+    """Raise CheckpointError unless `value` and all parts, except keys, are plain Python types
+    (int, float, bool, str, bytes, `None`, dict, list, tuple, no subclasses), as ckpt.pt requires of
     everything except tensors. name: name of the value, for the message."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
@@ -517,8 +518,8 @@ def check_plain(value, name):
 def restore(start, config, model, optimizer, parts, ranks, warn):
     """Load the checkpoint in `start` (a Start of kind "resume") into `model`, `optimizer` and
     `parts` {name: object with load_state_dict()}, in place, and set start.state to `None`. All
-    ranks must call. Raises CheckpointError if something does not fit. With config.allow_change,
-    optimizer state that does not fit is newly initialised instead, and warn(text) is called."""
+    ranks must call. CheckpointError if something does not fit; with config.allow_change, optimizer
+    state that is missing or has other keys is newly initialised, and warn(text) is called."""
     state = start.state
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
@@ -542,8 +543,8 @@ def select_optimizer_state(optimizer, entries, config, warn):
     config.ema is set.
 
     If an entry is missing, has different keys or is of no parameter in `optimizer`, raise
-    CheckpointError. If config.allow_change is not empty, call warn(text) instead, except in the
-    third case. Entries that are {} (no gradient yet) are left out, and `entries` may be {} (no step
+    CheckpointError; if config.allow_change is not empty, call warn(text), or in the third case do
+    nothing. Entries that are {} (no gradient yet) are left out, and `entries` may be {} (no step
     yet).
     """
     keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
@@ -617,8 +618,8 @@ def without_values(state):
 def check_state(optimizer, ranks):
     """Raise CheckpointError unless a checkpoint would contain the entire state of `optimizer`,
     which must have done a step. To find out, the state is copied, replaced by newly created state,
-    restored from the copy and compared; afterwards weights and state are as before. State tensors
-    that are not sharded must be equal on all ranks. All ranks must call."""
+    restored from the copy and compared; afterwards weights and state are as before, gradients are
+    removed. State that is not sharded must be equal on all ranks. All ranks must call."""
     def attributes():
         groups = {f"{k} of parameter group {i}": repr(v)
                   for i, group in enumerate(optimizer.param_groups)

@@ -194,8 +194,8 @@ def remove_groups(dotted):
 
 def translate(name, raw, known, by_epochs=False):
     """Return {key: raw value} for the setting `name` with the value `raw`, translated by
-    train/aliases.yaml. It is {name: raw} if `name` is a key that accepts `raw`, and for a name
-    without a translation. It may have several keys, and is {} for a setting without effect.
+    train/aliases.yaml: {name: raw} for a key that accepts `raw` or a name without translation, {}
+    for a setting without effect, e.g. "null" for a name that is no key. It may have several keys.
 
     known: {key: dataclass field} of the configuration class. by_epochs: whether the run's length is
     set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
@@ -235,7 +235,8 @@ def fill(template, raw):
 
 def resolve(settings, known, problems):
     """Return {key: (raw value, where)} of `settings`, a list of (name, raw value, where). where:
-    the place that sets it, "path:line" or "command line". Later settings take precedence.
+    "path:line", "command line" or "overrides" (Python). Later settings take precedence; dicts that
+    different aliases give for one key are joined.
 
     Aliases are replaced by keys in `known` {key: dataclass field}, and " as ALIAS" is appended to
     `where`. An alias without effect remains, with the value IGNORED, if there is a hint about it.
@@ -289,7 +290,7 @@ def file_of(where):
 def read_settings(path, overrides, problems):
     """Return (configuration class, {key: (raw value, where it is set)}) of three sources, in
     ascending order of precedence: the YAML file at `path` (`None`: no file), the file `best_config`
-    (the result of a search) and `overrides`. Raw values are not parsed or checked yet.
+    (of a search; without base, data_dir, out_dir) and `overrides`. Raw values are not parsed yet.
 
     overrides: command-line arguments or a dict. The key `config` in it replaces `path`;
     `best_config` in it is the path of the second file. Messages are appended to the list
@@ -318,9 +319,9 @@ def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
     """Return the configuration of a run, a TrainConfig: the defaults, replaced by the YAML file at
     `path` (`None`: no file) with its base files (key `base`), replaced by `overrides`: command-line
-    arguments, or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. The
-    attribute `origins` of the result is {key: where it is set}, without keys that are not set.
-    ConfigError lists all problems."""
+    arguments, or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. With
+    max_epochs, eval_epochs is 1 by default. The attribute `origins` of the result is {key that is
+    set, or ignored alias: where it is set}. ConfigError lists all problems."""
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = key_fields.fields_by_name(cls)

@@ -58,8 +58,8 @@ class Data:
     test: evaluated once, at the end of the run; `None`: no test. spec: facts about the data that
     the model needs (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt.
     use: a command that uses the trained model, printed at the end of the run, in which {out},
-    {best}, {data} and {ema} are replaced by out_dir, the best checkpoint, data_dir and, if averaged
-    weights (ema) were the best, " --ema"; "": USE of the model type.
+    {best}, {data} and {ema} are replaced by out_dir, ckpt_best.pt or ckpt.pt (without the folder),
+    data_dir and, if averaged weights (ema) were the best, " --ema"; "": USE of the model type.
     """
     train: object
     val: object = None
@@ -484,7 +484,7 @@ def seed_step(seed, it, ranks):
 
 def check_batch(batch):
     """Return `batch`, a result of get_batch or fixed_batch of a loader. SetupError unless it is a
-    tuple or list, and its first item has a length, the number of rows."""
+    tuple or list with at least one item, the first of which is not a 0-dim tensor."""
     if not isinstance(batch, (tuple, list)) or not batch:
         raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
     if getattr(batch[0], "ndim", 1) == 0:
@@ -531,7 +531,7 @@ class Prefetcher:
         return batch
 
     def read(self, step):
-        """Return the batch `step` of the loader. SetupError if it is no tuple or list."""
+        """Return the batch `step` of the loader. SetupError as for check_batch()."""
         return check_batch(self.loader.get_batch(self.device, step))
 
     def close(self):

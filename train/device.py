@@ -174,7 +174,7 @@ def compile_model(model, device):
     The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled,
     if it has blocks: on a CPU all blocks share the code of the first, which is much faster to
     compile; with FSDP, hooks around the blocks would leave them uncompiled. Return the list of the
-    compiled modules.
+    compiled modules. Global options of torch's compiler are changed, too.
     """
     import torch._functorch.config as aot
     # In the forward pass, where Compiler can fall back to eager mode; by default it is lazy.

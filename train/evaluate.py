@@ -18,9 +18,9 @@ from train.system import ModelHooks, hook
 
 
 def check_result(result, previous=None):
-    """Return `result`, the result of a model's forward(*batch). SetupError unless it is (loss,
-    sums), a tensor with one element and {name: tensor}, with the same names as `previous`, the sums
-    of an earlier batch (`None`: not compared), and without the name "loss"."""
+    """Return `result`, the result of forward(*batch). SetupError unless it is (loss, sums), with a
+    tensor and {name: tensor}, loss and sums["count"] (if any) have one element, and sums has the
+    names of `previous`, the sums of an earlier batch (`None`: not compared), and no "loss"."""
     example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
         raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
@@ -41,9 +41,9 @@ def check_result(result, previous=None):
 
 def pack(loss, sums, count):
     """Return the sums of a batch as one vector, to be added over batches and ranks. The elements:
-    the number of items n, which is sums["count"] or by default `count`; the mean `loss` times n;
-    the other tensors in `sums` {name: tensor}, sorted by name and flattened. float64; float32 on
-    MPS."""
+    the number of items n, which is sums["count"] or by default `count`; the mean `loss` times n (0
+    if n is 0); the other tensors in `sums` {name: tensor}, sorted by name and flattened. float64;
+    float32 on MPS."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -90,16 +90,16 @@ def to_plain(value):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number} over `n_batches` validation batches of `loader` (always the same
-    ones), or all if it has fewer. For a mixture of data sources, n_batches is the number per
-    source, and val_loss_SOURCE is the loss of each source.
+    """Return {val_NAME: number, list or `None`} over `n_batches` validation batches of `loader`
+    (always the same ones), or all if it has fewer. For a mixture of data sources, n_batches is the
+    number per source, and val_loss_SOURCE is the loss of each source.
 
     model: must be in eval mode; the hook numbers(sums) turns sums into numbers. forward(*batch) ->
     (loss, sums): called in the context manager that autocast() returns. Rank r computes batches r,
     r + world_size, ... After each round (one batch per rank) the sums of all ranks are added in the
     order of the batches, so the result does not depend on the number of ranks. stop(done, total):
     called before each round with numbers of batches; if it is true on any rank, `None` is returned
-    on every rank. All ranks must call. SetupError if a source has no item that counts (all are
+    on every rank. All ranks must call. SetupError e.g. if a source has no item that counts (all are
     masked).
     """
     n = loader.n_fixed(n_batches)

@@ -76,10 +76,10 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line, live=None):
-        """Append `text`, without a final newline, to train.log, with the time before each line;
-        before start(), it may be held. Print `line` on the console, if it is not `None`. live: new
-        text of the status line at the bottom of a terminal (`None`: unchanged). The texts must be
-        printable(). Only on rank 0; without effect on other ranks."""
+        """Append `text`, without a final newline, to train.log, with the time before each line, or
+        to the list self.held unless that is `None`. Print `line` on the console, if it is not
+        `None`. live: new text of the status line at the bottom of a terminal (`None`: unchanged).
+        The texts must be printable(). Only on rank 0; without effect on other ranks."""
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             add = self.log_file.write if self.held is None else self.held.append
@@ -185,7 +185,7 @@ class Logger:
     def describe_run(self, yaml_text):
         """Write config.yaml, with the text `yaml_text`, and training_args.json: the configuration,
         the command line, versions, and facts about the machine. The run can be repeated from either
-        file. A failure is a warning."""
+        file. A failure is a warning. To be called on rank 0 only."""
         record = dict(arguments=self.config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **self.system_info)
@@ -317,7 +317,7 @@ class Clock:
             self.total_away += seconds
 
     def max_over_ranks(self, value):
-        """Return the maximum of `value`, an int, over all ranks, of which there is one here."""
+        """Return `value`, an int. With several ranks, RankClock returns the maximum over all."""
         return value
 
     def lap(self, it, batches, warn):

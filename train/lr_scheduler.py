@@ -15,9 +15,9 @@ def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): a linear warm-up to learning_rate, then by
     lr_schedule. cosine (arXiv:1608.03983), linear, and wsd (constant, then linear in the last part,
     arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there. step multiplies by
-    lr_factor every step_iters steps (default: max_iters // 3), down to min_lr. The others are
-    constant; for plateau the caller multiplies by the scale of ReduceOnPlateau. args: a
-    TrainConfig, or an object for read_schedule()."""
+    lr_factor every step_iters steps (default: max_iters // 3) after the warm-up, down to min_lr.
+    The others are constant; for plateau the caller multiplies by the scale of ReduceOnPlateau.
+    args: a TrainConfig (lengths in epochs are ignored), or an object for read_schedule()."""
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak

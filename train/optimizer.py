@@ -49,8 +49,8 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
     lr_groups: {pattern: value} for parameters whose names match (see matches); the last matching
     pattern is used. value: a factor of the learning rate, or dict(learning_rate, lr_mult,
     weight_decay), each optional. A rate of 0 freezes: sets requires_grad = False.
-    log(line): called with a summary. ConfigError for invalid lr_groups, or if all parameters are
-    frozen.
+    log(line): called with a summary. ConfigError for invalid lr_groups, if all parameters are
+    frozen, or unless learning_rate > 0.
     """
     if not learning_rate > 0:
         raise ConfigError([f"learning_rate: expected a positive number, got {learning_rate}"])

@@ -49,8 +49,8 @@ class Signals:
     checkpoint and stop (attribute `stop`: the signal's number, or 0), SIGUSR1 to save (`save`: 1 or
     0). agree() returns the requests of all ranks.
 
-    The handler only sets these attributes. The training loop reads them between micro-batches and
-    discards a partial step (but completes it if the model has persistent buffers, e.g. BatchNorm).
+    The handler only sets these attributes and prints. The training loop reads them between
+    micro-batches; a partial step is discarded (completed if the model has persistent buffers).
     A second request to stop exits the process at once (in a notebook, it raises KeyboardInterrupt).
     Under torchrun a second request is ignored, because one request causes two signals there (Slurm
     signals torchrun and all ranks, torchrun signals the ranks), and torchrun kills slow ranks.

@@ -127,9 +127,9 @@ class Run:
 
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
-        If the run is resumed, check that the checkpoint fits it. Then log the plan. stack: an
-        ExitStack; when it is closed, saves are completed and the log is closed. Raises
-        CheckpointError, SetupError."""
+        If the run is resumed, check that the checkpoint fits it. Log the plan. Compile the model in
+        place. stack: an ExitStack; when it is closed, saves are completed, the log is closed, and
+        compiling and freezing undone. Raises CheckpointError, ConfigError, SetupError."""
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -177,7 +177,7 @@ class Run:
     def build_model(self, model=None):
         """Return the bare model (without DDP) on the device: `model` or, if `None`, a new model of
         the model type. If the run shards the model, a new one is built on the meta device, sharded
-        and then filled, so that no rank holds all weights."""
+        and then filled, so that no rank holds all weights. Raises SetupError."""
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -190,8 +190,8 @@ class Run:
         return model.to(self.ranks.device)
 
     def log_plan(self, precision):
-        """Log the start-up lines; take_folder() creates the files. precision: text about dtype and
-        compiling, for a start-up line."""
+        """Log the start-up lines. With eval_only, train.log is written from here on, otherwise from
+        take_folder() on. precision: text about dtype and compiling, for a start-up line."""
         self.log.config = asdict(self.config)
         if self.config.eval_only:  # which writes train.log, without take_folder()
             self.log.write_held()
@@ -202,7 +202,7 @@ class Run:
         """Load the weights of init_from if the run starts from them. Build the optimizer, the
         moving average of the weights (ema) and the gradient scaler. Then wrap the model in DDP,
         which must know the parameters that the optimizer has frozen. Raises CheckpointError,
-        ConfigError."""
+        ConfigError, SetupError."""
         c = self.config
         is_trained = c.init_from != "scratch"
         if self.start.kind == "init_from":
@@ -275,11 +275,11 @@ class Run:
                     early_stopping=self.stopping, spikes=self.spikes)
 
     def restore(self, start):
-        """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). The plateau
-        schedule's scale is reset to 1 if lr_schedule is not plateau now; best metric and early
-        stopping are reset if early_stopping_metric, early_stopping_mode or the validation data have
-        changed, or the number of samples per evaluation; with the last two also the plateau
-        schedule's best loss. All ranks must call. Raises CheckpointError."""
+        """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). Unless the
+        lr_schedule is plateau now, self.plateau.scale becomes 1. If the run still has steps to do,
+        any of find_evaluation_changes() resets best metric and early stopping; other validation
+        data or samples also reset best_val_loss and the plateau schedule's best loss, and the
+        evaluation is repeated. All ranks must call. Raises CheckpointError."""
         p = self.progress
         c = self.config
         # The state is freed below.
@@ -302,11 +302,11 @@ class Run:
 
     def take_folder(self):
         """Prepare the files in out_dir for this run, and write train.log, config.yaml and
-        training_args.json. With --resume never, files of an earlier run are first moved to a
-        subfolder. After --resume FILE, later checkpoints are moved to a subfolder and, if no
-        ckpt_best.pt is left, the best metric is reset. Lines in metrics.jsonl about steps that will
-        be repeated are removed. To be called after all checks that are possible before the first
-        forward pass in training. All ranks must call."""
+        training_args.json (a finished run keeps the last two). With --resume never, files of an
+        earlier run are first moved to a subfolder. After --resume FILE, later checkpoints are moved
+        to a subfolder and, if no ckpt_best.pt is left, the best metric is reset. Lines in
+        metrics.jsonl about steps that will be repeated are removed. To be called after all checks
+        that are possible before the first forward pass in training. All ranks must call."""
         p = self.progress
         c = self.config
 
@@ -330,9 +330,9 @@ class Run:
 
     def note_best(self, numbers):
         """Compare the results of an evaluation, `numbers` {val_NAME: number}, with the best so far,
-        by early_stopping_metric. If it is better, it becomes the best, and best_due is set: the
-        next save also writes ckpt_best.pt. Return the value of the metric, or `None`, with a
-        warning, if `numbers` has no value for it."""
+        by early_stopping_metric, then by val_loss. If it is better, it becomes the best, and
+        best_due is set: the next save also writes ckpt_best.pt. Return the value of the metric, or
+        `None`, with a warning, if `numbers` has no value for it."""
         p = self.progress
         metric = numbers.get(self.config.early_stopping_metric)
         if metric is None:
@@ -388,7 +388,7 @@ class Run:
     def check_first_step(self):
         """Warn about trained parameters that had no gradient in the first step. To be called after
         that step. For an optimizer other than AdamW and Muon, raise CheckpointError if the state
-        cannot be resumed."""
+        cannot be resumed (check_state). All ranks must call."""
         state = self.optimizer.state
         unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
                   if not state.get(p)]

@@ -103,8 +103,8 @@ class ModelHooks:
 
     def adopt(self, weights):
         """Convert `weights` {name: tensor} of a different model, with which the run starts
-        (init_from). Return {name: tensor} with names and shapes of this model; parameters that it
-        lacks keep their initial values. Called on rank 0. Default: unchanged."""
+        (init_from). Return {name: tensor} with names and shapes of this model; parameters that are
+        not in it keep their initial values. Called on rank 0 only. Default: unchanged."""
         return weights
 
     def before_step(self, it):

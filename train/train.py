@@ -379,11 +379,11 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint of a Run as ckpt.pt and, if run.best_due, as ckpt_best.pt, in the
-    background, where a failure is only a warning. With `last`, it is written before this function
-    returns, and a failure raises CollectiveExit. Raises BadNumbers, without saving, if weights or
-    optimizer state are not finite; SetupError if run.take_folder() has not been called. All ranks
-    must call."""
+    """Save a checkpoint of a Run as ckpt.pt, if run.best_due also as ckpt_best.pt, and if
+    run.is_numbered() as ckpt_NNNNNNN.pt, in the background, where a failure is only a warning. With
+    `last`, it is written before this function returns, and a failure raises CollectiveExit. Raises
+    BadNumbers, without saving, if weights or optimizer state are not finite; SetupError if
+    run.take_folder() has not been called. All ranks must call."""
     if not run.is_taken:
         raise SetupError("save() without run.take_folder(): call it before the first step")
     run.watchdog.restart(slow=True)
@@ -411,7 +411,7 @@ def save(run, last=False):
 
 def report_finished(run):
     """Log that a resumed run has already finished, and how to continue it. Set run.test_numbers to
-    the results in metrics.jsonl; if there are none, evaluate the test data. All ranks must call."""
+    the results in metrics.jsonl, and call test(run). All ranks must call."""
     run.log.info(f"This run is finished at iter {run.progress.iter_num}: {run.progress.finished}. "
                  f"A larger {' and '.join(run.limits_reached())} continues it; with `--resume "
                  "never` it starts afresh.")
@@ -445,10 +445,10 @@ def finish(run):
 
 
 def test(run):
-    """Load the weights in ckpt_best.pt (without this file, the last weights stay) and evaluate the
-    test data, if there are any. Log the numbers and set run.test_numbers {test_NAME: number}, {} if
-    a signal interrupts the evaluation; if it has numbers already, only load the weights. They stay
-    in the model: save the last weights before. All ranks must call."""
+    """If there are test data, load the weights in ckpt_best.pt (without this file, the last weights
+    stay) and, unless run.test_numbers has numbers already, evaluate the test data, log the numbers
+    and set run.test_numbers {test_NAME: number}, {} if a signal interrupts the evaluation. The
+    loaded weights stay in the model: save the last ones before. All ranks must call."""
     p = run.progress
     if run.data.test is None:
         return
