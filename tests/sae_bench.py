@@ -2,7 +2,7 @@
 evaluation.
 
     python -m tests.sae_bench model out/synth                       # the features, once
-    python -m tests.sae_bench data out/synth --samples 2000000      # activations to train on
+    python -m tests.sae_bench data out/synth --samples 1064960      # activations to train on
     python run_train.py --config train/configs/sae_bench.yaml
     python -m model.sae --ckpt out/sae_bench/ckpt.pt --to out/lens
     python -m tests.sae_bench judge out/synth --sae out/lens        # by sae-lens: F1, L0
