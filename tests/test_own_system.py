@@ -289,15 +289,18 @@ def test_a_name_that_log_lines_have_already_is_refused(rows, tmp_path, monkeypat
         go(rows, tmp_path)
 
 
-def test_spec_must_be_plain(rows, tmp_path, monkeypatch, toy):
+@pytest.mark.parametrize(("value", "named"), [
+    (np.float32(1.0), r"\['mean'\] is a float32"),
+    ({np.int64(7): 1.0}, r"\['mean'\]\[(np\.int64\()?7\)?\] is a int64")])  # a key
+def test_spec_must_be_plain(rows, tmp_path, monkeypatch, toy, value, named):
     real = toy.open_data
 
     def open_data(config, ranks):
         data = real(config, ranks)
-        data.spec["mean"] = np.float32(1.0)
+        data.spec["mean"] = value
         return data
     monkeypatch.setattr(toy, "open_data", open_data)
-    with pytest.raises(CheckpointError, match=r"Data.spec\['mean'\] is a float32"):
+    with pytest.raises(CheckpointError, match=f"Data.spec{named}"):
         go(rows, tmp_path)
 
 

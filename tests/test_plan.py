@@ -183,10 +183,12 @@ def test_memory_of_fsdp_by_hand():
     W, size = 64, 1e8
     memory = (4 + 4 + 8) * P / W + 2 * (root + 2 * block) + 4 * (root + block) + 8 * size
 
-    def plan(**changes):
+    def plan(dtype=torch.bfloat16, **changes):
         gpu = dataclasses.replace(GPUS["h100"], **changes)
-        return costs(c, model, gpu, torch.bfloat16, 512 * 1024 * 6 * P, size, W, 8)
+        return costs(c, model, gpu, dtype, 512 * 1024 * 6 * P, size, W, 8)
     assert plan()["memory"] == pytest.approx(memory, rel=1e-6)
+    wider = 2 * (root + 2 * block)  # distributed.shard() gathers float32 for float16
+    assert plan(torch.float16)["memory"] == pytest.approx(memory + wider, rel=1e-6)
     # Sensible: fits into 92% of the memory.
     assert not plan(memory=memory / 0.92 / 2**30 * 0.999)["sensible"]
     assert plan(memory=memory / 0.92 / 2**30 * 1.001, network=1e6)["sensible"]

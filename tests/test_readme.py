@@ -120,7 +120,7 @@ SYSTEMS = ("gpt", "chat", "lora", "dpo", "grpo", "distill", "classifier", "moe",
 def test_a_run_ends_with_a_command_that_uses_it(system, monkeypatch):
     use = importlib.import_module(f"model.{system}").USE
     _, _, module, *words = shlex.split(use.format(
-        out="'my runs/a'", best="ckpt_best.pt", data="'my data/a'"))
+        out="'my runs/a'", best="ckpt_best.pt", data="'my data/a'", ema=" --ema"))
     assert words[0] == "--ckpt" and words[1].startswith("my runs/a/ckpt") and not parse(
         monkeypatch, module, words)[1]
 

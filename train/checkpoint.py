@@ -91,7 +91,7 @@ def find_start(folder, config, ranks, log):
 
     def find():
         if config.eval_only and config.resume == "never":
-            raise CheckpointError("--eval_only with --resume never: nothing to evaluate")
+            raise CheckpointError("--eval_only does not go with --resume never; leave one out")
         state, path, shards = find_checkpoint(config, log, damaged)
         # Also without a checkpoint: the source files are read now, and may be edited before a save.
         weights_module().formulas.warn_of_differences(state or {}, path, config.model)
@@ -501,15 +501,16 @@ def make_savable(model):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value` and all parts, except keys, are plain Python types
+    """Raise CheckpointError unless `value`, all parts and the keys of dicts are plain Python types
     (int, float, bool, str, bytes, `None`, dict, list, tuple, no subclasses), as ckpt.pt requires of
     everything except tensors. name: name of the value, for the message."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
-        if type(part) not in plain:
-            raise CheckpointError(
-                f"{name}{''.join(f'[{k!r}]' for k in path)} is a {type(part).__name__}; it is in "
-                "ckpt.pt: expected plain Python types (int, float, str, list, dict, ...)")
+        for x in (*path[-1:], part):
+            if type(x) not in plain:
+                raise CheckpointError(
+                    f"{name}{''.join(f'[{k!r}]' for k in path)} is a {type(x).__name__}; it is in "
+                    "ckpt.pt: expected plain Python types (int, float, str, list, dict, ...)")
 
 
 # -----------------------------------------------------------------------------

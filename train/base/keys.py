@@ -305,7 +305,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         """Return a copy, with `changes` {key: value}, for a short run that only measures steps:
         without evaluations, trackers and mirror, and with resume "auto"."""
         return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
-                            eval_interval=0, early_stopping_metric="val_loss", **changes)
+                            eval_interval=0, eval_epochs=None, early_stopping_metric="val_loss",
+                            **changes)
 
     def unused_keys(self):
         """Return {key: condition} of the keys that have no effect although the value is not the

@@ -136,14 +136,15 @@ def copied_weights(model, shards, dtype):
     """Return the bytes per rank of temporary copies of weights and gradients during a step. model:
     not sharded. shards: number of ranks over which the model is sharded; 1 for DDP. dtype: of
     matrix products. DDP: all weights in `dtype`, 0 for float32. FSDP: the gathered weights of the
-    root module and of two blocks in `dtype`, and the float32 gradients of the root module and one
-    block."""
+    root module and of two blocks in bfloat16 or float32, and the float32 gradients of the root
+    module and one block."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
     sizes = [padded_numel(b.parameters(), 1) for b in blocks(model)] or [0]
     root = everything - sum(sizes)
-    return (root + 2 * max(sizes)) * dtype.itemsize + (root + max(sizes)) * 4
+    size = 2 if dtype == torch.bfloat16 else 4  # as in distributed.shard()
+    return (root + 2 * max(sizes)) * size + (root + max(sizes)) * 4
 
 
 def activation_bytes(model, batch, dtype):
