@@ -91,7 +91,7 @@ class EvaluationOptions:
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
-    plot: str | None = key(None, "also draw r, with --baseline", metavar="FILE.png", path=True)
+    plot: str | None = key(None, "also draw r beside the baseline's", metavar="FILE.png", path=True)
     to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
                          path=True)
     arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
