@@ -316,6 +316,16 @@ def test_losses_and_sums_of_parts_add_up_to_those_of_the_whole(task):
         torch.testing.assert_close(sum(s[name] for _, s in parts), value)
 
 
+def test_in_a_frame_too_a_row_without_evidence_adds_nothing_to_the_loss():
+    model, (tokens, lengths, labels, spans) = small_model("span"), small_batch()
+    model.spec["frame"] = [1, 1]
+    spans[:] = -1
+    spans[:3] = torch.tensor([1, 2])
+    loss, _ = model(tokens, lengths, labels, spans)
+    alone, _ = model(tokens[:3], lengths[:3], labels[:3], spans[:3])
+    assert torch.equal(loss, alone) and gradients(loss, model).isfinite().all()
+
+
 def pointed(pointer, query, states):
     """Softmax and its logarithm over `states` (n, C) for a query (C,), in float64."""
     w = {n: p.detach().double().numpy() for n, p in pointer.named_parameters()}

@@ -271,9 +271,10 @@ class Classifier(nn.Module):
         total = 0
         for span in spans.split(2, dim=1):  # (B, 2)
             first, last = span.clamp(min=0).unbind(1)  # (B,) each
-            total = total + (span[:, 0] >= 0) * (
-                F.cross_entropy(ends, last, reduction="none")
-                + F.cross_entropy(self.start_scores(x, last), first, reduction="none"))
+            loss = (F.cross_entropy(ends, last, reduction="none")
+                    + F.cross_entropy(self.start_scores(x, last), first, reduction="none"))
+            # Not a product: without evidence, the loss of token 0 is infinite in a frame.
+            total = total + loss.where(span[:, 0] >= 0, 0.0)
         return total / (spans[:, ::2] >= 0).sum(1).clamp(min=1) / 2
 
     def losses(self, x, scores, ends, labels, spans):
