@@ -170,6 +170,13 @@ def test_numbers_are_those_of_scikit_learn(seed):
         assert got["auroc"] == pytest.approx(theirs, abs=1e-9)
 
 
+def test_labels_of_eight_bits_are_those_of_scikit_learn():
+    from sklearn.metrics import confusion_matrix
+    y, scores = np.arange(200, dtype=np.uint8) % 20, np.random.default_rng(0).random((200, 20))
+    got = classification_metrics(y, scores)["confusion_matrix"]
+    assert got == confusion_matrix(y, scores.argmax(1)).tolist()
+
+
 def test_exact_match_of_spans_by_hand():
     truths, guesses = torch.tensor([[2, 4], [-1, -1], [0, 0], [3, 5]]), torch.tensor([[2, 4]] * 4)
     sums = span_sums(truths, guesses)

@@ -60,7 +60,8 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
     K = scores.shape[1]
     if labels.min() < 0 or labels.max() >= K or not np.isfinite(scores).all():
         raise ValueError(f"expected labels from 0 to {K - 1} and finite scores")
-    matrix = np.bincount(labels * K + scores.argmax(1), minlength=K * K).reshape(K, K)
+    # int64: K times a label of 8 bits can exceed 255.
+    matrix = np.bincount(labels * np.int64(K) + scores.argmax(1), minlength=K * K).reshape(K, K)
     areas = [auroc(scores[:, k], labels == k) for k in range(K)]
     mean = None if None in areas else float(np.mean(areas))
     return confusion_metrics(matrix) | dict(
