@@ -24,6 +24,7 @@ from runs import (
     tensors,
 )
 
+from data.prepare import prepare
 from model.convert import convert
 from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
@@ -1008,6 +1009,20 @@ def test_random_directions(trained, data_dir, capsys):
     assert names.split() == ["explained_variance", "l0", "spliced_loss", "loss_recovered"]
     assert ours.startswith("trained") and random.startswith("random directions")
     assert float(random.split()[3]) == pytest.approx(float(ours.split()[2]), abs=0.5)  # L0
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc def ghi\n" * 400)
+    for name in ("byte", "char"):
+        prepare([str(tmp_path / "a.txt")], str(tmp_path / name), name)
+    go(tmp_path / "byte", tmp_path / "gpt", max_iters=1, vocab_size=None)
+    ckpt = str(tmp_path / "gpt" / "ckpt.pt")
+    go(tmp_path / "byte", tmp_path / "sae", **SAE | dict(backbone=ckpt, vocab_size=None))
+    command = ["--ckpt", str(tmp_path / "sae" / "ckpt.pt"), "--batches", "1", "--data_dir"]
+    assert main([*command, str(tmp_path / "byte")]) == 0
+    for more in ([], ["--baseline"]):
+        assert main([*command, str(tmp_path / "char"), *more]) == 2
+        assert "its tokenizer is not that of the training data" in capsys.readouterr().err
 
 
 def test_the_page_has_what_the_command_prints(trained, tmp_path, capsys):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from data.tokenizer import is_same_tokenizer, load_dataset_tokenizer
 from model.core.load import BACKBONE, load_model
 from model.sae.activations import N_SKIPPED
 from train.base.cli import command, format_table
-from train.base.errors import ConfigError, echo
+from train.base.errors import ConfigError, DataError, echo, quote_path
 from train.base.fields import key
 from train.base.files import write_text
 from train.base.tensors import write_safetensors
@@ -171,8 +172,13 @@ def show_features(options):
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
         return
     tokenizer = model.backbone().tokenizer
-    tokens = DataLoader(options.data_dir or model.keys.data_dir, 16, model.spec["block_size"],
-                        "val", vocab_size=model.spec["vocab_size"])
+    folder = options.data_dir or model.keys.data_dir
+    tokens = DataLoader(folder, 16, model.spec["block_size"], "val",
+                        vocab_size=model.spec["vocab_size"])
+    theirs, own = model.spec.get("tokenizer"), load_dataset_tokenizer(folder)
+    if theirs and own and not is_same_tokenizer(theirs, own.spec()):
+        raise DataError(f"{folder}: its tokenizer is not that of the training data; prepare the "
+                        f"text with --tokenizer {quote_path(model.keys.backbone)}")
     if options.baseline:
         print(format_table(compare_with_random(model, tokens, options.batches)))
         return
