@@ -924,6 +924,17 @@ def test_every_subject_is_in_both_splits(tmp_path):
         assert len(np.unique(pairs, axis=1)[0]) == len(np.unique(pairs[0]))
 
 
+def test_the_same_rows_of_each_subject_are_held_out(tmp_path):
+    """Of a film that three subjects saw; without --runs."""
+    np.save(tmp_path / "a.npy", np.tile(np.arange(100.0), 3))
+    np.save(tmp_path / "s.npy", np.repeat([0, 1, 2], 100))
+    code, text = command(tmp_path / "a.npy", "--subjects", tmp_path / "s.npy", "--out",
+                         tmp_path / "out")
+    assert code == 0, text
+    train, val = (np.load(tmp_path / f"out/{s}_a.npy")[:, 0] for s in ("train", "val"))
+    assert len(train) + len(val) == 300 and not {*train} & {*val}
+
+
 @pytest.mark.parametrize("case, words", [
     ("length", "'subjects': 39"), ("shared", "run 3 has rows of several subjects; give --runs"),
     ("float", "subjects: float64 from 0.5 to 0.5; expected integers"),

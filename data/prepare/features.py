@@ -265,7 +265,8 @@ class FeatureOptions(FolderOptions):
 def open_arrays(args):
     """Open the files that `args`, a FeatureOptions, names. Return ({name of a modality: array
     (rows, dims)}, target, runs (rows,), subjects); target is an array, a Mean or `None`, subjects
-    (rows,) or `None`. Default of args.runs: about 20 equal runs, divided where the subject changes.
+    (rows,) or `None`. Default of args.runs: about 20 equal runs, counted from the first row of each
+    subject.
 
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
     names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
@@ -282,12 +283,14 @@ def open_arrays(args):
     target = Mean(repeats) if len(repeats) > 1 else repeats[0] if repeats else None
     subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
-    runs = np.arange(n) // max(1, n // 20)
     if args.runs:
-        runs = open_array(args.runs).ravel()
-    elif subjects is not None and len(subjects) == n:
-        runs = np.cumsum(np.append(0, (np.diff(runs) != 0) | (np.diff(subjects) != 0)))
-    return arrays, target, runs, subjects
+        return arrays, target, open_array(args.runs).ravel(), subjects
+    row = np.arange(n)
+    is_first = row == 0
+    if subjects is not None and len(subjects) == n:
+        is_first[1:] = np.diff(subjects) != 0
+        row -= np.maximum.accumulate(row * is_first)  # of the subject: the same stretches of each
+    return arrays, target, np.cumsum(is_first | (row % max(1, n // 20) == 0)), subjects
 
 
 def run(args):
