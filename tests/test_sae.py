@@ -542,10 +542,12 @@ def test_a_place_and_what_stands_around_it():
     assert format_context(text, 4, byte, 2, 3) == "e\\n[t]wo "
 
 
-def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
+@pytest.mark.parametrize("path, name", [
+    ("runs/deep/ckpt.pt", "deep"), ("hf:owner/deep", "owner/deep"), (None, "")])
+def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path, path, name):
     from model.sae.__main__ import export_sae_lens
     config = load_config(None, dict(model="sae", sae="relu", d_sae=10, auxk=0, layer=3,
-                                    backbone="runs/deep/ckpt.pt"))
+                                    backbone=path))
     spec = dict(d_in=4, mean=[1.0, 2.0, 3.0, 4.0], scale=0.5, block_size=32)
     model = build_model(config, type("Data", (), {"spec": spec}))
     with torch.no_grad():
@@ -561,7 +563,7 @@ def test_what_sae_lens_gets_of_a_relu_autoencoder(tmp_path):
     assert cfg == dict(
         architecture="standard", d_in=4, d_sae=10, dtype="float32", device="cpu",
         apply_b_dec_to_input=True, normalize_activations="none", reshape_activations="none",
-        metadata=dict(model_name="deep", hook_name="blocks.3.hook_resid_post", prepend_bos=False,
+        metadata=dict(model_name=name, hook_name="blocks.3.hook_resid_post", prepend_bos=False,
                       context_size=32, sae_lens_version="6.0.0"))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from data.hub import model_name
 from data.tokenizer import is_same_tokenizer, load_dataset_tokenizer
 from model.core.load import BACKBONE, load_model
 from model.sae.activations import N_SKIPPED
@@ -54,8 +55,8 @@ def export_sae_lens(model, folder):
     hook, hook_out = f"blocks.{c.layer[0]}.hook_resid_post", f"blocks.{c.target}.hook_resid_post"
     if c.target == "mlp":
         hook, hook_out = (f"blocks.{c.layer[0]}.{name}" for name in ("mlp.hook_in", "hook_mlp_out"))
-    metadata = dict(model_name=os.path.basename(os.path.dirname(c.backbone or "")),
-                    hook_name=hook, prepend_bos=False, context_size=spec["block_size"],
+    metadata = dict(model_name=model_name(c.backbone) if c.backbone else "", hook_name=hook,
+                    prepend_bos=False, context_size=spec["block_size"],
                     sae_lens_version="6.0.0")  # without it, the metadata would be discarded
     metadata |= dict(hook_name_out=hook_out) if is_transcoder else {}
     cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
