@@ -286,9 +286,10 @@ def test_sae_lens_folder(tmp_path, trained):
     assert np.allclose(kept @ w["W_dec"] + w["b_dec"], ours, atol=1e-4)
 
 
-def test_relu_is_standard_for_sae_lens(tmp_path, data_dir, backbone):
+def test_relu_is_standard_for_sae_lens(tmp_path, data_dir, backbone, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     go(data_dir, tmp_path, backbone=str(backbone), **SAE | dict(sae="relu", max_iters=2))
-    assert main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(tmp_path / "lens")]) == 0
+    assert main(["--ckpt=~/ckpt.pt", "--to=~/lens"]) == 0
     assert json.loads((tmp_path / "lens/cfg.json").read_text())["architecture"] == "standard"
 
 
