@@ -566,10 +566,14 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
     assert text_of(tmp_path / "o") == "text 0|text 1|"
 
 
-def test_home_is_expanded(tmp_path):
+def test_home_is_expanded(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello world")
     assert run("~/a.txt", "--out", "~/o", HOME=str(tmp_path))[0] == 0
     assert text_of(tmp_path / "o") == "hello world|"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    quiet(["~/a.txt"], "~/python")
+    assert text_of(tmp_path / "python") == "hello world|"
 
 
 @pytest.mark.parametrize("gpu, n, config", [

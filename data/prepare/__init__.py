@@ -89,8 +89,8 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
     options: other fields of Options, e.g. val_fraction, force. Raises UserError for sources that
     cannot be read or have too little text, and the errors of choose_tokenizer and new_folder."""
     start = time.monotonic()
-    o = Options(sources=[os.path.expanduser(source) for source in sources], out=out,
-                tokenizer=tokenizer or "byte", **options)
+    o = Options(sources=[os.path.expanduser(source) for source in sources],
+                out=os.path.expanduser(out), tokenizer=tokenizer or "byte", **options)
     with new_folder(o.out, "gpt", o.sources, o.force) as folder:
         tokenizer = choose_tokenizer(o)
         documents, skipped = read_sources(o, os.path.join(folder, "text"))
