@@ -343,6 +343,18 @@ def test_chats_mix_too(tmp_path):
     assert "### Assistant:" in (tmp_path / "out/samples.txt").read_text()
 
 
+def test_the_width_of_a_batch_does_not_depend_on_where_a_run_resumes():
+    """Batches that are read at once, here two, may be of the source with shorter rows only: another
+    width would be another dropout mask than in an uninterrupted run."""
+    config = load_config(None, dict(batch_size=1))
+
+    def from_step(first):
+        rows = [RowLoader([np.ones((20, width), np.uint16)], config, Ranks()) for width in (4, 9)]
+        whole = Mixture(dict(zip("ab", rows)), [3, 1])
+        return [whole.get_batch("cpu", step)[0].tolist() for step in range(first, 20)]
+    assert from_step(3) == from_step(0)[3:]
+
+
 def test_the_share_of_exact_answers_is_the_mean_of_the_sources(folders, tmp_path):
     """However long the answers of a source are: of one token and right, or of 40 and wrong."""
     loader = open_data(configure(mixed(folders, web=3, code=1), tmp_path), Ranks()).val

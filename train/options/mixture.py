@@ -86,6 +86,9 @@ class Mixture(Loader):
         self.unit = first.unit
         self.units_per_sample = first.units_per_sample
         self.tensors = first.tensors
+        # No row of each source: read() fills up to all widths, whatever else it reads at once.
+        self.empty = [[array[:0] for array in loader.read(np.zeros(1, np.int64))]
+                      for loader in loaders.values()]
         # Each source then reads about one chunk at a time.
         self.calls_per_chunk = sum(x.calls_per_chunk for x in [*loaders.values()][:8])
         if hasattr(first, "n_tokens"):
@@ -112,7 +115,7 @@ class Mixture(Loader):
                  for _, loader, positions, numbers in self.by_source(g)]
         order = np.argsort(np.concatenate([positions for positions, _ in parts]))
         return [np.concatenate(fill_up(arrays))[order]  # per array of a sample
-                for arrays in zip(*(arrays for _, arrays in parts))]
+                for arrays in zip(*self.empty, *(arrays for _, arrays in parts))]
 
     def describe(self, g):
         return "; ".join(f"{name}: {loader.describe(numbers)}"
