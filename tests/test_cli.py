@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from train.base.cli import run_command, underscores
+from train.base.cli import make_options, run_command, underscores
 from train.base.errors import SetupError, UserError, require
 from train.base.fields import key
 
@@ -33,6 +33,17 @@ def parsed(*argv):
     got = []
     code = run_command(Options, got.append, argv)
     return code, got[0] if got else None
+
+
+@pytest.mark.parametrize("name", ["chain", "hpo", "plot", "repeat", "scaling"])
+def test_a_tilde_is_the_home_folder(name, monkeypatch):
+    """--out=~/x, which the shell leaves as it is: the runs are in the folder that is searched for
+    their results."""
+    monkeypatch.setenv("HOME", "/home/me")
+    tool = importlib.import_module(f"train.tools.{name}")
+    cls, = [c for c in vars(tool).values() if getattr(c, "__module__", "") == tool.__name__
+            and "out" in getattr(c, "__dataclass_fields__", ())]
+    assert make_options(cls, dict(out="~/x")).out == "/home/me/x"
 
 
 def test_defaults_are_those_of_the_dataclass():
@@ -99,9 +110,9 @@ def test_an_option_that_a_command_needs_is_named(command, missing, capsys):
 def test_the_help_lists_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
         parsed("--help")
-    text = capsys.readouterr().out.replace("--ckpt, --check", "--ckpt FILE, --check")  # 3.13
+    text = capsys.readouterr().out.replace("--ckpt, --check", "--ckpt PATH, --check")  # 3.13
     assert ended.value.code == 0 and "\nWrite text.\n" in text
-    for words in ("FILE ...", "100% text", "--top_k N", "--ckpt FILE, --checkpoint FILE",
+    for words in ("FILE ...", "100% text", "--top_k N", "--ckpt PATH, --checkpoint PATH",
                   "checkpoint [out/ckpt.pt]", "how (fast | slow) [fast]", "--from X", "start [0.5]",
                   "--force ", "--no_compile "):
         assert words in text, words

@@ -80,7 +80,7 @@ def make_parser(cls, prog, epilog=None):
     for f in fields(cls):
         meta = f.metadata
         kind = base_type(f.type)
-        usual = "FILE" if meta.get("path") else METAVARS.get(kind, "TEXT")
+        usual = "PATH" if meta.get("path") else METAVARS.get(kind, "TEXT")
         how = dict(help=describe(f), metavar=meta.get("metavar", usual))
         if kind is bool:
             text = meta["help"].replace("%", "%%")

@@ -26,7 +26,7 @@ class ChainOptions:
     """Train a chain of models on the same data, each also on the predictions of earlier ones."""
     models: int = key(4, "models of the ensemble, besides the student", ge=2, le=8)
     weight: float = key(0.5, "weight of the earlier models in the loss", ge=0, le=1)
-    out: str = key("out/chain", "folder of the runs", aliases="out_dir")
+    out: str = key("out/chain", "folder of the runs", aliases="out_dir", path=True)
 
 
 def train_chain(options, arguments):

@@ -314,9 +314,9 @@ def write_results(studies, config, out):
 @dataclass
 class SearchOptions:
     """Search for good hyperparameters with Optuna, in stages that narrow the space."""
-    space: str = key("", "YAML file with the keys to search and the stages, e.g. "
-                     "train/configs/hpo_example.yaml", required=True, aliases="hpo")
-    out: str = key("out/hpo", "folder of the search", aliases="out_dir")
+    space: str = key("", "YAML file with keys and stages, e.g. train/configs/hpo_example.yaml",
+                     required=True, aliases="hpo", path=True)
+    out: str = key("out/hpo", "folder of the search", aliases="out_dir", path=True)
 
 
 def run_search(options, config):

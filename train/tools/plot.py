@@ -20,7 +20,7 @@ class PlotOptions:
     x: str = key("iter", "horizontal axis", choices=list(X_LABELS))
     metric: str = key("loss", "a metric of training lines or, as val_NAME, of evaluations")
     out: str = key("", "FILE.svg (default: METRIC.svg in the folder of a single run, compare.svg "
-                   "in the parent folder of the first of several)")
+                   "in the parent folder of the first of several)", path=True)
 
 
 def plot_runs(options):

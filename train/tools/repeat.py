@@ -127,7 +127,7 @@ class RepeatOptions:
     sizes: list[str] = key([], "a size at which changes are compared; may be repeated",
                            option="size", text=True, metavar="'KEY=VALUE ...'")
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
-    out: str = key("out/repeat", "folder of the runs", aliases="out_dir")
+    out: str = key("out/repeat", "folder of the runs", aliases="out_dir", path=True)
 
 
 def repeat(options, arguments):

@@ -175,7 +175,7 @@ class ScalingOptions:
     depth: list[int] = key([], "depths of the models: 3,4,5", ge=1, required=True, metavar="N,...")
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
-    out: str = key("out/scaling", "folder of the runs", aliases="out_dir")
+    out: str = key("out/scaling", "folder of the runs", aliases="out_dir", path=True)
     check: bool = key(False, "train the larger run as well")
 
 
