@@ -389,6 +389,14 @@ def test_min_lr_follows_the_learning_rate(search, tmp_path):
     assert config.min_lr == pytest.approx(config.learning_rate / 10)
 
 
+def test_a_searched_length_replaces_that_of_the_configuration(search, tmp_path):
+    """as in best_config.yaml, in which a fraction of the base file is replaced"""
+    search("warmup_iters: [1]", trials(1), warmup_ratio=0.5)
+    for name in ("stage_1_trial_0/config.yaml", "best_config.yaml"):
+        config = load_config(tmp_path / "hpo" / name)
+        assert (config.warmup_iters, config.warmup_ratio) == (1, None), name
+
+
 def test_an_interrupted_trial_is_done_again(search, monkeypatch):
     train, calls = hpo.train, []
 

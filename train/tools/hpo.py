@@ -28,6 +28,7 @@ try:
 except ImportError:
     optuna = None  # run_search reports it
 
+from train import config as config_file
 from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import TYPES, base_type, convert, fields_by_name, key, parse_value, to_bool
@@ -123,8 +124,10 @@ def trial_config(config, params, max_iters=0, **changes):
     """Return the TrainConfig of a trial: `config`, a TrainConfig, with the values in `params` (the
     searched keys) and `changes`, both {key: value}. If max_iters is not 0, the trial has this
     number of steps, and warm-up, decay and intervals are scaled in proportion. min_lr is scaled
-    with learning_rate, unless it is in `params`. Raises ConfigError for invalid values."""
-    values = asdict(config) | params | changes
+    with learning_rate, unless it is in `params`. A searched length replaces the same length in
+    epochs or as a fraction (REPLACED_LENGTHS). Raises ConfigError for invalid values."""
+    replaced = {name: None for k in params for name in config_file.REPLACED_LENGTHS.get(k, ())}
+    values = asdict(config) | replaced | params | changes
     if config.min_lr is not None and "min_lr" not in params:
         values["min_lr"] *= values["learning_rate"] / config.learning_rate
     if max_iters:
