@@ -397,6 +397,13 @@ def test_a_searched_length_replaces_that_of_the_configuration(search, tmp_path):
         assert (config.warmup_iters, config.warmup_ratio) == (1, None), name
 
 
+def test_a_key_without_effect_is_not_searched(search, capsys):
+    assert search("wsd_decay: [0.1, 0.5]", trials(1)) == (2, [])
+    assert "space.yaml:1: wsd_decay: without effect in this configuration: it needs " \
+        "lr_schedule=wsd" in capsys.readouterr().err
+    assert search("lr_schedule: [wsd]\nwsd_decay: [0.1, 0.5]", trials(1))[0] == 0
+
+
 def test_an_interrupted_trial_is_done_again(search, monkeypatch):
     train, calls = hpo.train, []
 

@@ -62,6 +62,9 @@ def read_space(path, config):
     for name, (value, at) in settings.items():
         try:
             space[name] = read_dimension(name, value, known)
+            needs = known[name].metadata.get("needs", "")
+            if needs.partition("=")[0] not in settings and not config.has_effect(known[name]):
+                raise ValueError(f"without effect in this configuration: it needs {needs}")
         except (ValueError, TypeError, ArithmeticError) as error:
             problems.append(f"{at}: {name}: {error}")
     try:
