@@ -161,6 +161,17 @@ def test_no_clear_minimum_is_said_and_drawn(tmp_path, data_dir, capsys):
     assert (tmp_path / "lr_finder.svg").exists()
 
 
+def test_the_advice_is_for_all_rates_that_the_sweep_changed(tmp_path, capsys):
+    """a tenth of the learning rate -> min_lr, which must not exceed it, muon_lr and the rates of
+    groups, too"""
+    config = load_config(None, dict(
+        out_dir=tmp_path, learning_rate=0.1, min_lr=0.02, muon_lr=0.3, optimizer="muon",
+        lr_groups={"wte": dict(learning_rate=1.0)}))
+    lr_finder.report_sweep(dict(lr=[1], loss=[1], smoothed=[1], suggestion=0.01), config)
+    assert ("Try --learning_rate 0.01 --min_lr 0.002 --muon_lr 0.03, and each learning_rate in "
+            "lr_groups times 0.1; see") in capsys.readouterr().out
+
+
 def test_a_sweep_shows_that_it_moves(tmp_path, data_dir, capsys):
     assert lr_finder.main(["--steps=20", "--to=1e-3", *arguments(data_dir, tmp_path)]) == 0
     assert capsys.readouterr().out.count(" of 20: lr ") == 2

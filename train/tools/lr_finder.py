@@ -115,9 +115,13 @@ def report_sweep(sweep, config):
     if sweep["suggestion"] is None:
         print(f"No clear minimum: {sweep['why']}. See {path}")
         return
-    option = f"--learning_rate {sweep['suggestion']:.2g}"
-    if config.optimizer == "muon":  # the sweep changed both rates together
-        option += f" --muon_lr {config.muon_lr * sweep['suggestion'] / config.learning_rate:.2g}"
+    # The sweep changed all rates together, and min_lr must not exceed learning_rate.
+    factor = sweep["suggestion"] / config.learning_rate
+    rates = dict(learning_rate=config.learning_rate, min_lr=config.min_lr,
+                 muon_lr=config.optimizer == "muon" and config.muon_lr)
+    option = " ".join(f"--{name} {rate * factor:.2g}" for name, rate in rates.items() if rate)
+    if "learning_rate" in str(config.lr_groups):
+        option += f", and each learning_rate in lr_groups times {factor:.2g}"
     print(f"The loss falls fastest at {sweep['suggestion']:.2g}. Try {option}; see {path}")
 
 
