@@ -34,20 +34,23 @@ LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=
 # -----------------------------------------------------------------------------
 # metrics.jsonl
 
-def read_metrics(path, limit=None):
+def read_metrics(path, limit=math.inf):
     """Return the records of the file `path`, a metrics.jsonl: a list of dicts, one per training
     line or evaluation, in the order of the file. Lines that are invalid, or have no number "iter",
     are left out. Return [] if the file is missing.
 
-    limit: about this many lines, evenly spaced, and all lines with val_loss. `None`: all lines.
+    limit: about this many lines, evenly spaced, the last three, and all lines with val_loss.
     """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []
     records = []
     with open(path, "rb") as f:
-        stride = 1 if limit is None else 1 + sum(1 for _ in f) // limit
+        total = sum(1 for _ in f)
+        stride = 1 + int(total // limit)
         f.seek(0)
-        for line in (x for n, x in enumerate(f) if n % stride == 0 or b'"val_loss"' in x):
+        # The last three may be of a step, an evaluation and the test data.
+        for line in (x for n, x in enumerate(f, -total)
+                     if n % stride == 0 or n >= -3 or b'"val_loss"' in x):
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and to_number(record.get("iter")) is not None:
