@@ -18,6 +18,7 @@ from train.config import (
     ALIASES,
     TrainConfig,
     config_class,
+    describe_aliases,
     find_conflicts,
     find_differences,
     load_config,
@@ -217,6 +218,12 @@ def test_names_of_other_trainers(tmp_path, name):
                           (None, [f"training.{name}={text}"]), (None, {name: text})):
         config = load_config(path, options)
         assert getattr(config, key) == value and config.origins[key].endswith(f" as {name}")
+
+
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "batch_size_per_gpu"])
+def test_a_batch_per_gpu_is_told_to_be_shared(name):
+    note, = describe_aliases(load_config(None, {name: 8}))
+    assert note.startswith(f"Note: {name} read as batch_size 8 (a step on N GPUs has no more ")
 
 
 def test_names_of_other_trainers_that_say_nothing_win_or_clash(tmp_path):
