@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_distributed import in_ranks, options
 
+from train.base import environment
 from train.base.errors import SetupError, UserError
 from train.base.files import lock_folder
 from train.config import TrainConfig
@@ -35,9 +36,10 @@ def compared(folder):
                 os.makedirs(f"{folder}/{rank}/model")
                 with open(f"{folder}/{rank}/model/new.py", "w") as f:
                     f.write("x = 1" + " " * rank)
-                patch.setattr(comparison, "REPOSITORY", f"{folder}/{rank}")
+                patch.setattr(environment, "__file__", f"{folder}/{rank}/train/base/a.py")
             elif case == "node":
                 patch.setenv("GROUP_RANK", str(rank))
+            environment.code_digest.cache_clear()
             try:
                 comparison.check_ranks(config, ranks, lines.append)
             except SetupError as refused:
@@ -165,11 +167,3 @@ def test_a_rank_that_becomes_slow_is_named_once_at_any_interval(monkeypatch, int
         if it % interval == 0:
             clock.lap(it, types.SimpleNamespace(seconds=0.0), said.append)
     assert len(said) == 1 and said[0].startswith("rank 1 is slow since iter ")
-
-
-def test_the_lock_file_of_an_editor_is_no_code(monkeypatch, tmp_path):
-    monkeypatch.setattr(comparison, "REPOSITORY", str(tmp_path))
-    (tmp_path / "model").mkdir()
-    before = comparison.describe_rank(TrainConfig(), Ranks())["code"]
-    (tmp_path / "model" / ".#gpt.py").symlink_to("user@host.1:9")
-    assert comparison.describe_rank(TrainConfig(), Ranks())["code"] == before

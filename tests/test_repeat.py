@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from runs import planted_children, slow
 
+from train.base import environment
+from train.base.environment import code_digest
 from train.base.errors import UserError
 from train.base.files import lock_folder
 from train.dataloader import Data, RowLoader
@@ -168,12 +170,38 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     run.process = SimpleNamespace(poll=lambda: 0)
     run.finish("val_loss")
     assert (run.value, run.seconds) == (2.5, pytest.approx(10.0))
-    result = dict(iter=20, val_loss=2.5, seconds=run.seconds)
+    result = dict(iter=20, val_loss=2.5, seconds=run.seconds, code=code_digest())
     assert json.loads(run.result_file.read_text()) == result
     del run.process
-    run.finish("val_loss", " (cached)")
+    run.finish("val_loss")
     assert (run.value, run.seconds) == (2.5, 10.0)
-    assert "a: val_loss 2.5000, 10 s (cached)" in capsys.readouterr().out
+    assert "a: val_loss 2.5000, 10 s (cached)\n" in capsys.readouterr().out
+
+
+def test_a_result_of_other_code_is_told(tmp_path, capsys):
+    """A result of an earlier version has no digest of its code."""
+    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+    run.folder.mkdir()
+    (run.folder / "metrics.jsonl").write_text('{"iter": 20, "val_loss": 2.5}\n')
+    for before in ("{}", '{"code": "0123abcd"}'):
+        run.result_file.write_text(before)
+        for _ in range(2):  # also the second time
+            run.finish("val_loss")
+            assert (f"(cached; the code has changed: delete {run.folder} to train again)"
+                    in capsys.readouterr().out)
+
+
+def test_the_digest_of_the_code(tmp_path, monkeypatch):
+    """The lock file of an editor is no code."""
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "train/base/environment.py"))
+    file = tmp_path / "model" / "a.py"
+    file.parent.mkdir()
+    digests = []
+    for text in ("a = 1", "a = 2"):
+        file.write_text(text)
+        digests.append(code_digest.__wrapped__())
+    (tmp_path / "model" / ".#gpt.py").symlink_to("user@host.1:9")
+    assert digests[0] != digests[1] == code_digest.__wrapped__()
 
 
 def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):

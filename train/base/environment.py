@@ -1,8 +1,10 @@
-"""Versions, host and git commit of this process, for training_args.json and trackers."""
+"""Versions, host, git commit and code of this process, to describe and to compare runs."""
 
 import functools
+import hashlib
 import importlib.metadata
 import os
+import pathlib
 import platform
 import socket
 import subprocess
@@ -33,3 +35,15 @@ def git_state():
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
+
+
+@functools.cache
+def code_digest():
+    """Return 8 hexadecimal digits that differ if a Python file in train/, model/ or data/ does. The
+    result is cached, as that of environment()."""
+    code = hashlib.sha256()
+    for folder in ("train", "model", "data"):
+        for path in sorted(pathlib.Path(__file__).parents[2].joinpath(folder).rglob("*.py")):
+            if path.is_file() and path.name[0] != ".":  # an editor's lock file is a dangling link
+                code.update(path.read_bytes())
+    return code.hexdigest()[:8]

@@ -4,7 +4,6 @@ step sends, the speed of the network, and the time that each rank works per step
 import hashlib
 import math
 import os
-import pathlib
 import socket
 import time
 from contextlib import suppress
@@ -13,13 +12,12 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 
-from train.base.environment import environment
+from train.base.environment import code_digest, environment
 from train.base.errors import SetupError
 from train.device import blocks, choose_dtype, timed
 from train.distributed import gather_objects, is_sharded, max_over_ranks
 from train.logger import Clock
 from train.optimizer import batches_by_shape, gathered_numel, muon_parameters, working_dtype
-from train.system import REPOSITORY
 
 # Variables of launchers: the nodes, and the processes, that they have started.
 STARTED = {"nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES",
@@ -70,11 +68,6 @@ def describe_rank(config, ranks):
     versions; commit, of git; code and configuration, hashes (hexadecimal). Values that are unknown
     are `None`. The key "keys" has {name: value} of the configuration keys that must be equal on all
     ranks: all except paths, which may be local to a node. config: a TrainConfig; ranks: a Ranks."""
-    code = hashlib.sha256()
-    for folder in ("train", "model", "data"):
-        for path in sorted(pathlib.Path(REPOSITORY, folder).rglob("*.py")):
-            if path.is_file() and path.name[0] != ".":  # an editor's lock file is a dangling link
-                code.update(path.read_bytes())
     on_gpu = ranks.device.type == "cuda"
     keys = {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get("path")}
     address = None
@@ -86,7 +79,7 @@ def describe_rank(config, ranks):
         device=torch.cuda.get_device_name(ranks.device) if on_gpu else str(ranks.device),
         torch=torch.__version__,
         NCCL=torch.cuda.nccl.version() if on_gpu and dist.is_nccl_available() else None,
-        commit=environment()["git_commit"], code=code.hexdigest()[:8],
+        commit=environment()["git_commit"], code=code_digest(),
         configuration=hashlib.sha256(repr(keys).encode()).hexdigest()[:8], keys=keys)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from train.base.cli import under_torchrun
+from train.base.environment import code_digest
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, describe_files, load_argv, to_yaml
@@ -62,16 +63,23 @@ class ChildRun:
         self.environment = environment
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
-    def finish(self, metric, note=""):
+    def finish(self, metric):
         """To be called when the process has exited, or if result.json exists: set `value`,
-        `seconds` and `test` from metrics.jsonl, and print the result, followed by the text `note`.
-        If the run is complete and has the metric, write value and seconds to result.json. metric:
-        name of the result, e.g. val_loss."""
+        `seconds` and `test` from metrics.jsonl, and print the result, and whether it is cached. If
+        the run is complete and has the metric, write value and seconds to result.json. metric: name
+        of the result, e.g. val_loss."""
+        note = ""
+        code = code_digest()
+        is_cached = self.result_file.exists()
+        if is_cached:
+            code = json.loads(self.result_file.read_text()).get("code")
+            note = " (cached)" if code == code_digest() else (
+                f" (cached; the code has changed: delete {self.folder} to train again)")
         records = read_metrics(self.folder / "metrics.jsonl")
         # Of the last evaluation, even if it has no value: an earlier one is of other weights.
         values = [None, *(to_number(r[metric]) for r in records if metric in r)]
         minutes = [0.0, *(x for x, _ in curve(records, "iter", "time"))]
-        complete = self.result_file.exists() or self.process.poll() == 0
+        complete = is_cached or self.process.poll() == 0
         self.value = values[-1] if complete else None
         self.seconds = 60 * minutes[-1]
         self.test = {name: x for record in records for name, x in record.items()
@@ -82,7 +90,8 @@ class ChildRun:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
                  "train the run again")
         else:
-            result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}
+            result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds,
+                      "code": code}
             write_text(self.result_file, json.dumps(result))
             echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
@@ -110,7 +119,7 @@ def train_all(runs, metric, out, jobs):
                 if not (waiting and environments):
                     time.sleep(POLL_SECONDS)
                 elif waiting[0].result_file.exists():
-                    waiting.pop(0).finish(metric, " (cached)")
+                    waiting.pop(0).finish(metric)
                 else:
                     waiting[0].start(environments.pop(0))
                     running.append(waiting.pop(0))
