@@ -12,8 +12,9 @@ from quiz import MODEL, Quiz, write_rows
 from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
 import run_train
+from data.chat_template import ChatTemplate
 from data.tokenizer import load_tokenizer
-from data.tokenizer_types import CharTokenizer, RankTokenizer
+from data.tokenizer_types import CharTokenizer, JsonTokenizer, RankTokenizer
 from model import chat
 from model.core.generate import generate
 from model.core.load import load_model
@@ -209,6 +210,29 @@ def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
         for row in asked]
     assert last["val_say"] == sum(right) / 4 and right[1] is False and any(right)
     assert last["val_pick"] == 1.0
+
+
+@pytest.mark.parametrize("header, before", [
+    ("<|assistant|>\n", ""), ("[/INST]", " "), ("<|assistant|>\n", "<think>\n\n</think>\n\n")])
+def test_a_choice_has_the_ids_that_a_chat_model_has_learned(header, before):
+    """Also if the tokenizer begins a text with a space, as Llama 2's, which follows no header."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = [chr(i) for i in (10, *range(33, 127))]
+    words = ["\u2581", *letters, *("\u2581" + c for c in letters)]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(
+        {word: i for i, word in enumerate(words)}, [("\u2581", c) for c in letters]))
+    theirs.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    theirs.add_special_tokens(["</s>", "<|assistant|>"])
+    tokenizer = JsonTokenizer(theirs.to_str(), len(words), len(words) + 2)
+    template = ChatTemplate(dict(ends=[len(words)], jinja=(
+        "{% for m in messages %}{{ (" + repr(header + before) + " if m.role == 'assistant' else '')"
+        " + m.content + '</s>' }}{% endfor %}{{ " + repr(header) + " if add_generation_prompt }}")))
+    row = tasks.ExampleReader(tokenizer, template, 99).parse(
+        dict(question="Where?", choices=["Rome", "Paris"], answer="Paris"), 0)
+    for text, (ids, n) in zip(("Rome", "Paris"), row.sequences):
+        learned, _ = template.sequences([("user", "Where?"), ("assistant", text)], tokenizer)[0]
+        assert ids == learned[:-1].tolist() and n == len(text)
 
 
 # -----------------------------------------------------------------------------

@@ -13,14 +13,15 @@ accepted for `question` and `answer`:
 
 The example's `delimiter` (default: " ") is put before each choice, continuation or answer; before
 an answer without choices, the default is "" if the question ends with white space. A chat model's
-question is formatted with the chat template, without delimiter, and its answer without choices ends
-with the template's end token.
+question is formatted with the chat template, without delimiter, and a choice is scored where an
+answer begins in training data; an answer without choices ends with the template's end token.
 
 Metrics: NAME is lm-eval's acc (exact_match for answers without choices); NAME_norm is acc_norm,
 with log probabilities divided by the number of characters; NAME_centred is the centred accuracy of
 CORE (arXiv:2406.11794), 0 at chance and 1 if everything is correct.
 """
 
+import functools
 import itertools
 import os
 import re
@@ -32,6 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.records import parse_records
 from data.tokenizer import tokenizer_from_spec
+from data.tokenizer_types import encode_within
 from model.core.generate import eager_mode
 from model.core.ops import chunk_rows
 from model.gpt import GPT
@@ -124,8 +126,8 @@ class ExampleReader:
         if "choices" in row:
             texts = row["choices"]
             answer = parse_choice(texts, row["answer"], least=1 if is_cloze else 2)
-            before, after = self.encode(question, texts, get_text(row, "delimiter", " "),
-                                        None if is_cloze else self.template)
+            pairs = self.encode(question, texts, get_text(row, "delimiter", " "),
+                                None if is_cloze else self.template)
         else:
             text = get_text(row, "answer").lstrip()
             if not text:
@@ -133,32 +135,39 @@ class ExampleReader:
             texts = [text]
             answer = 0
             default = " " if question == question.rstrip() else ""
-            before, after = self.encode_answer(question, text, get_text(row, "delimiter", default))
-        if not before and self.tokenizer.eot_token is not None:
-            before = [self.tokenizer.eot_token]
-        if not before or not all(after):
+            pairs = [self.encode_answer(question, text, get_text(row, "delimiter", default))]
+        start = [] if self.tokenizer.eot_token is None else [self.tokenizer.eot_token]
+        pairs = [(before or start, ids) for before, ids in pairs]
+        if not all(itertools.chain(*pairs)):
             raise ValueError("the answer, or the text before it, has no token")
-        if after.count(after[answer]) > 1:
+        if pairs.count(pairs[answer]) > 1:
             raise ValueError(f"choices: {texts[answer][:60]!r}, the answer, is there twice")
-        sequences = [((before + ids)[-self.size - 1:], len(ids)) for ids in after]
+        sequences = [((before + ids)[-self.size - 1:], len(ids)) for before, ids in pairs]
         return Example(task, sequences, [*map(len, texts)], answer)
 
     def encode(self, question, texts, delimiter, template):
-        """Return (ids of the question, [ids of each choice]), lists of ints. texts: the list of
-        choices. delimiter: text between question and choice. With `template`, a ChatTemplate, the
-        question is a message of the user, and `delimiter` is ignored. If `template` is `None`,
-        question + delimiter + choice is encoded as a whole, as in lm-eval; the spaces in between
-        belong to the choice."""
+        """Return a list with (ids of the question, ids of the choice), lists of ints, for each
+        choice. texts: the list of choices. delimiter: text between question and choice. With
+        `template`, a ChatTemplate, the question is a message of the user, and the choice the start
+        of the answer, with the same ids as in training data; `delimiter` is ignored. If `template`
+        is `None`, question + delimiter + choice is encoded as a whole, as in lm-eval; the spaces in
+        between belong to the choice."""
         encode = self.tokenizer.encode
-        if template:
-            before = template.prompt_ids([("user", question)], self.tokenizer)
-            return before, [encode(text) for text in texts]
-        before = encode(question.rstrip())
-        return self.tokenizer.start + before, [
-            encode(question + delimiter + text)[len(before):] for text in texts]
+        if not template:
+            before = encode(question.rstrip())
+            wholes = [encode(question + delimiter + text) for text in texts]
+            return [(self.tokenizer.start + before, ids[len(before):]) for ids in wholes]
+        ask = functools.partial(template.prompt_ids, [("user", question)], self.tokenizer)
+        prompt = ask()
+        pairs = []
+        for text in texts:  # templates write more before an answer: a space, Qwen 3's <think>
+            ids, whole = encode_within(text.lstrip(), encode), ask(answer=text)
+            first = len(whole) - len(ids) if whole[-len(ids):] == ids else len(prompt)
+            pairs.append((whole[:first], whole[first:]))
+        return pairs
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, [ids of the answer and an end]), lists of ints, as encode()
+        """Return (ids of the question, ids of the answer and an end), lists of ints, as encode()
         does for one choice. With self.template, the question and the answer are formatted as a
         conversation, with the end token of the template. Without a template, `delimiter` is the
         text between question and answer, and the end is a newline."""
@@ -167,12 +176,12 @@ class ExampleReader:
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
             if ids[:len(before)] != before:  # a token spans the boundary
                 ids = before + self.tokenizer.encode(f"{delimiter}{answer}\n")
-            return self.tokenizer.start + before, [ids[len(before):]]
+            return self.tokenizer.start + before, ids[len(before):]
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
         first, last = np.flatnonzero(mask)[[0, -1]]
         ids = np.asarray(ids).tolist()
-        return ids[:first], [ids[first:last + 1]]
+        return ids[:first], ids[first:last + 1]
 
 
 def parse_choice(choices, answer, least):
