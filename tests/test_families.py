@@ -33,7 +33,7 @@ from data.chat_template import open_chat_format
 from data.hub import model_name
 from data.prepare import chat as chats
 from data.prepare.chat import cut
-from data.tokenizer import tokenizer_from_spec
+from data.tokenizer import open_tokenizer, tokenizer_from_spec
 from data.tokenizer_hf import special_tokens
 from model import chat as talking
 from model import convert, sample
@@ -733,6 +733,20 @@ def test_a_prompt_begins_as_in_transformers(tmp_path, monkeypatch):
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert fields["tokenizer.ggml.add_bos_token"].contents()
     assert fields["tokenizer.ggml.bos_token_id"].contents() == 256
+
+
+def test_a_model_trained_here_begins_as_its_tokenizer_does(tmp_path):
+    """In other programs too: llama.cpp puts this id before a prompt."""
+    gguf = pytest.importorskip("gguf")
+    for single, bos in (("<s> $A", 256), ("$A", 257)):
+        folder = tmp_path / str(bos)
+        save_llama(folder, single)
+        make(tmp_path / "ckpt.pt", tokenizer=open_tokenizer(str(folder)).spec(), vocab_size=320)
+        for to in (str(folder), f"{folder}.gguf"):
+            assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 0
+        fields = gguf.GGUFReader(f"{folder}.gguf").fields
+        assert fields["tokenizer.ggml.bos_token_id"].contents() == bos
+        assert json.loads((folder / "config.json").read_text())["bos_token_id"] == bos
 
 
 @pytest.mark.parametrize("single, start", [("<s> $A </s>", [256]), ("$A </s>", []), ("$A", []),

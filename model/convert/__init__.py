@@ -52,6 +52,13 @@ class Source:
     tokenizer: object = None
     template: ChatTemplate | None = None
 
+    @property
+    def bos_id(self):
+        """The id that begins texts in other programs: of an imported model its own, otherwise the
+        first one that the tokenizer puts before a text, or the end of text; `None` if unknown."""
+        ids = [*self.tokenizer.start, self.tokenizer.eot_token] if self.tokenizer else [None]
+        return ids[0] if self.shape.bos_id is None else self.shape.bos_id
+
 
 def read_source(state, path, backbone=None, for_others=True):
     """Return the Source of a checkpoint, with adapters merged into the weights. state: the
@@ -92,7 +99,7 @@ def export_folder(source, to, precision):
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
-    config = write_config(shape, kind, precision, end)
+    config = write_config(shape, kind, precision, end, source.bos_id)
     os.makedirs(to, exist_ok=True)
     weights = convert_weights(write_weights(source.weights, shape, kind), precision)
     write_safetensors(os.path.join(to, "model.safetensors"), weights)

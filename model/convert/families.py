@@ -349,16 +349,16 @@ def list_layers(shape):
     return [shape.layer_type(i) for i in range(shape.n_layer)]
 
 
-def write_config(shape, kind, dtype, end):
+def write_config(shape, kind, dtype, end, bos):
     """Return the content of a config.json, a dict, as transformers 4 and 5 read it. shape: a
     GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. dtype: name of the dtype of the
-    weights. end: id of the tokenizer's end of text, or `None`; used for eos_token_id and
-    bos_token_id if `shape` does not have these."""
+    weights. end: id of the tokenizer's end of text, or `None`; used for eos_token_id if `shape`
+    does not have it. bos: bos_token_id, or `None`."""
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     return write_fields(shape, FAMILIES[kind]) | dict(
         architectures=[FAMILIES[kind].architecture], model_type=kind, pad_token_id=shape.pad_id,
-        bos_token_id=end if shape.bos_id is None else shape.bos_id,
-        eos_token_id=eos if len(eos) > 1 else eos[0], torch_dtype=dtype, dtype=dtype)
+        bos_token_id=bos, eos_token_id=eos if len(eos) > 1 else eos[0], torch_dtype=dtype,
+        dtype=dtype)
 
 
 def write_fields(shape, family):

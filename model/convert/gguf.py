@@ -155,8 +155,8 @@ def write_tokenizer(writer, source):
     if source.shape.pad_id is not None:
         writer.add_pad_token_id(source.shape.pad_id)
     starts = {t["content"]: t["id"] for t in added}
-    bos = tokenizer.eot_token if source.shape.bos_id is None else source.shape.bos_id
-    writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"), bos))
+    writer.add_bos_token_id(starts.get(template and template.special_tokens.get("bos_token"),
+                                       source.bos_id))
     writer.add_add_bos_token(bool(tokenizer.start or template and template.implicit_start))
     if template:
         writer.add_chat_template(template.jinja)

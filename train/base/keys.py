@@ -209,7 +209,7 @@ class GPTKeys:
     window_rope_theta: float | None = key(None, "rope_theta of layers W; unscaled", gt=0,
                                           needs="layer_types=W")
     max_positions: int | None = key(None, "context of the weights, if longer than block_size", ge=1)
-    bos_id: int | None = key(None, "id that begins texts, for exports (default: end of text)", ge=0)
+    bos_id: int | None = key(None, "id that begins texts, for exports (default: tokenizer's)", ge=0)
     pad_id: int | None = key(None, "id that fills up texts, for exports (default: none)", ge=0)
     eos_ids: str | None = key(None, "end-of-text ids, e.g. 1,2, for exports (default: tokenizer's)",
                               check=lambda text: [int(i) for i in text.split(",")])
