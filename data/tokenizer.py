@@ -91,12 +91,20 @@ def is_same_tokenizer(spec_a, spec_b):
 
 def load_dataset_tokenizer(data_dir):
     """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes;
-    `None` if it describes no tokenizer or does not exist. data_dir: the folder, a file in it, or a
-    glob pattern. Raises DataError if the description is damaged or the preparation of the folder
-    was interrupted, SetupError without a package that the tokenizer needs."""
-    folder = data_dir if os.path.isdir(data_dir) else os.path.dirname(data_dir)
-    meta = read_meta(folder)
-    with data_errors(f"{folder or '.'}: its meta file describes no tokenizer that can be rebuilt; "
+    `None` if it describes no tokenizer or does not exist. data_dir: the folder, or a file or glob
+    pattern of training data, see find_files. Raises DataError if the description is damaged, the
+    preparation of the folder was interrupted, or files that match the pattern are in folders with
+    different tokenizers, SetupError without a package that the tokenizer needs."""
+    if not os.path.isdir(data_dir):
+        folders = sorted({os.path.dirname(path) or "." for path in find_files(data_dir, "train")})
+        first, *others = map(load_dataset_tokenizer, folders)
+        for folder, other in zip(folders[1:], others):
+            if (other and other.spec()) != (first and first.spec()):
+                raise DataError(f"{data_dir}: the tokenizers of {folders[0]} and {folder} differ; "
+                                "prepare both with the same")
+        return first
+    meta = read_meta(data_dir)
+    with data_errors(f"{data_dir}: its meta file describes no tokenizer that can be rebuilt; "
                      "prepare it again"):
         if itos := meta.extra.get("itos"):  # nanoGPT's characters
             chars = [itos[i] for i in range(len(itos))]
@@ -109,7 +117,7 @@ def load_dataset_tokenizer(data_dir):
         for part in TOKENIZER_FILES:
             if name := spec.get(f"{part}_file"):
                 # The base name only: never a file outside the folder.
-                with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
+                with open(os.path.join(data_dir, os.path.basename(name)), "rb") as f:
                     spec[part] = f.read().decode()
         return tokenizer_from_spec(spec)
 

@@ -325,6 +325,7 @@ def test_nanogpt_folder(tmp_path):
     tok = load_dataset_tokenizer(tmp_path)
     assert tok.encode("ab\n") == [2, 1, 0] and tok.decode([1, 2]) == "ba"
     assert load_tokenizer("char", str(tmp_path)).n_vocab == 3
+    (tmp_path / "train_0.bin").touch()
     assert load_dataset_tokenizer(str(tmp_path / "train_*.bin")).n_vocab == 3  # files of the folder
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
     assert load_dataset_tokenizer(tmp_path) is None
@@ -338,6 +339,20 @@ def test_size_of_a_vocabulary_that_no_tokenizer_says(tmp_path):
     (tmp_path / "meta.json").write_text('{"vocab_size": 256}')
     assert find_vocabulary(str(tmp_path)) == (256, None)
     assert find_vocabulary(str(tmp_path), size=300) == (300, None)
+
+
+def test_the_tokenizer_of_files_in_several_folders(tmp_path):
+    """As of a pattern with wildcards in the folder. With two of them, ids would have two meanings.
+    """
+    for name, chars in (("a1", "xyz"), ("a2", "xyz"), ("b1", "zyx")):
+        (tmp_path / name).mkdir()
+        np.uint16([0, 1, 2]).tofile(tmp_path / name / "train.bin")
+        meta = dict(dtype="uint16", **write_tokenizer(tmp_path / name, CharTokenizer(chars)))
+        (tmp_path / name / "meta.json").write_text(json.dumps(meta))
+    size, tokenizer = find_vocabulary(f"{tmp_path}/a*/{{split}}.bin")
+    assert (size, tokenizer.chars) == (3, "xyz")
+    with pytest.raises(DataError, match="the tokenizers of .*a1 and .*b1 differ; prepare both"):
+        find_vocabulary(f"{tmp_path}/*1/{{split}}.bin")
 
 
 def test_a_tokenizer_other_than_that_of_the_data_is_refused(tmp_path):
