@@ -415,6 +415,15 @@ def test_the_padding_of_finished_texts_is_not_counted(checkpoint, monkeypatch, c
     assert "[10 tokens, " in capsys.readouterr().err  # with the end of each text
 
 
+def test_a_prompt_longer_than_the_context_is_told(checkpoint, capsys):
+    """Its start has no effect."""
+    for n, told in ((32, False), (33, True)):
+        assert main(["--ckpt", str(checkpoint), f"--prompt={'a' * n}", "--temperature=0",
+                              "--max_new_tokens=1"]) == 0
+        said = capsys.readouterr().err
+        assert ("[the prompt has 33 tokens, the context 32: the model reads" in said) is told
+
+
 def test_several_samples_at_once(checkpoint):
     done = sample("--ckpt", checkpoint, "--prompt", "the", "--num_samples", 3, "--top-k", 5,
                   "--seed", 3, "--max-new-tokens", 20)

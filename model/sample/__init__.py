@@ -100,6 +100,10 @@ def sample(options):
                     **options.sampling())
     started = time.perf_counter()
     prompt = encode_prompt(tokenizer, options.prompt)
+    size = model.config.block_size
+    if len(prompt) > size:
+        print(f"[the prompt has {len(prompt)} tokens, the context {size}: the model reads only the "
+              "end of it]", file=sys.stderr)
     idx = torch.tensor([prompt], device=device)  # (1, T)
     stops = find_ends(model, tokenizer)
     on_token = None
