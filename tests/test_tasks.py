@@ -56,6 +56,27 @@ def test_an_answer_is_scored_whole_after_a_blank_that_its_token_would_include(qu
     assert tokenizer.decode(ids) == f"{question}four\n" and tokenizer.decode(ids[-n:]) == "four\n"
 
 
+def spaced_tokenizer():
+    """One that puts a space before each text, and joins a space and the letter after it, as Llama
+    2's does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = [chr(i) for i in (10, *range(33, 127))]
+    words = ["\u2581", *letters, *("\u2581" + c for c in letters)]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(
+        {word: i for i, word in enumerate(words)}, [("\u2581", c) for c in letters]))
+    theirs.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    theirs.add_special_tokens(["</s>", "<|assistant|>"])
+    return JsonTokenizer(theirs.to_str(), len(words), len(words) + 2)
+
+
+def test_an_answer_after_a_blank_gets_no_second_one():
+    tokenizer = spaced_tokenizer()
+    row = tasks.ExampleReader(tokenizer, None, 48).parse(dict(question="Two? ", answer="four"), 0)
+    ids, n = row.sequences[0]
+    assert b"".join(map(tokenizer.bytes_of, ids)) == b" Two? four\n" and n == 5
+
+
 # -----------------------------------------------------------------------------
 # in a run
 
@@ -216,16 +237,8 @@ def test_a_chat_model_is_asked_as_it_learned(data_dir, tmp_path):
     ("<|assistant|>\n", ""), ("[/INST]", " "), ("<|assistant|>\n", "<think>\n\n</think>\n\n")])
 def test_a_choice_has_the_ids_that_a_chat_model_has_learned(header, before):
     """Also if the tokenizer begins a text with a space, as Llama 2's, which follows no header."""
-    tokenizers = pytest.importorskip("tokenizers")
-    letters = [chr(i) for i in (10, *range(33, 127))]
-    words = ["\u2581", *letters, *("\u2581" + c for c in letters)]
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(
-        {word: i for i, word in enumerate(words)}, [("\u2581", c) for c in letters]))
-    theirs.normalizer = tokenizers.normalizers.Sequence([
-        tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
-    theirs.add_special_tokens(["</s>", "<|assistant|>"])
-    tokenizer = JsonTokenizer(theirs.to_str(), len(words), len(words) + 2)
-    template = ChatTemplate(dict(ends=[len(words)], jinja=(
+    tokenizer = spaced_tokenizer()
+    template = ChatTemplate(dict(ends=[tokenizer.eot_token], jinja=(
         "{% for m in messages %}{{ (" + repr(header + before) + " if m.role == 'assistant' else '')"
         " + m.content + '</s>' }}{% endfor %}{{ " + repr(header) + " if add_generation_prompt }}")))
     row = tasks.ExampleReader(tokenizer, template, 99).parse(

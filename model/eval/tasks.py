@@ -175,7 +175,7 @@ class ExampleReader:
             before = self.tokenizer.encode(question)
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
             if ids[:len(before)] != before:  # a token spans the boundary
-                ids = before + self.tokenizer.encode(f"{delimiter}{answer}\n")
+                ids = before + encode_within(f"{delimiter}{answer}\n", self.tokenizer.encode)
             return self.tokenizer.start + before, ids[len(before):]
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
