@@ -52,6 +52,7 @@ def backbone(tmp_path_factory, data_dir):
 
 @pytest.mark.parametrize("model, name, there, here", [
     ("memory", "backbone", dict(spec=dict(backbone="a")), dict(backbone="b")),
+    ("memory", "chapters_per_token", dict(config=dict(chapters_per_token=4)), {}),
     ("sae", "backbone", dict(spec=dict(backbone="a")), dict(backbone="b")),
     ("sae", "layer", dict(spec=dict(backbone="a"), config=dict(layer=0)), dict(backbone="a"))])
 def test_what_was_learned_for_something_else_is_not_adopted(model, name, there, here):

@@ -46,7 +46,8 @@ from model.moe import GroupedLinear, GroupOrder, RoutedBlock, RoutedGPT, Router,
 from train.base.errors import DataError
 from train.base.fields import key
 
-MUST_MATCH_TO_INIT = ("backbone",)  # a memory belongs to one backbone
+# A memory belongs to one backbone; another number of chapters per token changes all outputs.
+MUST_MATCH_TO_INIT = ("backbone", "chapters_per_token")
 
 
 @dataclass
