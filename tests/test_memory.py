@@ -552,6 +552,13 @@ def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, ba
     go(f"{data_dir}:1,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
        backbone=str(backbone))
     assert command.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
+    shutil.copytree(old_dir, tmp_path / data_dir.name)  # two folders of one name are no mixture
+    go(data_dir, tmp_path / "b", **OWN | dict(backbone=str(backbone), max_iters=1),
+       old_data_dir=str(tmp_path / data_dir.name))
+    capsys.readouterr()
+    assert command.main(["--ckpt", str(tmp_path / "b/ckpt.pt"), "--baseline"]) == 2
+    shown = capsys.readouterr()
+    assert "expected different names" in shown.err and "LoRA, rank" in shown.out.splitlines()[-1]
 
 
 def test_old_validation_batches_are_spread_over_all_of_the_old_text():

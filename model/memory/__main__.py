@@ -62,14 +62,16 @@ def print_comparison(args):
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     add_row("backbone", evaluate_on(backbone, loaders, config))
     add_row("memory", evaluate_on(model, loaders, config), n_trained)
-    if args.baseline:
-        for name, path, size, seconds in train_lora(args, values, backbone, n_trained):
+    runs = train_lora(args, values, backbone, n_trained) if args.baseline else ()
+    try:
+        for name, path, size, seconds in runs:
             add_row(name, evaluate_on(load_model(path)[0], loaders, config), size, seconds)
-        if "template" not in data.spec:
+        if args.baseline and "template" not in data.spec:
             started = time.perf_counter()
             losses = evaluate_knn(backbone, data.train, loaders, config)
             add_row("kNN-LM", losses, seconds=time.perf_counter() - started)
-    echo(format_table(table))
+    finally:  # the rows so far, if a later run fails or is stopped
+        echo(format_table(table))
 
 
 def evaluate_on(model, loaders, config):
