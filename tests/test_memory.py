@@ -543,15 +543,21 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     assert "a checkpoint of --model gpt; expected one of --model memory" in capsys.readouterr().err
 
 
-def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys):
+def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys,
+                                                 monkeypatch):
     """on the validation data, and with fewer stored tokens than neighbours"""
     go(data_dir, tmp_path / "a", **OWN | dict(backbone=str(backbone), max_iters=1, eval_interval=0),
        old_data_dir=str(old_dir))
     assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     assert "kNN-LM" in capsys.readouterr().out
-    go(f"{data_dir}:1,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
+    go(f"{data_dir}:9,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
        backbone=str(backbone))
+    monkeypatch.setattr(knn_lm, "SHARES", (0.0,))  # the backbone alone
+    capsys.readouterr()
     assert command.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
+    rows = {line.split()[0]: line.split()[2] for line in capsys.readouterr().out.splitlines()
+            if line.startswith(("backbone", "kNN-LM"))}
+    assert float(rows["kNN-LM"]) == pytest.approx(float(rows["backbone"]), abs=2e-4)
     shutil.copytree(old_dir, tmp_path / data_dir.name)  # two folders of one name are no mixture
     go(data_dir, tmp_path / "b", **OWN | dict(backbone=str(backbone), max_iters=1),
        old_data_dir=str(tmp_path / data_dir.name))

@@ -120,9 +120,14 @@ def evaluate_knn(backbone, train_loader, loaders, config):
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
     stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
-    grids = [knn_losses(backbone, stored, (loader.fixed_batch(i, config.eval_iters) for i in
-                                           range(loader.n_fixed(config.eval_iters))))
-             for loader in loaders]
+    count = config.eval_iters
+
+    def losses_on(loader):  # of a mixture, weighted by the shares, as in evaluate()
+        if hasattr(loader, "shares"):
+            return sum(loader.shares[name] * losses_on(x) for name, x in loader.loaders.items())
+        batches = (loader.fixed_batch(i, count) for i in range(loader.n_fixed(count)))
+        return knn_losses(backbone, stored, batches)
+    grids = [*map(losses_on, loaders)]
     best = grids[0].argmin()
     return [grid.flatten()[best].item() for grid in grids]
 
