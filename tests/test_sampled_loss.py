@@ -152,6 +152,11 @@ def test_a_vocabulary_that_is_not_larger_is_refused(data_dir, tmp_path, n):
         go(data_dir, tmp_path, head_samples=n)
 
 
+def test_any_seed_of_a_run_is_one_of_the_samples():
+    a, b = (SampledCrossEntropy(torch.arange(V), V, 60, seed=seed).ids for seed in (1, 2**64 + 1))
+    assert len(a.unique()) == len(b.unique()) == 60
+
+
 def test_off_is_the_same_run(data_dir, tmp_path):
     go(data_dir, tmp_path / "a")
     go(data_dir, tmp_path / "b", head_samples=0)

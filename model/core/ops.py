@@ -86,7 +86,7 @@ class SampledCrossEntropy(LinearCrossEntropy):
         """Replace the sampled ids by the n_samples ids of step `it`, an integer, in place, the same
         on every rank. Systematic sampling: the ids at points with distance 1 in the cumulative sum
         of p, from a random start, so that no id is sampled twice."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + it)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + it) % 2**63)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
         ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
         self.ids.copy_(ids)
