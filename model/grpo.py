@@ -396,8 +396,8 @@ def read_lines(path, needs_answers):
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
     if needs_answers and any(row["answer"] is None for row in rows):
-        raise DataError(f"reward: exact, but some rows of {path} have no reference answer; use a "
-                        "Python file (.py) instead")
+        raise DataError(f"some rows of {path} have no reference answer, with which answers are "
+                        "compared; only a reward in a Python file (grpo) needs none")
     return lines
 
 

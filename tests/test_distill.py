@@ -19,6 +19,7 @@ from runs import (
 )
 from test_grpo import made, rewarded, settings  # noqa: F401  a fixture
 
+from data.prepare import prompts as data_prompts
 from model import distill, grpo
 from model.convert import main as convert
 from model.core.init import stable_hash
@@ -26,7 +27,7 @@ from model.core.load import load_model, saved_config
 from model.core.weights import load_frozen
 from model.distill import Student
 from model.gpt import GPT, GPTConfig
-from train.base.errors import CheckpointError
+from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.train import train
@@ -311,6 +312,14 @@ def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path, capsys):
                   "7?", "--max_new_tokens", "3")
     assert said.returncode == 0, said.stderr
     assert_exported(tmp_path / "out/ckpt.pt", tmp_path)
+
+
+def test_prompts_without_answers_to_compare_with_are_refused(answering, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(9)))
+    assert data_prompts.main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "a"),
+                              "--tokenizer", answering["teacher"], "--val_fraction", "0.3"]) == 0
+    with pytest.raises(DataError, match="^some rows of .* no reference answer, with which answers"):
+        train(load_config(None, answering | dict(data_dir=str(tmp_path / "a"))))
 
 
 @pytest.mark.matrix(124)

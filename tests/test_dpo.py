@@ -401,7 +401,7 @@ def test_a_model_without_adapters_starts_from_merged_weights_only(made, tmp_path
                                     path, "--force"]) == 0
             start["data_dir"] = "pairs"
         return load_config(None, start | dict(init_from=path))
-    with pytest.raises(CheckpointError, match="adapters that this model does not") as refused:
+    with pytest.raises(CheckpointError, match="adapters .* set model, ") as refused:
         train(prepare("out/ckpt.pt"))
     command = re.search("python -m model.convert (.*)", str(refused.value))[1]
     assert main(shlex.split(command)) == 0

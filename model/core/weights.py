@@ -185,9 +185,9 @@ def adopt_weights(model, state, path, log):
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
     if any(is_adapter(n) and n not in own for n in weights):
-        raise CheckpointError(f"{path}: adapters that this model does not have: set lora_rank and "
-                              "lora_targets as in its run, or merge them: python -m model.convert "
-                              f"--ckpt {quote_path(path)} --to merged.pt")
+        raise CheckpointError(f"{path}: adapters that this model does not have: set model, "
+                              "lora_rank and lora_targets as in its run, or merge them: python -m "
+                              f"model.convert --ckpt {quote_path(path)} --to merged.pt")
     matches = {n: t for n, t in weights.items() if n in own}
     if not matches:
         raise CheckpointError(f"{path}: none of its {len(weights)} tensors is one of this model; "
