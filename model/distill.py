@@ -37,6 +37,7 @@ from model.core.ops import IGNORE, chunk_rows
 from model.gpt import GPT, USE, as_gpt, inherit_shape  # noqa: F401  model interface
 from train.base.errors import CheckpointError
 from train.base.fields import key
+from train.config import split_paths
 from train.dataloader import open_token_data
 
 
@@ -176,7 +177,7 @@ def open_data(config, ranks):
     data = (grpo.open_prompts(config, ranks, needs_answers=True) if config.on_policy
             else open_token_data(config, ranks))
     digests = []
-    for path in map(str.strip, config.teacher.split(",")):
+    for path in split_paths(config.teacher):
         teacher = weights.describe_backbone(path, "teacher", ranks)
         weights.check_tokenizer(teacher["tokenizer"], path, data.spec, config)
         digests.append(teacher["digest"])
@@ -192,7 +193,7 @@ def build_model(config, data):
     if config.on_policy:
         student.reward_function = data.reward_function
     student.frozen = tuple(load_teacher(path, config, data.spec["vocab_size"])
-                           for path in map(str.strip, config.teacher.split(",")))
+                           for path in split_paths(config.teacher))
     return student
 
 

@@ -155,9 +155,13 @@ def test_a_teacher_in_the_other_half_precision(data_dir, tmp_path, teacher, of_f
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_a_space_after_the_comma_is_not_part_of_a_path(data_dir, tmp_path, teacher):
-    go(data_dir, tmp_path, **changes(f"{teacher}, {teacher}", max_iters=1))
+def test_each_of_several_teachers_is_a_path(data_dir, tmp_path, teacher, monkeypatch):
+    """without the space after the comma, and with ~, which a shell expands in the first one only"""
+    monkeypatch.setenv("HOME", str(Path(teacher).parent))
+    go(data_dir, tmp_path, **changes(f"{teacher}, ~/ckpt.pt", max_iters=1))
     assert len(set(load_checkpoint(tmp_path / "ckpt.pt")["spec"]["teacher"].split(","))) == 1
+    with pytest.raises(CheckpointError, match="in out_dir, and --resume never moves"):
+        go(data_dir, tmp_path, **changes(f"{teacher}, {tmp_path}/ckpt.pt"), resume="never")
 
 
 def test_the_batch_of_a_teacher_need_not_suit_the_ranks(monkeypatch):

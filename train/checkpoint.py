@@ -27,7 +27,7 @@ from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import MANIFEST, Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
-from train.config import FIELDS, find_differences, input_files
+from train.config import FIELDS, find_differences, input_files, split_paths
 from train.distributed import Ranks, broadcast_from_rank0, gather_objects, is_sharded, local
 from train.optimizer import create_state
 
@@ -167,7 +167,7 @@ def find_checkpoint(config, log, damaged=()):
     elif config.resume == "never":
         own = {os.path.abspath(folder), os.path.abspath(os.path.join(folder, "shards"))}
         inside = [f"--{name} {paths}" for name, paths in input_files(config).items()
-                  for path in map(os.path.abspath, paths.split(","))
+                  for path in map(os.path.abspath, split_paths(paths))
                   if own & {path, os.path.dirname(path)}]
         if inside:
             raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "

@@ -382,10 +382,16 @@ def input_files(config, kinds=(True, "apart")):
             if path not in (None, "", "scratch", "exact")}
 
 
+def split_paths(text):
+    """Return the list of the paths in `text`, "A,B", as of the key teacher, without white space
+    around them, and with a leading ~ of each expanded."""
+    return [os.path.expanduser(path.strip()) for path in text.split(",")]
+
+
 def describe_files(config):
     """Return a text with size and time of the files, besides the data, that a run of `config`, a
     TrainConfig, reads: they differ if a file has changed."""
-    files = ",".join([*input_files(config).values(), *config.eval_tasks]).split(",")
+    files = split_paths(",".join([*input_files(config).values(), *config.eval_tasks]))
     paths = [path for file in files if file
              for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
     states = [path.stat() for path in paths]
