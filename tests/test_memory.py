@@ -525,7 +525,8 @@ def test_knn_lm_by_hand(backbone):
 
 
 def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, backbone, capsys):
-    settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4)
+    settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4, learning_rate=0.01,
+                          min_lr=0.005)
     history = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
     assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     table = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()
@@ -536,6 +537,8 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     assert losses["backbone"] == pytest.approx([history[0]["val_loss"],
                                                 history[0]["val_old_loss"]], abs=1e-4)
     assert len(losses) == 5 and losses["kNN-LM"][0] < losses["backbone"][0]
+    config = load_checkpoint(tmp_path / "a/lora_0/ckpt.pt")["config"]  # the memory's schedule
+    assert config["min_lr"] == pytest.approx(config["learning_rate"] / 2) == 0.0015
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
     assert command.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err

@@ -99,9 +99,11 @@ def train_lora(args, values, backbone, n_trained):
     for i, (name, changes) in enumerate(runs.items()):
         folder = os.path.join(values["out_dir"], f"lora_{i}")
         own = {name: values[name] for name in fields_by_name(TrainConfig) if name in values}
+        share = own["min_lr"] and own["min_lr"] / own["learning_rate"]
         own |= dict(model="lora", backbone=values["backbone"], lora_rank=rank,
                     lora_alpha=2.0 * rank, optimizer="adamw", resume="never", out_dir=folder,
                     learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch",
+                    min_lr=share and share * args.lora_learning_rate,
                     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
                     mirror=None, tracker=[], early_stopping_metric="val_loss",
                     early_stopping_mode="min")
