@@ -14,6 +14,7 @@ import torch
 from conftest import run
 from runs import SMALL, assert_same, assert_same_file, go, metrics, run_program, tensors
 
+from train import train as training
 from train.base.errors import CheckpointError, SetupError, Stopped
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.lr_scheduler import SpikeDetector
@@ -277,6 +278,17 @@ def test_a_loss_on_other_samples_is_not_compared(tmp_path, data_dir, capsys):
     result = go(data_dir, tmp_path, **keys | half, max_iters=15)
     assert "Changed: validation samples; the next evaluation is" in capsys.readouterr().out
     assert result["best_val_loss"] == min(r["val_loss"] for r in result["history"][-2:]) > 0
+
+
+def test_a_part_without_evaluations_keeps_the_best(tmp_path, data_dir, monkeypatch, capsys):
+    """eval_interval 0 has no validation data: ckpt_best.pt is not replaced by a worse one later"""
+    losses = iter([9.0, 1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    for changes in (dict(max_iters=8), dict(max_iters=12, eval_interval=0), dict(max_iters=16)):
+        result = go(data_dir, tmp_path, **PLAIN | dict(eval_interval=4) | changes)
+        assert result["best_val_loss"] == 1
+    assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 4
+    assert "Changed:" not in capsys.readouterr().out
 
 
 def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir, capsys):

@@ -290,7 +290,8 @@ def find_evaluation_changes(state, config, data):
     """Return what differs between the run of a checkpoint, `state` (a dict), and this run, with
     `config` (a TrainConfig) and `data` (a Data), so that their best metrics cannot be compared: a
     list with some of "early_stopping_metric", "early_stopping_mode", "validation data" and
-    "validation samples" (per evaluation). [] if nothing differs, or is unknown."""
+    "validation samples" (per evaluation). [] if nothing differs, or is unknown, also without
+    validation data in this run (eval_interval 0), which has no evaluations to compare."""
     # eval_iters is the number of batches per source of a mixture.
     loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
 
@@ -300,7 +301,7 @@ def find_evaluation_changes(state, config, data):
     old = settings(state["config"], state.get("val_data"))
     new = settings(asdict(config), data.fingerprints()["val"])
     names = "early_stopping_metric", "early_stopping_mode", "validation data", "validation samples"
-    return [name for name in names if old.get(name) not in (None, new[name])]
+    return [name for name in names if new[name] and old.get(name) not in (None, new[name])]
 
 
 def nearly_equal(a, b):
