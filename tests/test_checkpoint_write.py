@@ -20,7 +20,7 @@ import types
 import pytest
 import torch
 from conftest import full_disk
-from runs import Program, assert_same, assert_same_file, go, run_program, temporary_files
+from runs import Program, assert_same, assert_same_file, go, metrics, run_program, temporary_files
 
 from train import checkpoint
 from train import train as training
@@ -177,6 +177,26 @@ def test_a_run_that_goes_on_from_a_file_elsewhere_has_a_best_checkpoint(tmp_path
     assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 8
     go(data_dir, tmp_path / "b", eval_interval=4, max_iters=24)
     assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 24
+
+
+def test_a_run_that_goes_on_from_a_file_elsewhere_does_not_mix_with_another_run(
+        tmp_path, data_dir, monkeypatch):
+    """In a folder with another run: its files are moved, also ckpt_best.pt, and not replaced. So is
+    a best checkpoint of this run that is not the best of the branch."""
+    losses = iter([9.0, 5.0, 4.0, 8.0, 3.0, 1.0, 2.0, 3.5, 3.5])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    keys = dict(eval_interval=4, keep_last=9)
+    go(data_dir, tmp_path / "b", **keys, max_iters=8, seed=1)
+    go(data_dir, tmp_path / "a", **keys, max_iters=12)
+    a, b = tmp_path / "a", tmp_path / "b"
+    go(data_dir, b, **keys, max_iters=16, resume=str(a / "ckpt_0000012.pt"))
+    for name, seed in (("", 1337), ("old_1", 1)):
+        files = [load_checkpoint(b / name / f"ckpt{n}.pt") for n in ("", "_prev", "_best")]
+        assert {file["config"]["seed"] for file in files} == {seed}
+    assert [m["iter"] for m in metrics(b) if "loss" in m] == [12, 13, 14, 15]
+    (a / "ckpt_best.pt").write_bytes((a / "ckpt_0000004.pt").read_bytes())
+    go(data_dir, a, **keys, max_iters=16, resume=str(a / "ckpt_0000012.pt"))
+    assert load_checkpoint(a / "ckpt_best.pt")["iter_num"] == 12
 
 
 @pytest.mark.matrix(7)

@@ -31,6 +31,7 @@ from train.base.tensors import named_tensors
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
+from train.setup import Progress
 
 # 12 sequences per step on 1 to 4 ranks.
 # The usual eps of Adam makes updates of rounding errors where gradients are almost zero.
@@ -251,7 +252,7 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     for state in states:
         save(tmp_path, 2, state)
     folder = RunFolder(str(tmp_path))
-    folder.archive_later_checkpoints(1, lambda text: None)
+    folder.archive_later_checkpoints(Progress(iter_num=1).state_dict(), lambda text: None)
     assert not (tmp_path / "ckpt.pt").exists()
     folder.open()  # removes what no checkpoint in the folder names
     assert len(list(tmp_path.glob("shards/*"))) == 1

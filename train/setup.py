@@ -303,16 +303,17 @@ class Run:
     def take_folder(self):
         """Prepare the files in out_dir for this run, and write train.log, config.yaml and
         training_args.json (a finished run keeps the last two). With --resume never, files of an
-        earlier run are first moved to a subfolder. After --resume FILE, later checkpoints are moved
-        to a subfolder and, if no ckpt_best.pt is left, the best metric is reset. Lines in
-        metrics.jsonl about steps that will be repeated are removed. To be called after all checks
-        that are possible before the first forward pass in training. All ranks must call."""
+        earlier run are first moved to a subfolder. After --resume FILE, checkpoints of later steps
+        or another run are moved to a subfolder and, if no ckpt_best.pt is left, the best metric is
+        reset. Lines in metrics.jsonl about steps that will be repeated are removed. To be called
+        after all checks that are possible before the first forward pass in training. All ranks must
+        call."""
         p = self.progress
         c = self.config
 
         def prepare_files():
             if c.resume_file:
-                self.folder.archive_later_checkpoints(p.iter_num, self.log.info)
+                self.folder.archive_later_checkpoints(p.state_dict(), self.log.info)
             self.folder.take(c.resume, self.log.info)
             # A finished run keeps the keys that it was trained with.
             is_described = os.path.exists(self.folder.file("config.yaml"))

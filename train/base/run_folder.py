@@ -227,21 +227,34 @@ class RunFolder:
         description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
         write_safetensors(self.file("model.safetensors"), weights, description)
 
-    def archive_later_checkpoints(self, iter_num, log):
-        """Move each of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that is damaged or of a step after
-        `iter_num` to the new subfolder old_1/ (or old_2/, ...), and copy metrics.jsonl to it: a run
-        that resumes at step `iter_num` would replace these files. Files of earlier steps are not
-        moved. log(text) is called if files were moved."""
-        def is_later(name):
+    def archive_later_checkpoints(self, progress, log):
+        """Prepare the folder for a run that resumes from a given file; progress: state_dict() of
+        its Progress. Move each of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that the run would replace
+        or must not use to the new subfolder old_1/ (or old_2/, ...): if it is damaged, of a later
+        step, or of another run (with other evaluations), and a ckpt_best.pt that is not the best of
+        this run. metrics.jsonl is copied to it, or moved if there is a checkpoint of another run.
+        log(text) is called if files were moved."""
+        names = []
+        take = shutil.copy2  # metrics.jsonl is about to lose the later steps
+        for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
             try:
-                return open_checkpoint(self.file(name))[0].get("iter_num", 0) > iter_num
+                state = open_checkpoint(self.file(name))[0]
             except CheckpointError:  # a damaged file must not become ckpt_prev.pt
-                return os.path.lexists(self.file(name))
-        if names := [*filter(is_later, ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"))]:
+                names += [name] if os.path.lexists(self.file(name)) else []
+                continue
+            other = state.get("progress") or {}
+            histories = zip(other.get("history", ()), progress["history"])
+            differs = any(repr(a) != repr(b) for a, b in histories)  # as texts NaN equals NaN
+            is_later = state.get("iter_num", 0) > progress["iter_num"]
+            is_best = [other.get(k) == progress[k] for k in ("best_metric", "loss_of_best")]
+            if differs or is_later or name == "ckpt_best.pt" and not all(is_best):
+                names.append(name)
+            take = shutil.move if differs else take
+        if names:
             target = move_files(self.path, names)
-            with contextlib.suppress(OSError):  # metrics.jsonl is about to lose these steps
-                shutil.copy2(self.file("metrics.jsonl"), target)
-            log(f"Moved {', '.join(names)} of later steps to {target}")
+            with contextlib.suppress(OSError):
+                take(self.file("metrics.jsonl"), target)
+            log(f"Moved {', '.join(names)} of later steps or another run to {target}")
 
     def wait(self):
         """Wait for the save in progress, if any."""
