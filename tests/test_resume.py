@@ -291,6 +291,22 @@ def test_a_part_without_evaluations_keeps_the_best(tmp_path, data_dir, monkeypat
     assert "Changed:" not in capsys.readouterr().out
 
 
+def test_a_task_of_other_rows_starts_the_comparison_again(tmp_path, data_dir, monkeypatch):
+    """0.9 of one example is not compared with 0.7 of all; a loss does not depend on the rows"""
+    values = {0: 0.1, 5: 0.9, 10: 0.5, 15: 0.7}
+    monkeypatch.setattr(training, "evaluate_validation", lambda run, n: {
+        "val_loss": 1 - values[run.progress.iter_num], "val_cap": values[run.progress.iter_num]})
+    (tmp_path / "cap.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 4)
+    keys = PLAIN | dict(eval_interval=5, eval_tasks=[str(tmp_path / "cap.jsonl")],
+                        tokenizer="byte", vocab_size=257)
+    for metric, best in (("val_cap", 15), ("val_loss", 5)):
+        keys |= dict(early_stopping_metric=metric)
+        keys |= dict(early_stopping_mode="max" if metric == "val_cap" else "min")
+        go(data_dir, tmp_path / metric, **keys, max_iters=5, eval_task_rows=1)
+        go(data_dir, tmp_path / metric, **keys, max_iters=15, eval_task_rows=0)
+        assert load_checkpoint(tmp_path / metric / "ckpt_best.pt")["iter_num"] == best
+
+
 def test_another_validation_split_starts_the_comparison_again(tmp_path, data_dir, capsys):
     """a worse loss on new validation data after a resume -> the best so far on these data"""
     data = tmp_path / "data"

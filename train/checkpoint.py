@@ -286,22 +286,25 @@ def find_changes(state, config, data):
     return changes
 
 
-def find_evaluation_changes(state, config, data):
+def find_evaluation_changes(state, config, data, task_metrics=()):
     """Return what differs between the run of a checkpoint, `state` (a dict), and this run, with
     `config` (a TrainConfig) and `data` (a Data), so that their best metrics cannot be compared: a
-    list with some of "early_stopping_metric", "early_stopping_mode", "validation data" and
-    "validation samples" (per evaluation). [] if nothing differs, or is unknown, also without
+    list with some of "early_stopping_metric", "early_stopping_mode", "validation data", "validation
+    samples" (per evaluation) and, if early_stopping_metric is in task_metrics, the names of the
+    metrics of task files, "eval_task_rows". [] if nothing differs, or is unknown, also without
     validation data in this run (eval_interval 0), which has no evaluations to compare."""
     # eval_iters is the number of batches per source of a mixture.
     loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
 
     def settings(keys, fingerprint):
         return keys | {"validation data": fingerprint, "validation samples": sum(
-            min(keys["eval_iters"] * keys["batch_size"], x.samples) for x in loaders if x)}
+            min(keys["eval_iters"] * keys["batch_size"], x.samples) for x in loaders if x) or None}
     old = settings(state["config"], state.get("val_data"))
     new = settings(asdict(config), data.fingerprints()["val"])
     names = "early_stopping_metric", "early_stopping_mode", "validation data", "validation samples"
-    return [name for name in names if new[name] and old.get(name) not in (None, new[name])]
+    if config.early_stopping_metric in task_metrics:
+        names += "eval_task_rows",
+    return [n for n in names if None not in (old.get(n), new[n]) and old[n] != new[n]]
 
 
 def nearly_equal(a, b):

@@ -283,7 +283,8 @@ class Run:
         p = self.progress
         c = self.config
         # The state is freed below.
-        changed = checkpoint.find_evaluation_changes(start.state, c, self.data)
+        changed = checkpoint.find_evaluation_changes(start.state, c, self.data,
+                                                     getattr(self.tasks, "metrics", ()))
         checkpoint.restore(start, c, self.raw_model, self.optimizer, self.parts(),
                            self.ranks, self.log.warn)
         self.saved_at = p.iter_num

@@ -228,7 +228,8 @@ class Tasks:
     """Evaluates the task files config.eval_tasks: each evaluation of a run calls evaluate(), which
     adds the metrics of the first config.eval_task_rows examples (0: all) of each file. An instance
     is both the data loader (with lists of Examples as batches) and the model that the function
-    evaluate() in train/evaluate.py expects. Attribute summary: a text for the log.
+    evaluate() in train/evaluate.py expects. Attributes: summary, a text for the log; metrics, a
+    list of the names of all numbers, also of averaged weights (ema).
 
     config: TrainConfig. data: the Data of the run, with a tokenizer in data.spec and validation
     data. model: the GPT in training. ranks: the Ranks of the run, all of which must call. Raises
@@ -259,6 +260,7 @@ class Tasks:
         if taken:
             raise SetupError(f"eval_tasks: {', '.join(sorted(taken))}: another number has the same "
                              "name; rename the file")
+        self.metrics = [f"val_{name}{end}" for name in metrics for end in ("", "_ema")]
         # eval_task_rows 0: all of them
         selected = [examples[:config.eval_task_rows or None] for examples in tasks]
         self.summary = "Tasks at each evaluation: " + ", ".join(
