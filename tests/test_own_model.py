@@ -195,6 +195,8 @@ def test_test_data_without_validation_are_evaluated_once(tmp_path):
     results = [fit(tmp_path, data=data)["test"] for _ in range(3)]
     assert results[0] == results[1] == results[2] and results[0]["test_loss"] > 0
     assert (tmp_path / "train.log").read_text().count("On test data") == 1
+    other = fit(tmp_path, data=replace(data, test=data.train))["test"]
+    assert other != results[0] and fit(tmp_path, data=data)["test"] == results[0]
 
 
 OVERFITTING = dict(max_iters=40, lr_decay_iters=40, eval_interval=10, save_interval=10, keep_last=9,

@@ -48,6 +48,7 @@ class Logger:
         # at once.
         self.held = None
         self.first_iter = 0     # where this part of the run starts
+        self.test_data = None   # a text that identifies the test data, set by the caller
         self.evaluated = False  # whether the evaluation at first_iter is in metrics.jsonl already
         self.console = Console(sys.stdout)
         self.log_file = LineFile(f"{self.out_dir}/train.log")
@@ -118,7 +119,8 @@ class Logger:
     def evaluation(self, record):
         """Log an evaluation. record: {name: number, or `None` if unknown}. "iter": number of steps
         that are complete; "tokens": tokens until then. Validation: also "train_loss" (mean of the
-        steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME."""
+        steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME, and
+        "data", the attribute test_data."""
         self.store(record)
         line = printable(format_line(f"step {record['iter']}", record))
         self.write(line, line)
@@ -159,12 +161,14 @@ class Logger:
 
     def read_tested(self):
         """Return {test_NAME: number} of the last line in metrics.jsonl; {} if that line has no test
-        numbers or the file cannot be read."""
+        numbers, or those of other test data than self.test_data, or the file cannot be read."""
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
-            return {k: float(v) if isinstance(v, str) else v for k, v in json.loads(last).items()
-                    if k.startswith("test_")}  # "nan" and "inf" are strings there
+            last = json.loads(last)
+            if last.get("data") in (None, self.test_data):  # None: written by an earlier version
+                return {k: float(v) if isinstance(v, str) else v for k, v in last.items()
+                        if k.startswith("test_")}  # "nan" and "inf" are strings there
         return {}
 
     # -------------------------------------------------------------------------

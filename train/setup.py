@@ -118,7 +118,8 @@ class Run:
                              "split")
         if self.start.kind != "resume":
             check_epochs(self.config, self.data.train.samples)
-        self.data.train.fingerprint()  # before a thread reads the data too
+        # Now, before a thread reads the data too.
+        self.log.test_data = str(self.data.fingerprints()["test"])
         c = self.config = self.config.in_steps(self.data.train.samples)
         world_size = self.ranks.world_size
         self.n_micro = c.accumulation(world_size)

@@ -411,7 +411,7 @@ def save(run, last=False):
 
 def report_finished(run):
     """Log that a resumed run has already finished, and how to continue it. Set run.test_numbers to
-    the results in metrics.jsonl, and call test(run). All ranks must call."""
+    the results in metrics.jsonl on the same test data, and call test(run). All ranks must call."""
     run.log.info(f"This run is finished at iter {run.progress.iter_num}: {run.progress.finished}. "
                  f"A larger {' and '.join(run.limits_reached())} continues it; with `--resume "
                  "never` it starts afresh.")
@@ -463,4 +463,4 @@ def test(run):
     if numbers:
         run.log.info(f"On test data, with {weights}:")
         run.log.evaluation(dict(iter=p.iter_num, tokens=p.iter_num * run.units_per_step,
-                                **run.test_numbers))
+                                data=run.log.test_data, **run.test_numbers))
