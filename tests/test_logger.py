@@ -98,6 +98,7 @@ def test_lines_have_the_documented_form():
     assert evaluation_line(EVAL | dict(epoch=1.2345, lr=0.00123, tokens=2.0)) == (
         "step 200: epoch 1.23, train loss 3.1022, val loss 3.1954, ppl 24.42, bpb 1.104, "
         "lr 0.001230")
+    assert evaluation_line({"iter": 1, "val_f1_{x}": 0.5}) == "step 1: f1 {x} 0.5000"
 
 
 @pytest.mark.parametrize("n, text", [

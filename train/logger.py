@@ -256,13 +256,14 @@ def format_line(start, record):
     """Return a log line, "iter 120: loss 3.2104, time 48.7ms, ..." for `start` "iter 120". record:
     {name: value}. First the names in FORMATS are shown, in this order, then all other floats, which
     the model defines. Values that are `None` are left out."""
-    own = {name: name.removeprefix("val_").replace("_", " ") + " {:.4f}"
-           for name, value in record.items() if isinstance(value, float) and name not in LINE_NAMES}
+    own = {name: "{label} {:.4f}" for name, value in record.items()
+           if isinstance(value, float) and name not in LINE_NAMES}
     texts = []
     for name, template in (FORMATS | own).items():
         if record.get(name) is not None:
             value = CONVERSIONS.get(name, float)(record[name])
-            texts.append(template.format(value, unit=record.get("unit", "tok")))
+            label = name.removeprefix("val_").replace("_", " ")
+            texts.append(template.format(value, label=label, unit=record.get("unit", "tok")))
     return f"{start}: {', '.join(texts)}"
 
 
