@@ -99,6 +99,15 @@ def test_an_evaluation_is_the_mean_over_its_items(monkeypatch, n_ranks, batches)
     assert out[0] == pytest.approx({"val_loss": np.mean(items), "val_above": np.mean(items)})
 
 
+def test_sums_are_on_the_cpu_before_they_are_float64(monkeypatch):
+    """MPS has no float64: .double() raises a TypeError there."""
+    pack = evaluation.pack
+    monkeypatch.setattr(evaluation, "pack", lambda *batch: types.SimpleNamespace(
+        cpu=lambda: pack(*batch).float()))
+    out = evaluation.evaluate(None, counted, Rows(VALUES), 9, Ranks(), torch.no_grad)
+    assert out["val_loss"] == np.mean([v for v in VALUES if v >= 0])
+
+
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_an_evaluation_counts_units_where_the_model_does_not(monkeypatch, n_ranks):
     sums = {}

@@ -115,7 +115,7 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
         batch = check_batch(loader.fixed_batch(index, n_batches, ranks.device))
         with autocast():
             loss, sums = check_result(forward(*batch), sums)
-        vector = pack(loss, sums, len(batch[0]) * loader.units_per_sample).double().cpu()
+        vector = pack(loss, sums, len(batch[0]) * loader.units_per_sample).cpu().double()
         rows = all_gather_vectors(torch.cat([vector, stop_flag]), ranks)
         if rows[:, -1].any():
             return None
