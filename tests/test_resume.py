@@ -231,7 +231,7 @@ def test_a_branch_from_step_0_is_the_latest_and_its_start_may_be_the_best(tmp_pa
     go(data_dir, tmp_path / "b", **keys, resume=first)
     best = [load_checkpoint(tmp_path / name / "ckpt_best.pt")["iter_num"] for name in "ab"]
     assert best == [0, 0]
-    code, text = run_program(data_dir, tmp_path / "a", env={"FAULT": "before_opt@2=kill9"},
+    code, text = run_program(data_dir, tmp_path / "a", env={"FAULT": "save_open@5=kill9"},
                              **keys, resume=first)
     assert code == -9, text
     code, text = run_program(data_dir, tmp_path / "a", **keys)
