@@ -39,7 +39,6 @@ def compared(folder):
                 patch.setattr(environment, "__file__", f"{folder}/{rank}/train/base/a.py")
             elif case == "node":
                 patch.setenv("GROUP_RANK", str(rank))
-            environment.code_digest.cache_clear()
             try:
                 comparison.check_ranks(config, ranks, lines.append)
             except SetupError as refused:

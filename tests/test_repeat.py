@@ -157,10 +157,15 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     assert code == 0 and found[0]["runs"] == "2 of 2" and "Resuming from" in log.read_text()
 
 
-def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
-    """Two lines of ten steps of half a second each, and an evaluation."""
+def test_a_result_is_read_from_the_metrics(tmp_path, capsys, monkeypatch):
+    """Two lines of ten steps of half a second each, and an evaluation. The code is that of the
+    start, also if it is edited while the run trains."""
     run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
-    run.folder.mkdir()
+    monkeypatch.setattr(child_runs, "start_process", lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "__file__", str(tmp_path / "train/base/environment.py"))
+        code = code_digest()
+        run.start({})
     lines = [dict(iter=9, loss=3, time_ms=500.0), dict(iter=19, loss=2, time_ms=500.0),
              dict(iter=20, val_loss=2.5)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
@@ -170,8 +175,10 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys):
     run.process = SimpleNamespace(poll=lambda: 0)
     run.finish("val_loss")
     assert (run.value, run.seconds) == (2.5, pytest.approx(10.0))
-    result = dict(iter=20, val_loss=2.5, seconds=run.seconds, code=code_digest())
+    result = dict(iter=20, val_loss=2.5, seconds=run.seconds, code=code)
     assert json.loads(run.result_file.read_text()) == result
+    assert code != code_digest()
+    run.result_file.write_text(json.dumps(result | dict(code=code_digest())))
     del run.process
     run.finish("val_loss")
     assert (run.value, run.seconds) == (2.5, 10.0)
@@ -199,9 +206,9 @@ def test_the_digest_of_the_code(tmp_path, monkeypatch):
     digests = []
     for text in ("a = 1", "a = 2"):
         file.write_text(text)
-        digests.append(code_digest.__wrapped__())
+        digests.append(code_digest())
     (tmp_path / "model" / ".#gpt.py").symlink_to("user@host.1:9")
-    assert digests[0] != digests[1] == code_digest.__wrapped__()
+    assert digests[0] != digests[1] == code_digest()
 
 
 def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):

@@ -37,10 +37,8 @@ def git_state():
         return None, None
 
 
-@functools.cache
 def code_digest():
-    """Return 8 hexadecimal digits that differ if a Python file in train/, model/ or data/ does. The
-    result is cached, as that of environment()."""
+    """Return 8 hexadecimal digits that differ if a Python file in train/, model/ or data/ does."""
     code = hashlib.sha256()
     for folder in ("train", "model", "data"):
         for path in sorted(pathlib.Path(__file__).parents[2].joinpath(folder).rglob("*.py")):

@@ -61,19 +61,18 @@ class ChildRun:
         self.folder.mkdir(exist_ok=True)
         lock_folder(self.folder).close()  # UserError: the process of a killed command still trains
         self.environment = environment
+        self.code = code_digest()  # now: the code may be edited while the run trains
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric):
         """To be called when the process has exited, or if result.json exists: set `value`,
         `seconds` and `test` from metrics.jsonl, and print the result, and whether it is cached. If
-        the run is complete and has the metric, write value and seconds to result.json. metric: name
-        of the result, e.g. val_loss."""
+        the run is complete and has the metric, write value, seconds and code_digest() at the start
+        to result.json. metric: name of the result, e.g. val_loss."""
         note = ""
-        code = code_digest()
-        is_cached = self.result_file.exists()
-        if is_cached:
-            code = json.loads(self.result_file.read_text()).get("code")
-            note = " (cached)" if code == code_digest() else (
+        if is_cached := self.result_file.exists():
+            self.code = json.loads(self.result_file.read_text()).get("code")
+            note = " (cached)" if self.code == code_digest() else (
                 f" (cached; the code has changed: delete {self.folder} to train again)")
         records = read_metrics(self.folder / "metrics.jsonl")
         # Of the last evaluation, even if it has no value: an earlier one is of other weights.
@@ -91,7 +90,7 @@ class ChildRun:
                  "train the run again")
         else:
             result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds,
-                      "code": code}
+                      "code": self.code}
             write_text(self.result_file, json.dumps(result))
             echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
