@@ -185,13 +185,15 @@ def test_read_metrics_skips_what_is_torn(tmp_path):
 def test_reading_a_part_keeps_every_evaluation(tmp_path):
     write_run(tmp_path, steps=5000, evals=100)
     some = plot.read_metrics(tmp_path / "metrics.jsonl", limit=500)
+    first = next(r["iter"] for r in plot.read_metrics(tmp_path / "metrics.jsonl") if "loss" in r)
     assert sum("val_loss" in r for r in some) == 51 and 400 < len(some) < 600
-    for step in range(5001, 5004):  # the last step is shown, also of a complete run
+    for step in range(5001, 5004):  # the first step is shown, and the last of a complete run
         with open(tmp_path / "metrics.jsonl", "a") as f:
             f.write("".join(f'{{"iter": {step}, "{name}": 1.0}}\n'
                             for name in ("loss", "val_loss", "test_loss")))
         some = plot.read_metrics(tmp_path / "metrics.jsonl", limit=500)
         assert [r["iter"] for r in some[-3:]] == [step] * 3
+        assert next(r["iter"] for r in some if "loss" in r) == first
 
 
 def test_comparing_runs(tmp_path):

@@ -39,7 +39,7 @@ def read_metrics(path, limit=math.inf):
     line or evaluation, in the order of the file. Lines that are invalid, or have no number "iter",
     are left out. Return [] if the file is missing.
 
-    limit: about this many lines, evenly spaced, the last three, and all lines with val_loss.
+    limit: about this many lines, evenly spaced, the first and last three, and all with val_loss.
     """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []
@@ -48,9 +48,9 @@ def read_metrics(path, limit=math.inf):
         total = sum(1 for _ in f)
         stride = 1 + int(total // limit)
         f.seek(0)
-        # The last three may be of a step, an evaluation and the test data.
-        for line in (x for n, x in enumerate(f, -total)
-                     if n % stride == 0 or n >= -3 or b'"val_loss"' in x):
+        # Three may be of a step, an evaluation and the test data.
+        for line in (x for n, x in enumerate(f)
+                     if n % stride == 0 or not 2 < n < total - 3 or b'"val_loss"' in x):
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and to_number(record.get("iter")) is not None:
