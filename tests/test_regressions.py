@@ -747,7 +747,7 @@ def test_going_on_from_a_file_keeps_the_better_branch(data_dir, tmp_path, capsys
     later = {n: (out / n).read_bytes() for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")}
     lines = (out / "metrics.jsonl").read_text()
     go(data_dir, out, max_iters=6, lr_decay_iters=20, resume=str(out / "ckpt_0000004.pt"))
-    assert ("Moved ckpt.pt, ckpt_prev.pt, ckpt_best.pt of later steps or another run to "
+    assert ("Moved ckpt.pt, ckpt_prev.pt, ckpt_best.pt, which this run would replace, to "
             f"{out}/old_1") in capsys.readouterr().out
     assert {n: (out / "old_1" / n).read_bytes() for n in later} == later
     assert (out / "old_1" / "metrics.jsonl").read_text() == lines

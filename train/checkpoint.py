@@ -291,8 +291,8 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
     `config` (a TrainConfig) and `data` (a Data), so that their best metrics cannot be compared: a
     list with some of "early_stopping_metric", "early_stopping_mode", "validation data", "validation
     samples" (per evaluation) and, if early_stopping_metric is in task_metrics, the names of the
-    metrics of task files, "eval_task_rows". [] if nothing differs, or is unknown, also without
-    validation data in this run (eval_interval 0), which has no evaluations to compare."""
+    metrics of task files, "eval_task_rows". What is unknown does not differ, e.g. the validation
+    data of a run without evaluations (eval_interval 0)."""
     # eval_iters is the number of batches per source of a mixture.
     loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
 

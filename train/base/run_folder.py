@@ -254,7 +254,7 @@ class RunFolder:
             target = move_files(self.path, names)
             with contextlib.suppress(OSError):
                 take(self.file("metrics.jsonl"), target)
-            log(f"Moved {', '.join(names)} of later steps or another run to {target}")
+            log(f"Moved {', '.join(names)}, which this run would replace, to {target}")
 
     def wait(self):
         """Wait for the save in progress, if any."""
