@@ -158,11 +158,10 @@ class ExampleReader:
             wholes = [encode(question + delimiter + text) for text in texts]
             return [(self.tokenizer.start + before, ids[len(before):]) for ids in wholes]
         ask = functools.partial(template.prompt_ids, [("user", question)], self.tokenizer)
-        prompt = ask()
         pairs = []
         for text in texts:  # templates write more before an answer: a space, Qwen 3's <think>
             ids, whole = encode_within(text.lstrip(), encode), ask(answer=text)
-            first = len(whole) - len(ids) if whole[-len(ids):] == ids else len(prompt)
+            first = len(whole) - len(ids) if whole[-len(ids):] == ids else len(ask())
             pairs.append((whole[:first], whole[first:]))
         return pairs
 

@@ -32,7 +32,7 @@ from train import config as config_file
 from train.base.cli import command, under_torchrun
 from train.base.errors import BadNumbers, ConfigError, DataError, SetupError, UserError, require
 from train.base.fields import TYPES, base_type, convert, fields_by_name, key, parse_value, to_bool
-from train.base.files import exclusive_lock, lock_folder, unlock, write_text
+from train.base.files import exclusive_lock, lock_folder, write_text
 from train.config import describe_files, load_argv, load_config, read_yaml, resolve, to_yaml
 from train.distributed import Ranks
 from train.robust import interrupt, on_signals, run_reporting_errors
@@ -154,8 +154,7 @@ def search(config, space, stages, out):
     studies = []
     # Checkpoints of trials that were killed; the trials of other workers are locked.
     for path in glob.glob(os.path.join(glob.escape(out), "stage_*_trial_*", "ckpt*")):
-        with contextlib.suppress(UserError, FileNotFoundError):
-            unlock(lock_folder(os.path.dirname(path)))
+        with contextlib.suppress(UserError, FileNotFoundError), lock_folder(os.path.dirname(path)):
             os.unlink(path)
     # Numbers may be outside of the range, other values must be among the choices.
     start = {k: v for k, d in space.items()
