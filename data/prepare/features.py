@@ -286,11 +286,10 @@ def open_arrays(args):
     if args.runs:
         return arrays, target, open_array(args.runs).ravel(), subjects
     row = np.arange(n)
-    is_first = row == 0
     if subjects is not None and len(subjects) == n:
-        is_first[1:] = np.diff(subjects) != 0
+        is_first = np.diff(subjects, prepend=subjects[0]) != 0  # except in row 0
         row -= np.maximum.accumulate(row * is_first)  # of the subject: the same stretches of each
-    return arrays, target, np.cumsum(is_first | (row % max(1, n // 20) == 0)), subjects
+    return arrays, target, np.cumsum(row % max(1, n // 20) == 0), subjects
 
 
 def run(args):
