@@ -443,7 +443,8 @@ def test_a_conversation_of_an_agent(model):
             assert made.usage.prompt_tokens == len(ChatTemplate().prompt_ids(turns, BYTES))
             answer = made.choices[0].message.model_dump(exclude_none=i % 3 > 0)
             messages.append(answer | {"content": answer["content"] if i % 2 else None,
-                                      "reasoning_content": "of another model"})
+                                      "reasoning_content": "of another model",
+                                      "thinking": "of another server"})
 
 
 TITLE = """### Task:

@@ -173,7 +173,8 @@ def encode_messages(body, engine, template, max_new_tokens):
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "assistant":
             message["content"] = message.get("content") or ""  # agents send null
-            message.pop("reasoning_content", None)  # of earlier answers: not sent to a model
+            for name in "reasoning_content", "thinking":  # of earlier answers: for no model
+                message.pop(name, None)
     try:
         turns = parse_messages(messages, "messages")
         if not any(role != "assistant" for role, _ in turns):
