@@ -1,6 +1,7 @@
 """The running average of the weights (ema): against one recomputed from kept checkpoints, resumed,
 on two ranks, evaluated beside the weights, and read by the commands that write text."""
 
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from model.convert import main as convert
 from model.core.load import load_model
 from model.sample import main as sample
 from train import setup
+from train.base.run_folder import RunFolder
 from train.checkpoint import load_checkpoint
 from train.config import load_config
 from train.dataloader import Data
@@ -126,6 +128,12 @@ def test_the_average_that_was_the_best_is_tested(data_dir, tmp_path, monkeypatch
         run = go(data_dir, tmp_path / metric, early_stopping_metric=metric, **how)
         best = min(record[metric] for record in run["history"] if record["iter"])
         assert run["test"]["test_loss"] == pytest.approx(best, rel=1e-6)
+    # A finished run elsewhere: its copy is saved before it is tested.
+    path = str(tmp_path / "val_loss_ema/ckpt.pt")
+    write = RunFolder.write
+    monkeypatch.setattr(RunFolder, "write", lambda *args: time.sleep(0.3) or write(*args))
+    again = go(data_dir, tmp_path / "b", resume=path, early_stopping_metric="val_loss_ema", **how)
+    assert again["test"]["test_loss"] == pytest.approx(again["history"][-1]["val_loss_ema"])
 
 
 def test_commands_take_the_average(data_dir, tmp_path, capsys):

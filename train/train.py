@@ -60,7 +60,8 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
             else:
                 run.take_folder()  # all checks that need no training step are done
                 if run.config.resume_file:
-                    save(run)  # resumed from a given FILE: make this branch the latest one
+                    # Resumed from a given FILE: make this branch the latest one.
+                    save(run, last=bool(run.limits_reached()))  # test() reads ckpt_best.pt
                 if run.limits_reached():
                     report_finished(run)
                 else:
