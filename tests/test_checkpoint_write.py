@@ -192,7 +192,9 @@ def test_a_run_that_goes_on_from_a_file_elsewhere_does_not_mix_with_another_run(
     go(data_dir, b, **keys, max_iters=16, resume=str(a / "ckpt_0000012.pt"))
     for name, seed in (("", 1337), ("old_1", 1)):
         files = [load_checkpoint(b / name / f"ckpt{n}.pt") for n in ("", "_prev", "_best")]
-        assert {file["config"]["seed"] for file in files} == {seed}
+        numbered = [load_checkpoint(path) for path in (b / name).glob("ckpt_0*.pt")]
+        assert {file["config"]["seed"] for file in files + numbered} == {seed}
+        assert 8 in {file["iter_num"] for file in numbered} or not name
     assert [m["iter"] for m in metrics(b) if "loss" in m] == [12, 13, 14, 15]
     (a / "ckpt_best.pt").write_bytes((a / "ckpt_0000004.pt").read_bytes())
     go(data_dir, a, **keys, max_iters=16, resume=str(a / "ckpt_0000012.pt"))

@@ -744,11 +744,15 @@ def test_going_on_from_a_file_keeps_the_better_branch(data_dir, tmp_path, capsys
     """Its checkpoints and its numbers are moved aside, not written over."""
     out = tmp_path / "out"
     go(data_dir, out, save_interval=4, keep_last=9, max_iters=12)
-    later = {n: (out / n).read_bytes() for n in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")}
+    names = ["ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt", *sorted(
+        path.name for path in out.glob("ckpt_0*.pt") if path.name > "ckpt_0000004.pt")]
+    later = {n: (out / n).read_bytes() for n in names}
+    assert "ckpt_0000012.pt" in names
     lines = (out / "metrics.jsonl").read_text()
     go(data_dir, out, max_iters=6, lr_decay_iters=20, resume=str(out / "ckpt_0000004.pt"))
-    assert ("Moved ckpt.pt, ckpt_prev.pt, ckpt_best.pt, which this run would replace, to "
-            f"{out}/old_1") in capsys.readouterr().out
+    assert (f"Moved {', '.join(names)}, which this run would replace, to {out}/old_1"
+            in capsys.readouterr().out)
+    assert (out / "ckpt_0000004.pt").exists()
     assert {n: (out / "old_1" / n).read_bytes() for n in later} == later
     assert (out / "old_1" / "metrics.jsonl").read_text() == lines
     go(data_dir, out, max_iters=6, resume=str(out / "ckpt.pt"))  # nothing is later than that

@@ -232,8 +232,9 @@ class RunFolder:
         its Progress. Move each of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that the run would replace
         or must not use to the new subfolder old_1/ (or old_2/, ...): if it is damaged, of a later
         step, or of another run (with other evaluations), and a ckpt_best.pt that is not the best of
-        this run. metrics.jsonl is copied to it, or moved if there is a checkpoint of another run.
-        log(text) is called if files were moved."""
+        this run. With them, move the numbered checkpoints of later steps or, if one of the three is
+        of another run, all. metrics.jsonl is copied to it, or moved if there is a checkpoint of
+        another run. log(text) is called if files were moved."""
         names = []
         take = shutil.copy2  # metrics.jsonl is about to lose the later steps
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
@@ -250,6 +251,9 @@ class RunFolder:
             if differs or is_later or name == "ckpt_best.pt" and not all(is_best):
                 names.append(name)
             take = shutil.move if differs else take
+        for path in numbered_checkpoints(self.path):
+            if take is shutil.move or int(path.stem[5:]) > progress["iter_num"]:
+                names.append(path.name)
         if names:
             target = move_files(self.path, names)
             with contextlib.suppress(OSError):
