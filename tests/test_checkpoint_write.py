@@ -179,6 +179,17 @@ def test_a_run_that_goes_on_from_a_file_elsewhere_has_a_best_checkpoint(tmp_path
     assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 24
 
 
+def test_a_run_whose_best_checkpoint_was_not_copied_has_one_again(tmp_path, data_dir, monkeypatch):
+    """ckpt.pt alone in a new folder: the best that is left is written, though it is worse."""
+    losses = iter([9.0, 3.0, 6.0, 5.0, 7.0, 8.0])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    go(data_dir, tmp_path / "a", eval_interval=4, max_iters=8)
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a/ckpt.pt", tmp_path / "b")
+    go(data_dir, tmp_path / "b", eval_interval=4, max_iters=20)
+    assert load_checkpoint(tmp_path / "b/ckpt_best.pt")["iter_num"] == 12
+
+
 def test_a_run_that_goes_on_from_a_file_elsewhere_does_not_mix_with_another_run(
         tmp_path, data_dir, monkeypatch):
     """In a folder with another run: its files are moved, also ckpt_best.pt, and not replaced. So is

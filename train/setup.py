@@ -306,7 +306,7 @@ class Run:
         """Prepare the files in out_dir for this run, and write train.log, config.yaml and
         training_args.json (a finished run keeps the last two). With --resume never, files of an
         earlier run are first moved to a subfolder. After --resume FILE, checkpoints of later steps
-        or another run are moved to a subfolder and, if no ckpt_best.pt is left, the best metric is
+        or another run are moved to a subfolder. If there is no ckpt_best.pt, the best metric is
         reset. Lines in metrics.jsonl about steps that will be repeated are removed. To be called
         after all checks that are possible before the first forward pass in training. All ranks must
         call."""
@@ -323,10 +323,10 @@ class Run:
                 self.log.describe_run(to_yaml(c))
             return os.path.exists(self.folder.file("ckpt_best.pt"))
         has_best = distributed.broadcast_from_rank0(prepare_files, self.ranks)
-        if c.resume_file and not has_best:
+        if not has_best:
             p.best_metric = p.loss_of_best = math.inf  # of a file that is not in this folder
-            # FILE may be the best of the new branch.
-            if p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
+            # The checkpoint from which the run starts may be the best that is left.
+            if p.history and p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
         self.is_taken = True
