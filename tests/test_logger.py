@@ -1,5 +1,6 @@
 """What a run tells: lines, files, the live line, and that no failure of these stops training."""
 
+import errno
 import importlib.metadata
 import io
 import json
@@ -267,6 +268,23 @@ def test_a_file_that_was_deleted_is_written_again(tmp_path):
     file.write("two")
     file.close()
     assert (tmp_path / "a.log").read_text() == "two\n"
+
+
+def test_a_stale_handle_costs_one_line(tmp_path, capsys, monkeypatch):
+    """A file on a network file system, whose handle became stale: the run goes on."""
+    file = LineFile(tmp_path / "a.log")
+    file.write("one")
+    with monkeypatch.context() as m:
+        m.setattr(os, "fstat", mock_stale)
+        file.write("two")
+    file.write("three")
+    file.close()
+    assert (tmp_path / "a.log").read_text() == "one\nthree\n"
+    assert "the run continues" in capsys.readouterr().err
+
+
+def mock_stale(fd):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 def test_files_that_cannot_be_opened(tmp_path, capsys):

@@ -62,15 +62,16 @@ class LineFile:
 
     def write(self, line):
         data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace") + b"\n"
-        if self.file and os.fstat(self.file.fileno()).st_nlink == 0:  # the file was deleted
-            self.close()
         try:
+            if self.file and os.fstat(self.file.fileno()).st_nlink == 0:  # the file was deleted
+                self.close()
             self.file = self.file or open_no_follow(self.path, "ab")
             self.incomplete = self.file.write(data) < len(data)  # on a full disk
         except OSError as error:
             if not self.warned:
                 warn_stderr(f"warning: {self.path} cannot be written, the run continues: {error}")
             self.warned = True
+            self.close()  # opened again: a stale handle of a network file system stays stale
 
     def close(self):
         with suppress(OSError, AttributeError):  # AttributeError: never opened
