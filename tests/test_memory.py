@@ -604,3 +604,6 @@ def test_knn_lm_stores_no_window_twice(data_dir, backbone, monkeypatch):
         torch.tensor([len(stored[1])])))
     assert command.evaluate_knn(model, data.train, [data.val], tiny(
         backbone, block_size=8, max_iters=100)) == [5 * 8]
+    monkeypatch.setattr(command, "N_STORED", 4 * 8)  # tokens, whatever block_size the key has: the
+    assert command.evaluate_knn(model, data.train, [data.val], tiny(  # windows are the backbone's
+        backbone, block_size=32, max_iters=100)) == [4 * 8]

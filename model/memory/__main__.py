@@ -118,7 +118,7 @@ def evaluate_knn(backbone, train_loader, loaders, config):
     floats, the mean loss for each loader in `loaders`. The temperature of the distances and the
     share of the neighbours' distribution are those with the lowest loss on the first loader.
     config: the TrainConfig of the memory."""
-    n = min(config.max_iters * config.samples_per_step, N_STORED // config.block_size,
+    n = min(config.max_iters * config.samples_per_step, N_STORED // train_loader.units_per_sample,
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
     stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
