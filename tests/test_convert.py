@@ -331,6 +331,7 @@ def test_an_export_removes_the_files_of_the_model_before_it(tmp_path):
     folder = tmp_path / "hf"
     export(tmp_path / "chat.pt", folder)
     for name in ("chat_template.jinja", "model.safetensors.index.json", "special_tokens_map.json",
+                 "vocab.json", "merges.txt", "tokenizer.model",  # which others read
                  "model-00001-of-00002.safetensors", "notes.json"):
         (folder / name).write_text("{}")
     make(tmp_path / "plain.pt", tokenizer=None)

@@ -81,8 +81,8 @@ def read_source(state, path, backbone=None, for_others=True):
 # formats
 
 # Files of another model in the folder that programs would read together with the new ones.
-REPLACED = (r"(config|tokenizer(_config)?|special_tokens_map|added_tokens"
-            r"|model\.safetensors\.index)\.json"
+REPLACED = (r"(config|tokenizer(_config)?|special_tokens_map|added_tokens|vocab"
+            r"|model\.safetensors\.index)\.json|tokenizer\.model|merges\.txt"
             r"|chat_template\.jinja|model-\d+-of-\d+\.safetensors")
 
 
