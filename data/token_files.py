@@ -154,13 +154,13 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
     checked here; TokenStream.read() checks all ids that it returns.
     """
     paths = find_files(data_dir, split)
-    meta = read_meta(os.path.dirname(paths[0]))
-    stream = TokenStream([open_shard(p, meta.dtype) for p in paths],
-                         vocab_size or meta.vocab_size)
+    metas = {folder: read_meta(folder) for folder in {*map(os.path.dirname, paths)}}
+    stream = TokenStream([open_shard(p, metas[os.path.dirname(p)].dtype) for p in paths],
+                         vocab_size or metas[os.path.dirname(paths[0])].vocab_size)
     n = stream.n_tokens
     expected = n
     with contextlib.suppress(TypeError, KeyError):  # no splits, or those of another program
-        expected = meta.splits[split]["tokens"]
+        expected = sum(meta.splits[split]["tokens"] for meta in metas.values())
     if os.path.basename(paths[0]) == f"{split}.bin" and n != expected:
         raise DataError(f"{paths[0]}: {n:,} tokens, but meta.json says {expected}; prepare again")
     if n < least:

@@ -206,6 +206,18 @@ def test_formats_give_the_same_stream(tmp_path):
         assert np.array_equal(read_all(tmp_path / kind, 3000), tokens), kind
 
 
+def test_files_in_several_folders_are_read_as_their_own_meta_json_says(tmp_path):
+    """That of the first folder alone would read uint32 as twice as many ids of uint16."""
+    for name, dtype, splits in (("a1", "uint16", {"train": {"tokens": 100}}),
+                                ("a2", "uint16", {"train": {"tokens": 100}}), ("b1", "uint32", {})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.bin", stream(100), dtype)
+        (tmp_path / name / "meta.json").write_text(json.dumps(dict(dtype=dtype, splits=splits)))
+    assert open_stream(f"{tmp_path}/a*/{{split}}.bin", "train").n_tokens == 200
+    with pytest.raises(DataError, match="different types: uint16, uint32"):
+        open_stream(f"{tmp_path}/*1/{{split}}.bin", "train")
+
+
 def test_folder_file_glob_and_split(folder, tmp_path):
     tokens = np.fromfile(folder / "train.bin", "<u2")
     write(folder / "more_train.bin", tokens[::-1])  # train.bin alone counts where it stands
