@@ -936,6 +936,20 @@ def test_gpt2_offline_on_the_command_line(tmp_path):
     assert "curl -O https://" in stderr and "--tokenizer byte" in stderr
 
 
+def test_a_source_is_never_replaced(tmp_path):
+    """Also with --force, and through a link: it has the name of a file of an earlier preparation.
+    """
+    source = tmp_path / "a b[" / "train_rows.jsonl"
+    source.parent.mkdir()
+    source.write_text('{"text": "some text"}\n' * 10)
+    (tmp_path / "link").symlink_to(source.parent)
+    for out in (source.parent, tmp_path / "link"):
+        with pytest.raises(DataError, match="train_rows.jsonl: it would be replaced"):
+            quiet([source], out, force=True)
+    quiet([source], source.parent / "o")
+    assert sorted(os.listdir(source.parent)) == ["o", source.name] and source.stat().st_size == 220
+
+
 def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"some text of {name}\n" * 10)

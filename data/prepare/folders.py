@@ -45,7 +45,11 @@ def check_replaceable(out, model, sources, force):
     `out` is missing or empty, `force` is True, or the data was prepared (or an interrupted
     preparation began) for --model `model` from the same `sources`, a list of names in the same
     order; but not if one is /dev/stdin or /dev/fd/N, whose content can be another each time.
-    Raises OSError if `out` is a file."""
+    Also raises DataError, even if `force` is True, for a source in `out` that has the name of a
+    prepared file, e.g. train_rows.jsonl. Raises OSError if `out` is a file."""
+    for path in map(os.path.realpath, sources):
+        if re.fullmatch(f"{re.escape(os.path.join(os.path.realpath(out), ''))}({PREPARED})", path):
+            raise DataError(f"{path}: it would be replaced; name another folder with --out")
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     try:
