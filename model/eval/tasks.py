@@ -267,8 +267,6 @@ class Tasks:
             for name, some, examples in zip(self.names, selected, tasks))
         n_tokens = data.val.fixed_batch(0, self.eval_iters)[0].numel()  # per batch
         self.batches = batch_by_width(itertools.chain(*selected), n_tokens)
-        if hasattr(model, "unshard"):  # all ranks must run the same number of forward passes
-            self.batches += [[]] * (-len(self.batches) % ranks.world_size)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
         """Evaluate the model on the tasks. Return {**numbers, val_TASK: number, ...}, or `None` if
@@ -294,12 +292,12 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
-        """Score a batch, a list of Examples (possibly empty). Return (a tensor with 0 as the loss,
-        sums). sums["results"]: (tasks, 4), see numbers(). sums["count"]: the number of examples, a
-        tensor."""
+        """Score a batch, a list of Examples. Return (a tensor with 0 as the loss, sums).
+        sums["results"]: (tasks, 4), see numbers(). sums["count"]: the number of examples, a tensor.
+        """
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
-        sequences = [pair for e in examples or self.batches[0] for pair in e.sequences]
+        sequences = [pair for e in examples for pair in e.sequences]
         with eager_mode(self.model):
             scores = iter(score_sequences(self.model, sequences))
         # Per task: rows, correct ones, correct ones by log probability per character, and the
