@@ -763,6 +763,8 @@ def test_the_example_takes_one_word_out_and_says_where():
         "def": ("\n\nf(x):\n    # if only\n", "f"),
         "return": ("def f(x):\n    # if only\n    x if x else 'for x in y'\n\n", "x"),
         "if": ("def f(x):\n    # if only\n    return x x else 'for x in y'\n\n", "x")}
+    said = {word: text[start:end] for word, text, start, end in missing_words("\f\n" + source)}
+    assert said == {word: name for word, (_, name) in found.items()}  # a form feed ends no line
 
 
 def test_the_example_is_of_many_files_of_both_packages():

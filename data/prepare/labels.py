@@ -136,7 +136,7 @@ def missing_words(source):
     `text` is a few lines of `source`, a string, without one occurrence of `word`, an entry of
     EXAMPLE_WORDS; text[start:end], the evidence, is the name that followed the word. Raises
     SyntaxError or tokenize.TokenError for invalid source."""
-    lines = source.splitlines(keepends=True)
+    lines = [*io.StringIO(source)]  # as tokenize counts them: a form feed ends no line
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
         row, column = token.start
