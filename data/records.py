@@ -83,9 +83,11 @@ def walk(folder, skipped_names=()):
     every machine. Left out: hidden files and folders, folders with one of `skipped_names`, folders
     of prepared data, e.g. of an earlier preparation of `folder`, and links to files outside
     `folder`, except to files in the hub's cache; the number of these links is printed. Raises
-    DataError for a folder that cannot be read."""
+    DataError for a folder that cannot be read, and if `folder` itself is of prepared data."""
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
+    if is_written(folder):
+        raise DataError(f"{folder}: is prepared data; name the files from which it was made")
     paths = []
     n_outside = 0
     inside = [os.path.join(os.path.realpath(folder), "")]

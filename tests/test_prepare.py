@@ -384,6 +384,8 @@ def test_folder_rules(tmp_path):
     found = bytes(x % 256 for x in both(src / "out"))
     assert found == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of a document
     assert f"{src}/image.png, {src}/latin.txt" in "\n".join(lines)
+    with pytest.raises(DataError, match="out: is prepared data"):  # a tokenizer.tiktoken is no text
+        quiet([src / "out"], tmp_path / "o")
 
 
 def test_a_configuration_gets_options_for_little_data():
