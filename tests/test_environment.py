@@ -205,7 +205,7 @@ def exit_unflushed(arguments):
 def test_a_printout_on_a_full_disk_is_one_message(tmp_path, data_dir, option):
     errors = tmp_path / "errors"
     arguments = ["run_train.py", *tiny_args(data_dir=data_dir, out_dir=tmp_path), option]
-    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(60) == 2
+    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(180) == 2
     assert errors.read_text() == "run_train.py: [Errno 28] No space left on device\n"
 
 
@@ -218,7 +218,7 @@ def test_a_tool_on_a_full_disk_ends_with_one_message(tmp_path, data_dir, tool, o
     errors = tmp_path / "errors"
     arguments = ["-m", f"train.tools.{tool}", option.format(tmp_path), *tiny_args(
         data_dir=data_dir, out_dir=tmp_path / "out", max_iters=2, eval_interval=1)]
-    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(60) == 2
+    assert Fork(exit_unflushed, (arguments,), stdout="/dev/full", stderr=errors).wait(180) == 2
     assert errors.read_text() == f"train.tools.{tool}: [Errno 28] No space left on device\n"
     if tool == "hpo":
         study = optuna.load_study(study_name="stage_1",
