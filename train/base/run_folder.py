@@ -236,12 +236,13 @@ class RunFolder:
         of another run, all. metrics.jsonl is copied to it, or moved if there is a checkpoint of
         another run. log(text) is called if files were moved."""
         names = []
-        take = shutil.copy2  # metrics.jsonl is about to lose the later steps
+        is_other = False  # whether a checkpoint of another run is here
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
             try:
                 state = open_checkpoint(self.file(name))[0]
             except CheckpointError:  # a damaged file must not become ckpt_prev.pt
-                names += [name] if os.path.lexists(self.file(name)) else []
+                if os.path.lexists(self.file(name)):
+                    names.append(name)
                 continue
             other = state.get("progress") or {}
             histories = zip(other.get("history", ()), progress["history"])
@@ -250,14 +251,13 @@ class RunFolder:
             is_best = [other.get(k) == progress[k] for k in ("best_metric", "loss_of_best")]
             if differs or is_later or name == "ckpt_best.pt" and not all(is_best):
                 names.append(name)
-            take = shutil.move if differs else take
-        for path in numbered_checkpoints(self.path):
-            if take is shutil.move or int(path.stem[5:]) > progress["iter_num"]:
-                names.append(path.name)
+            is_other = is_other or differs
+        names += [path.name for path in numbered_checkpoints(self.path)
+                  if is_other or int(path.stem[5:]) > progress["iter_num"]]
         if names:
             target = move_files(self.path, names)
-            with contextlib.suppress(OSError):
-                take(self.file("metrics.jsonl"), target)
+            with contextlib.suppress(OSError):  # without a copy, its later steps would be lost
+                (shutil.move if is_other else shutil.copy2)(self.file("metrics.jsonl"), target)
             log(f"Moved {', '.join(names)}, which this run would replace, to {target}")
 
     def wait(self):

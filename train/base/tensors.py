@@ -91,6 +91,8 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def write_block(self):
+        """Append the block to the file, and begin the next one. What a direct write does not take
+        is written through the page cache, which raises the OSError of a full disk."""
         block = memoryview(self.block)[:self.n_bytes]
         self.sha.update(block)
         written = 0
