@@ -212,6 +212,19 @@ def test_a_run_that_goes_on_from_a_file_elsewhere_does_not_mix_with_another_run(
     assert load_checkpoint(a / "ckpt_best.pt")["iter_num"] == 12
 
 
+def test_the_best_checkpoint_of_an_earlier_version_stays_the_best(tmp_path, data_dir, monkeypatch):
+    """progress had no loss_of_best"""
+    losses = iter([9.0, 3.0, 6.0, 5.0])
+    monkeypatch.setattr(training, "evaluate_validation", lambda *_: {"val_loss": next(losses)})
+    go(data_dir, tmp_path, eval_interval=4, max_iters=8)
+    for path in (tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
+        state = load_checkpoint(path)
+        del state["progress"]["loss_of_best"]
+        save_checkpoint(path, state)
+    go(data_dir, tmp_path, eval_interval=4, max_iters=12, resume=str(tmp_path / "ckpt.pt"))
+    assert load_checkpoint(tmp_path / "ckpt_best.pt")["iter_num"] == 4
+
+
 @pytest.mark.matrix(7)
 @pytest.mark.parametrize("room, n_values", [(8192, 100_000), (5_000_001, 2_000_000)])
 def test_a_write_error_leaves_the_old_file(tmp_path, room, n_values):

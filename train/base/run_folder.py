@@ -248,8 +248,8 @@ class RunFolder:
             histories = zip(other.get("history", ()), progress["history"])
             differs = any(repr(a) != repr(b) for a, b in histories)  # as texts NaN equals NaN
             is_later = state.get("iter_num", 0) > progress["iter_num"]
-            is_best = [other.get(k) == progress[k] for k in ("best_metric", "loss_of_best")]
-            if differs or is_later or name == "ckpt_best.pt" and not all(is_best):
+            is_best = other.get("best_metric") == progress["best_metric"]
+            if differs or is_later or name == "ckpt_best.pt" and not is_best:
                 names.append(name)
             is_other = is_other or differs
         names += [path.name for path in numbered_checkpoints(self.path)
