@@ -309,9 +309,6 @@ def test_yaml_of_every_kind_of_value_reads_back(tmp_path):
     (dict(n_embd=6, n_head=2), "n_embd / n_head or head_dim (3) must be even"),
     (dict(n_embd=6, n_head=2, pos="learned"), None), (dict(n_embd=8, n_head=2), None),
     (dict(n_kv_head=4), "n_kv_head (4) must divide n_head (6)"), (dict(n_kv_head=3), None),
-    *((dict(vocab_size=2**20, **{name: 1}), "vocab_size (1048576) must be below 2^20")
-      for name in ("prev_embedding", "ngram_rows")),
-    (dict(vocab_size=2**20), None), (dict(vocab_size=2**20 - 1, ngram_rows=1), None),
     (dict(min_lr=7e-4), "min_lr (0.0007) must not exceed learning_rate (0.0006)"),
     (dict(min_lr=6e-4), None), (dict(lr_schedule="plateau", eval_interval=0), "lr_schedule: plat"),
     (dict(lr_schedule="plateau", eval_interval=0, eval_epochs=1.0), None),

@@ -244,8 +244,6 @@ class GPTKeys:
                 self.pos != "rope" or head_dim % 2 == 0 or self.n_embd % self.n_head > 0,
             f"n_embd / n_head or head_dim ({head_dim}) must be a multiple of 4 for key_offset":
                 not self.key_offset or head_dim % 4 == 0 or self.n_embd % self.n_head > 0,
-            f"vocab_size ({self.vocab_size}) must be below 2^20 for prev_embedding and ngram_rows":
-                (self.vocab_size or 0) < 2**20 or not (self.prev_embedding or self.ngram_rows),
             f"layer_types: {self.layer_types!r}: expected a letter per layer, F, W, f or w":
                 re.fullmatch("[FWfw]+", self.layer_types),
             "window: missing; layer_types W and w need it":
