@@ -816,18 +816,13 @@ def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):
 
 def test_the_name_of_a_pattern_is_none_where_llama_cpp_has_no_such_splitter():
     """A pattern by itself, as GPT-2 splits, is known; digits one by one are SmolLM's."""
-    def name(*splits, kind="BPE", normalizer=None, **last):
-        return pattern_name(dict(
-            model=dict(type=kind, merges=["a b"]), normalizer=normalizer, pre_tokenizer=dict(
-                type="Sequence", pretokenizers=[*splits, dict(type="ByteLevel") | last])))
+    def name(*splits, kind="BPE", **last):
+        return pattern_name(dict(model=dict(type=kind, merges=["a b"]), pre_tokenizer=dict(
+            type="Sequence", pretokenizers=[*splits, dict(type="ByteLevel") | last])))
     digits = dict(type="Digits", individual_digits=True)
     assert (name(), name(digits)) == ("gpt-2", "smollm")
     assert name(kind="WordPiece") is name(add_prefix_space=True) is name(use_regex=False) is None
     assert name(dict(type="Punctuation")) is None
-    nfc, lower = dict(type="NFC"), dict(type="Lowercase")  # which would change the text first
-    parts = [dict(type="Sequence", normalizers=list(some)) for some in ((), (nfc,), (nfc, lower))]
-    assert [name(normalizer=n) for n in (nfc, *parts, lower)] == [
-        "gpt-2", "gpt-2", "gpt-2", None, None]
 
 
 def test_layers_with_a_window_are_those_of_the_pattern_in_an_early_gemma_3():

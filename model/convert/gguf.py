@@ -170,12 +170,8 @@ def pattern_name(content):
     tokenizer.json."""
     model = content["model"]
     splitter = content.get("pre_tokenizer") or {}
-    normalizer = content.get("normalizer") or {}
     *splits, last = splitter.get("pretokenizers", [splitter])
     if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        return None
-    changes = [part.get("type") for part in normalizer.get("normalizers", [normalizer])]
-    if {*changes} - {None, "NFC"}:  # e.g. Lowercase; llama.cpp changes no text, NFC only a few
         return None
     if splits == [dict(type="Digits", individual_digits=True)]:
         return "smollm"
