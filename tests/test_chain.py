@@ -70,7 +70,7 @@ def test_a_crashed_model_teaches_nobody_and_is_tried_again(go, capsys):
 
 @pytest.mark.parametrize("args, message", [
     (["--models", "9"], "models"), (["--model=chat"], "model: gpt"),
-    (["--eval_interval=0"], "eval_interval"), (["--out=a,b"], "comma")])
+    (["--eval_interval=0"], "eval_interval")])
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args) == 2 and not go.started
     assert message in capsys.readouterr().err

@@ -32,13 +32,11 @@ class ChainOptions:
 def train_chain(options, arguments):
     """Train all models of the chain, one after the other, then the student, and print a table.
     Return the exit code: 1 if a run has crashed, otherwise 0. options: ChainOptions. arguments:
-    list of arguments for run_train.py. Raises UserError if the model type is not gpt, if the
-    configuration has no evaluations, or if options.out has a comma."""
+    list of arguments for run_train.py. Raises UserError if the model type is not gpt, or if the
+    configuration has no evaluations."""
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt" or not config.evaluates:
         raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
-    if "," in options.out:
-        raise UserError(f"--out {options.out}: a comma separates the teachers; choose another name")
     fingerprint = open_data(config, Ranks()).fingerprints()
     runs = []
     for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
