@@ -90,9 +90,6 @@ def open_data(config, ranks):
         raise CheckpointError(f"{path}: its vocabulary has {vocab_size} ids, the data in "
                               f"{c.data_dir} have {data.spec['vocab_size']}")
     data.spec |= dict(vocab_size=vocab_size, backbone=backbone["digest"])
-    # The default of the key stands for the backbone's windows, too: a resume compares these.
-    if config.block_size == c.block_size == type(config).block_size != shape["block_size"]:
-        data.spec["block_size"] = c.block_size
     return data
 
 

@@ -18,7 +18,6 @@ from model.dpo import PreferenceGPT
 from model.gpt import GPTConfig
 from model.lora import build_model, open_data
 from model.sample import load_model
-from train.base.errors import CheckpointError
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
@@ -78,16 +77,6 @@ def test_the_context_of_a_run_is_kept(data_dir, base, tmp_path):
     model, _ = load_model(tmp_path / "ckpt.pt")
     assert model.config.block_size == 512
     assert model(torch.zeros(1, 512, dtype=torch.int64)).shape[1] == 512
-
-
-@pytest.mark.parametrize("first, then", [({"block_size": 512}, {}), ({}, {"block_size": 512})])
-def test_a_resume_with_other_windows_is_refused(data_dir, base, tmp_path, first, then):
-    """512 is the default of the key, which also stands for the 32 tokens of the backbone"""
-    few = dict(batch_size=1, gradient_accumulation_steps=1, eval_iters=1)
-    go(data_dir, base, tmp_path, **few, **first, max_iters=1)
-    with pytest.raises(CheckpointError, match="block_size"):
-        go(data_dir, base, tmp_path, **few, **then, max_iters=2)
-    assert go(data_dir, base, tmp_path, **few, **first, max_iters=2)["iter_num"] == 2
 
 
 def test_adapters_begin_as_those_of_peft():
