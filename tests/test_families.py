@@ -1061,13 +1061,6 @@ def test_gguf_of_what_is_trained_here(tmp_path, capsys, monkeypatch):
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to, "--quantize", "q8_0",
                          "--save_precision", "bfloat16"]) == 2
     assert "without --save_precision" in capsys.readouterr().err
-    state = load_checkpoint(tmp_path / "ckpt.pt")
-    state["model"]["h.0.mlp.up.weight"][0, 0] = 1e6
-    save_checkpoint(tmp_path / "large.pt", state)
-    assert convert.main(["--ckpt", str(tmp_path / "large.pt"), "--to", str(tmp_path / "l.gguf"),
-                         "--save_precision", "float16"]) == 2
-    assert "ffn_up.weight is too large for float16" in capsys.readouterr().err
-    assert not (tmp_path / "l.gguf").exists()
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 2
     assert "needs the package gguf: pip install gguf" in capsys.readouterr().err

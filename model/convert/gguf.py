@@ -10,7 +10,7 @@ import re
 from data.hub import model_name
 from data.tokenizer_hf import GPT2_PATTERN, split_at, tokenizer_json
 from model.convert.families import FAMILIES, find_family, list_layers, mismatches, refuse
-from model.convert.tensors import NAMES, complete_weights, convert_weights, rename
+from model.convert.tensors import NAMES, complete_weights, rename
 from model.core.ops import rope_frequencies
 from train.base.errors import CheckpointError, require
 from train.base.files import atomic_write
@@ -50,8 +50,6 @@ def export_gguf(source, to, precision):
     refuse(wrong, f"llama.cpp's {arch}", source.path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], source.shape.n_layer)
     tensors = gguf_tensors(source.weights, source.shape, kind, arch, names)
-    if precision == "float16":  # refuses values that are too large
-        convert_weights(tensors, precision)
     with atomic_write(to) as file:  # the writer needs a path
         writer = gguf.GGUFWriter(None, arch)
         write_shape(writer, source, arch)
