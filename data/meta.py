@@ -4,11 +4,9 @@ One dataclass, one reader and one writer for all kinds of prepared data. nanoGPT
 as well, without running code from it.
 """
 
-import io
 import json
 import os
 import pickle
-import pickletools
 import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,7 +14,6 @@ from pathlib import Path
 from train.base.errors import DataError
 from train.base.files import write_text
 
-MAX_PICKLE_BYTES = 4 << 20
 MAX_ID = 1 << 24  # larger than any vocabulary
 # The key `kind` of folders that earlier versions prepared, and the model type of each.
 KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
@@ -85,7 +82,7 @@ def is_written(folder):
 def parse_meta(content):
     """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
     fields of Meta are put into `extra`. A missing `model` is derived from `kind`, a key of earlier
-    versions; without this, it is "gpt" if `sources` is a list. Raises ValueError if `content` is
+    versions; without this, it is "gpt" if there are `sources`. Raises ValueError if `content` is
     not a dict, or format_version, dtype or vocab_size in it is invalid; other values are not
     checked."""
     if not isinstance(content, dict):
@@ -97,13 +94,11 @@ def parse_meta(content):
     size = content.get("vocab_size", 1)
     if type(size) is not int or not 1 <= size <= MAX_ID:
         raise ValueError(f"vocab_size is {reprlib.repr(size)}, expected 1 to {MAX_ID:,}")
-    extra = {name: value for name, value in content.items()
-             if name not in COMMON_KEYS and name not in ("format_version", "kind")}
+    extra = {k: v for k, v in content.items() if k not in {*COMMON_KEYS, "format_version", "kind"}}
     meta = Meta(**{k: v for k, v in content.items() if k in COMMON_KEYS}, extra=extra)
-    if meta.model is None and isinstance(content.get("kind"), str):
-        meta.model = KIND_TO_MODEL.get(content["kind"], content["kind"])
-    elif meta.model is None and isinstance(meta.sources, list):
-        meta.model = "gpt"
+    if meta.model is None:
+        kind = content.get("kind", "gpt" if meta.sources else None)
+        meta.model = KIND_TO_MODEL.get(kind, kind)
     return meta
 
 
@@ -159,11 +154,5 @@ class PlainUnpickler(pickle.Unpickler):
 
 def load_pickle(f):
     """Return the content of a pickle of builtin types in the open binary file `f`, without running
-    code from it. Raises ValueError for other types, a file of more than 4 MiB, and a pickle that
-    would need far more memory than the size of the file (nine bytes can request gigabytes); for a
-    damaged pickle any exception."""
-    content = f.read(MAX_PICKLE_BYTES)
-    for op, value, _ in pickletools.genops(content):  # checks every length in the pickle
-        if op.name.endswith("PUT") and value > len(content):
-            raise ValueError(f"it asks for a memory of {value:,} places")
-    return PlainUnpickler(io.BytesIO(content)).load()
+    code from it. Raises ValueError for other types; for a damaged pickle any exception."""
+    return PlainUnpickler(f).load()

@@ -96,13 +96,13 @@ def load_dataset_tokenizer(data_dir):
     preparation of the folder was interrupted, or files that match the pattern are in folders with
     different tokenizers, SetupError without a package that the tokenizer needs."""
     if not os.path.isdir(data_dir):
-        folders = sorted({os.path.dirname(path) or "." for path in find_files(data_dir, "train")})
-        first, *others = map(load_dataset_tokenizer, folders)
-        for folder, other in zip(folders[1:], others):
-            if (other and other.spec()) != (first and first.spec()):
-                raise DataError(f"{data_dir}: the tokenizers of {folders[0]} and {folder} differ; "
-                                "prepare both with the same")
-        return first
+        folders = {os.path.dirname(path) or "." for path in find_files(data_dir, "train")}
+        tokenizers = [load_dataset_tokenizer(folder) for folder in sorted(folders)]
+        specs = [tokenizer and tokenizer.spec() for tokenizer in tokenizers]
+        if any(spec != specs[0] for spec in specs):
+            raise DataError(f"{data_dir}: the tokenizers of {', '.join(sorted(folders))} differ; "
+                            "prepare all with the same")
+        return tokenizers[0]
     meta = read_meta(data_dir)
     with data_errors(f"{data_dir}: its meta file describes no tokenizer that can be rebuilt; "
                      "prepare it again"):

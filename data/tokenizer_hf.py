@@ -15,7 +15,6 @@ ANY_CHARACTER = r"[\s\S]"
 BYTE_CHARACTERS = {b: c for c, b in byte_table().items()}  # of byte-level vocabularies
 # Flags of an added token. If all are false, it matches exactly this text.
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-MAX_MERGE_WORK = 1 << 22  # sum of squared token lengths, or 200 per token if that is more
 
 
 def token_text(token):
@@ -27,9 +26,7 @@ def token_text(token):
 def list_merges(ranks):
     """Return the merges for a tokenizer.json, [(left, right), ...]: all pairs of tokens (bytes)
     that form a token if concatenated, in the order of the rank of this token. ranks: {bytes of a
-    token: rank}. Raises DataError if the tokens are so long that this would be too slow."""
-    if sum(len(token) ** 2 for token in ranks) > max(MAX_MERGE_WORK, 200 * len(ranks)):
-        raise DataError(f"tokens of up to {max(map(len, ranks)):,} bytes: no vocabulary of a text")
+    token: rank}."""
     merges = []
     for token in sorted(ranks, key=ranks.get):
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -41,8 +38,7 @@ def list_merges(ranks):
 # writing
 
 def tokenizer_json(tokenizer):
-    """Return the content of a tokenizer.json, a dict, for a Tokenizer of any kind. Raises DataError
-    if the vocabulary has very long tokens."""
+    """Return the content of a tokenizer.json, a dict, for a Tokenizer of any kind."""
     if tokenizer.kind == "json":
         return json.loads(tokenizer.text)
     content = dict(version="1.0", added_tokens=[])
@@ -149,22 +145,18 @@ def read_template_spec(folder, tokenizer):
     that cannot be read."""
     if tokenizer is None or tokenizer.eot_token is None:
         return None
-    given = text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
+    text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(path):
         text = read_text(path)
-    if isinstance(text, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys()
-                                      for t in text):  # of earlier versions of transformers
-        text = {t["name"]: t["template"] for t in text}.get("default")
-    if not isinstance(text, (str, type(None))):
-        path = os.path.join(folder, "tokenizer_config.json")
-        raise DataError(f"{path}: chat_template: expected a text, or a list of objects with name "
-                        f"and template, got {str(given)[:80]!r}")
+    if isinstance(text, list):  # of earlier versions of transformers
+        with data_errors(f"{folder}: chat_template: expected a text, or name and template of each"):
+            text = {t["name"]: t["template"] for t in text}.get("default")
     if text is None:
         return None
-    ends = [read_optional_json(folder, name).get("eos_token_id")
-            for name in ("generation_config.json", "config.json")]
-    ends = next((end for end in ends if end is not None), [])
-    ends = [i for i in (ends if isinstance(ends, list) else [ends])
-            if type(i) is int and 0 <= i < tokenizer.n_vocab]
-    return {"jinja": text, "ends": sorted({*ends, tokenizer.eot_token})} | special_tokens(folder)
+    ends = read_optional_json(folder, "generation_config.json").get("eos_token_id")
+    if ends is None:
+        ends = read_optional_json(folder, "config.json").get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = {i for i in ends if i in range(tokenizer.n_vocab)} | {tokenizer.eot_token}
+    return {"jinja": text, "ends": sorted(ends)} | special_tokens(folder)

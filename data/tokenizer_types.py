@@ -26,7 +26,6 @@ R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
 LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
-MAX_GROWTH = 1000  # of a text by replacements; of published tokenizers 1
 HIDDEN = "\U0010fffd"  # private use: no text has it
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
@@ -242,9 +241,7 @@ class JsonTokenizer(Tokenizer):
         with data_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
             content = json.loads(text)
-            plain = hide_special(content)
-            self.plain_enc = tokenizers.Tokenizer.from_str(
-                text if plain is content else json.dumps(plain))
+            self.plain_enc = tokenizers.Tokenizer.from_str(json.dumps(hide_special(content)))
         for enc in (self.enc, self.plain_enc):
             enc.no_truncation()
             enc.no_padding()
@@ -254,7 +251,6 @@ class JsonTokenizer(Tokenizer):
         self.plain_enc.encode_special_tokens = True  # special tokens in a text are ordinary text
         self.text = text
         self.eot_token = eot_token
-        check_growth(content)
         self.is_byte_level = is_byte_level(content)
         # Marks of a token inside a word (BERT: ##) and of one that ends a word (GPT-1: </w>).
         self.inner = content["model"].get("continuing_subword_prefix")
@@ -266,25 +262,22 @@ class JsonTokenizer(Tokenizer):
         # that is also in the vocabulary is made of bytes: from ordinary text, its merges give it.
         self.literal = {token.content for _, token in added} - self.enc.get_vocab(False).keys()
         # Special tokens other than the end of text may exceed the model's rows (Gemma 3 has one).
-        ids = self.enc.get_vocab(with_added_tokens=True).values()
-        special = {i for i in self.special.values() if i != eot_token}
-        self.n_vocab = 1 + max((i for i in ids if i < n_vocab or i not in special), default=-1)
+        ids = {*self.enc.get_vocab(with_added_tokens=True).values()}
+        outside = {i for i in self.special.values() if i >= n_vocab and i != eot_token}
+        self.n_vocab = 1 + max(ids - outside, default=-1)
         self.saved_n_vocab = {"n_vocab": self.n_vocab} if n_vocab else {}
-        self.start, self.end = ([i for i in ids if i < self.n_vocab] for ids in find_frame(content))
-        is_id = type(eot_token) is int and eot_token in ids
-        if not (is_id or eot_token is None) or not 0 < self.n_vocab <= MAX_VOCAB:
+        self.start, self.end = ([i for i in part if i < self.n_vocab]
+                                for part in find_frame(content))
+        if eot_token not in {None, *ids} or not 0 < self.n_vocab <= MAX_VOCAB:
             raise DataError(f"tokenizer.json: the end of text is {eot_token!r}, expected one of "
                             f"its ids, up to {MAX_VOCAB:,}")
 
     def encode_array(self, text, special=False):
         enc = self.enc if special else self.plain_enc
         text = clean(text)
-        with data_errors("this tokenizer has no ids for a text"):  # e.g. it lacks some bytes
-            try:
-                encoding, = enc.encode_batch_fast([text], add_special_tokens=False)
-            except Exception:  # of a character without a token
-                raise ValueError(f"characters of {find_unknown(enc, text)!r:.60} are not in its "
-                                 "vocabulary") from None
+        # E.g. it lacks some bytes.
+        with data_errors(f"this tokenizer has no ids for characters of the text {text[:40]!r}"):
+            encoding, = enc.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.uint32)
 
     def offsets(self, text):
@@ -335,41 +328,34 @@ def is_byte_level(content):
 def is_byte(token, content):
     """Return whether `token`, a text, is a byte, which ordinary text needs, so that it is no
     special token even if it is listed as one. content: the dict of a tokenizer.json."""
-    return is_byte_level(content) and token in byte_table() or content["model"].get(
-        "byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
+    if is_byte_level(content):
+        return token in byte_table()
+    return content["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
 
 
 def hide_special(content):
     """Return a copy of `content`, the dict of a tokenizer.json, with the character HIDDEN before
     each special token, because Unigram and WordLevel models would otherwise find these tokens in
-    ordinary text. All ids stay the same. Return `content` itself if the vocabulary of the model has
-    no special token."""
+    ordinary text. All ids stay the same."""
     tokens, model = content.get("added_tokens") or [], content["model"]
-    hidden = {token["content"]: HIDDEN + token["content"] for token in tokens
-              if token["special"] and not is_byte(token["content"], content)}
-    unknown, vocab = model.get("unk_token"), model["vocab"]
-    if hidden.keys().isdisjoint(vocab if isinstance(vocab, dict) else dict(vocab)):
-        return content
-    vocab = ({hidden.get(token, token): i for token, i in vocab.items()} if isinstance(vocab, dict)
-             else [[hidden.get(token, token), score] for token, score in vocab])  # Unigram's
-    model = model | {"vocab": vocab, "unk_token": hidden.get(unknown, unknown)}
-    if model.get("merges"):  # [[left, right], ...], or ["left right", ...]
-        model["merges"] = [pair for pair in model["merges"] if "".join(
-            pair.split(" ") if isinstance(pair, str) else pair) not in hidden]
-    return content | {"model": model, "added_tokens": [
-        token | {"content": hidden.get(token["content"], token["content"])} for token in tokens]}
+    special = {token["content"] for token in tokens
+               if token["special"] and not is_byte(token["content"], content)}
 
+    def hide(text):
+        return HIDDEN + text if text in special else text
 
-def find_unknown(enc, text):
-    """Return a part of `text`, about 40 characters or less, that `enc`, a tokenizers.Tokenizer,
-    cannot encode."""
-    half = len(text) // 2
-    for part in (text[:half], text[half:]) if half > 20 else ():
-        try:
-            enc.encode(part, add_special_tokens=False)
-        except Exception:  # the package has no class for it
-            return find_unknown(enc, part)
-    return text
+    def merged(pair):  # [left, right] or "left right"
+        return pair.replace(" ", "") if isinstance(pair, str) else "".join(pair)
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        vocab = {hide(text): i for text, i in vocab.items()}
+    else:  # Unigram's
+        vocab = [[hide(text), score] for text, score in vocab]
+    model = model | {"vocab": vocab, "unk_token": hide(model.get("unk_token"))}
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if merged(pair) not in special]
+    tokens = [token | {"content": hide(token["content"])} for token in tokens]
+    return content | {"model": model, "added_tokens": tokens}
 
 
 def find_frame(content):
@@ -388,22 +374,6 @@ def find_frame(content):
             else:
                 ids = after
     return before, after
-
-
-def check_growth(content):
-    """Raise DataError if the replacements in a tokenizer.json can make a text more than MAX_GROWTH
-    (1000) times as long. content: the dict of the tokenizer.json."""
-    growth = 1
-    parts = [content.get("normalizer"), content.get("decoder")]
-    while parts and growth <= MAX_GROWTH:
-        part = parts.pop()
-        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        if isinstance(part, dict):
-            new = part.get("content"), part.get("prepend")  # of Replace and Prepend
-            growth *= max(len(text) if isinstance(text, str) else 1 for text in (*new, None))
-    if growth > MAX_GROWTH:
-        raise DataError(f"tokenizer.json: its replacements make a text over {MAX_GROWTH} times as "
-                        "long")
 
 
 @functools.cache
@@ -430,8 +400,9 @@ def parse_ranks(text, where):
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise DataError(f"{where}:{number}: expected `base64 rank`, got {line!r:.60}") from None
-    if len(ranks.keys() & {bytes([i]) for i in range(256)}) < 256 or len(
-            set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
+    single_bytes = {bytes([i]) for i in range(256)}
+    if (not single_bytes <= ranks.keys() or len(set(ranks.values())) < len(ranks)
+            or min(ranks.values()) < 0):
         raise DataError(f"{where}: expected distinct ranks, and all 256 single bytes as tokens")
     return ranks
 

@@ -506,7 +506,7 @@ def test_any_tokenizer_json_comes_in_by_its_own_library(hf, tmp_path, kind):
     ours = open_tokenizer(str(tmp_path))
     text = "the quick fox isn't there  42 times"
     if kind == "unigram":  # has no bytes for what it never saw
-        with pytest.raises(ValueError, match="has no ids for a text"):
+        with pytest.raises(ValueError, match="has no ids for characters of the text"):
             ours.encode("é")
     else:
         text += "<end> 4242 é\n\U0001f98a"
