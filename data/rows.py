@@ -47,19 +47,22 @@ def check_array(path, array, shape, limit, low=0):
     (`None` in it: any size), and integers with low <= value < limit, or, if `limit` is `None`,
     finite float32 numbers or NaN. Of a large array, only a part of the rows is checked. path: of
     the file, for the message."""
-    some = array[::1 + array.nbytes // CHECKED_WHOLE] if array.ndim else array
-    if limit is None:
-        kind = "float32 numbers (NaN: missing)"
-        is_valid = array.dtype == np.float32 and not np.isinf(some).any()
-    else:
-        kind = f"integers from {low} to {limit - 1}"
-        is_valid = array.dtype.kind in "iu" and (
-            not some.size or low <= int(some.min()) and int(some.max()) < limit)
-    if (not is_valid or len(array.shape) != len(shape)
-            or any(size not in (None, n) for n, size in zip(array.shape, shape))):
+    fits = len(array.shape) == len(shape) and all(
+        size in (None, n) for n, size in zip(array.shape, shape))
+    if not fits or not has_values(array, limit, low):
+        kind = "float32 (NaN: missing)" if limit is None else f"integers from {low} to {limit - 1}"
         expected = " x ".join("n" if n is None else str(n) for n in shape)
         raise DataError(f"{path}: {array.dtype} of shape {array.shape}; expected {expected} "
                         f"{kind}; prepare the data again")
+
+
+def has_values(array, limit, low):
+    """Return whether an array (n, ...) has the values that check_array expects."""
+    some = array[::1 + array.nbytes // CHECKED_WHOLE]
+    if limit is None:
+        return array.dtype == np.float32 and not np.isinf(some).any()
+    return array.dtype.kind in "iu" and (
+        not some.size or low <= int(some.min()) and int(some.max()) < limit)
 
 
 # -----------------------------------------------------------------------------
@@ -122,7 +125,9 @@ def split_by_group(group, fraction):
     hash of this text: samples of the same group are in the same split. About `fraction` of the
     groups are in val, and as many in test."""
     position = hash_group(group) / GROUPS
-    return "test" if position < fraction else "val" if position < 2 * fraction else "train"
+    if position < fraction:
+        return "test"
+    return "val" if position < 2 * fraction else "train"
 
 
 def split_by_prompt(samples, fraction):

@@ -5,6 +5,7 @@ Formats: nanoGPT's raw .bin (uint16, or the dtype of meta.json), llm.c and modde
 """
 
 import contextlib
+import functools
 import glob
 import mmap
 import os
@@ -57,29 +58,33 @@ def find_files(data_dir, split):
     there is no such file, and for a file or pattern without {split} if the split is not "train".
     """
     if os.path.isdir(data_dir):
-        start = os.path.join(glob.escape(data_dir), "")
-        shards = [f"*{split}*.bin", f"*{split}*.npy"]
-        if prepared_model(data_dir) not in (None, "gpt"):
-            shards = []
-        paths = glob.glob(f"{start}{split}.bin") or [
-            path for pattern in shards for path in glob.glob(start + pattern)
-            if re.search(rf"(?<![A-Za-z]){split}", os.path.basename(path))]  # not medieval.bin
-        expected = f"{split}.bin, or shards *{split}*.bin, *{split}*.npy with no letter before it"
-        existing = ", ".join(sorted(os.listdir(data_dir))[:8]) or "nothing"
-    elif split != "train" and "{split}" not in data_dir:
+        return find_files_in(data_dir, split)
+    if split != "train" and "{split}" not in data_dir:
         # The same tokens would be training and validation data.
         raise DataError(f"{data_dir}: one file or pattern is training data only; for {split} data "
                         "give a folder, or a name with {split}: 'x/{split}_*.bin'")
-    else:
-        expected = data_dir.replace("{split}", split)
-        paths = [expected] if os.path.exists(expected) else glob.glob(expected)
-        if not paths:
-            hint = "; a mixture has weights: a:0.7,b:0.3" if "," in data_dir else ""
-            raise DataError(f"{expected}: no such file or folder{hint}; set data_dir, or {PREPARE}")
+    path = data_dir.replace("{split}", split)
+    paths = [path] if os.path.exists(path) else sorted(glob.glob(path))
     if not paths:
-        raise DataError(f"{data_dir}: no {split} data: expected {expected}, found {existing}"
-                        f"{model_hint(data_dir)}; set data_dir, or {PREPARE}")
-    return sorted(paths)
+        hint = "; a mixture has weights: a:0.7,b:0.3" if "," in data_dir else ""
+        raise DataError(f"{path}: no such file or folder{hint}; set data_dir, or {PREPARE}")
+    return paths
+
+
+def find_files_in(folder, split):
+    """Return the sorted list of paths of the token files of a split in a folder. Arguments, errors:
+    as for find_files."""
+    names = sorted(os.listdir(folder))
+    shards = [f"{split}.bin"] if f"{split}.bin" in names else []
+    if not shards and prepared_model(folder) in (None, "gpt"):
+        pattern = re.compile(rf"(?!\.)(.*[^A-Za-z])?{split}.*\.(bin|npy)")  # not medieval.bin
+        shards = [name for name in names if pattern.fullmatch(name)]
+    if not shards:
+        existing = ", ".join(names[:8]) or "nothing"
+        raise DataError(f"{folder}: no {split} data: expected {split}.bin, or shards "
+                        f"*{split}*.bin, *{split}*.npy with no letter before it, found {existing}"
+                        f"{model_hint(folder)}; set data_dir, or {PREPARE}")
+    return [os.path.join(folder, name) for name in shards]
 
 
 def open_npy(path):
@@ -226,17 +231,15 @@ class TokenStream:
         DataError if a file has changed."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
-        for i in np.unique(which).tolist():
-            tokens = self._map(i)
-            for n in np.flatnonzero(which == i):
-                row, shard = rows[n], i
-                piece = tokens[starts[n] - self.firsts[i]:][:length]
-                while len(piece) < len(row):  # the window extends into the next file
-                    row[:len(piece)] = piece
-                    row = row[len(piece):]
-                    shard += 1
-                    piece = self._map(shard)[:len(row)]
-                row[:] = piece
+        tokens_of = functools.lru_cache(1)(self._map)  # a file is mapped once for all its windows
+        for n in np.argsort(starts):
+            row, i = rows[n], which[n]
+            piece = tokens_of(i)[starts[n] - self.firsts[i]:][:length]
+            while len(piece) < len(row):  # the window extends into the next file
+                row[:len(piece)] = piece
+                row, i = row[len(piece):], i + 1
+                piece = tokens_of(i)[:len(row)]
+            row[:] = piece
         return rows
 
     def _map(self, i):
