@@ -19,7 +19,7 @@ from train.base.errors import DataError
 
 CHECKED_WHOLE = 64 << 20  # bytes: of a smaller stream all ids are checked before training
 CHECKED_WINDOW = 1 << 12  # tokens: of a larger stream, windows are checked
-LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) of llm.c's shards
+LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version and dtype of llm.c's shards
 TEXT_BYTES = bytes([9, 10, 13, *range(32, 127)])
 PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
 
@@ -113,10 +113,11 @@ def read_layout(path, f, raw_dtype):
             raise DataError(f"{path}: {array.dtype} of shape {array.shape}, expected a row of ids")
         return array.dtype.str, array.offset, len(array)
     magic, version, n_tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-    if (magic, version) in LLMC:  # GPT-2 has no ids like these magics: 55432, 55713
-        return LLMC[magic, version], 1024, n_tokens
-    if any(magic == known for known, _ in LLMC):
-        raise DataError(f"{path}: version {version} of llm.c's shards is unknown; convert it")
+    if magic in LLMC:  # GPT-2 has no ids like these magics: 55432, 55713
+        known_version, dtype = LLMC[magic]
+        if version != known_version:
+            raise DataError(f"{path}: version {version} of llm.c's shards is unknown; convert it")
+        return dtype, 1024, n_tokens
     if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
         raise DataError(f"{path}: is text, not tokens; {PREPARE}")
     if raw_dtype is None and len(head) >= 128:
