@@ -159,10 +159,10 @@ class ChatTemplate:
                          for role, content in messages)
         words = {name: re.sub(r"\W", "", value) if isinstance(value, str) else value
                  for name, value in (variables or {}).items()}
-        expected = count_template_special(self, harmless, add_prompt, tokenizer, json.dumps(words))
+        count = functools.partial(count_template_special, self, tokenizer, json.dumps(words))
+        expected = count(harmless, add_prompt)
         if answer:
-            expected = expected | count_template_special(
-                self, (*harmless, ("assistant", "x")), False, tokenizer, json.dumps(words))
+            expected = expected | count((*harmless, ("assistant", "x")), False)
         surplus = count_special(ids, tokenizer) - expected
         if surplus:
             raise DataError("its chat template makes the special token "
@@ -357,7 +357,7 @@ def count_special(ids, tokenizer):
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
-def count_template_special(template, messages, add_prompt, tokenizer, variables):
+def count_template_special(template, tokenizer, variables, messages, add_prompt):
     """Return a Counter {id: number of occurrences} of the special tokens that `template`, a
     ChatTemplate, writes around messages. messages: a tuple of (role, text) without special tokens.
     add_prompt, variables: as for ChatTemplate.render, but variables is a JSON text, because all

@@ -95,16 +95,21 @@ def load_dataset_tokenizer(data_dir):
     pattern of training data, see find_files. Raises DataError if the description is damaged, the
     preparation of the folder was interrupted, or files that match the pattern are in folders with
     different tokenizers, SetupError without a package that the tokenizer needs."""
-    if not os.path.isdir(data_dir):
-        folders = {os.path.dirname(path) or "." for path in find_files(data_dir, "train")}
-        tokenizers = [load_dataset_tokenizer(folder) for folder in sorted(folders)]
-        specs = [tokenizer and tokenizer.spec() for tokenizer in tokenizers]
-        if any(spec != specs[0] for spec in specs):
-            raise DataError(f"{data_dir}: the tokenizers of {', '.join(sorted(folders))} differ; "
-                            "prepare all with the same")
-        return tokenizers[0]
-    meta = read_meta(data_dir)
-    with data_errors(f"{data_dir}: its meta file describes no tokenizer that can be rebuilt; "
+    if os.path.isdir(data_dir):
+        return load_folder_tokenizer(data_dir)
+    folders = sorted({os.path.dirname(path) or "." for path in find_files(data_dir, "train")})
+    tokenizers = [load_folder_tokenizer(folder) for folder in folders]
+    specs = [tokenizer and tokenizer.spec() for tokenizer in tokenizers]
+    if any(spec != specs[0] for spec in specs):
+        raise DataError(f"{data_dir}: the tokenizers of {', '.join(folders)} differ; prepare all "
+                        "with the same")
+    return tokenizers[0]
+
+
+def load_folder_tokenizer(folder):
+    """Return the tokenizer of a data folder, or `None`, like load_dataset_tokenizer."""
+    meta = read_meta(folder)
+    with data_errors(f"{folder}: its meta file describes no tokenizer that can be rebuilt; "
                      "prepare it again"):
         if itos := meta.extra.get("itos"):  # nanoGPT's characters
             chars = [itos[i] for i in range(len(itos))]
@@ -117,7 +122,7 @@ def load_dataset_tokenizer(data_dir):
         for part in TOKENIZER_FILES:
             if name := spec.get(f"{part}_file"):
                 # The base name only: never a file outside the folder.
-                with open(os.path.join(data_dir, os.path.basename(name)), "rb") as f:
+                with open(os.path.join(folder, os.path.basename(name)), "rb") as f:
                     spec[part] = f.read().decode()
         return tokenizer_from_spec(spec)
 

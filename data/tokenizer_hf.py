@@ -76,17 +76,11 @@ def split_at(pattern):
 # -----------------------------------------------------------------------------
 # reading
 
-def read_text(path, parse=str):
-    """Return parse(text) for the text of the UTF-8 file `path`. Raises DataError if the file is
-    missing or not UTF-8, or `parse` raises an exception."""
-    with data_errors(f"{path}: cannot be read"):
-        return parse(Path(path).read_text("utf-8"))
-
-
 def read_json(path):
     """Return the content of a JSON file, an object, as a dict. Raises DataError if the file is
     missing or invalid, or has a different type of content."""
-    content = read_text(path, json.loads)
+    with data_errors(f"{path}: cannot be read"):
+        content = json.loads(Path(path).read_text("utf-8"))
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content
@@ -147,10 +141,10 @@ def read_template_spec(folder, tokenizer):
         return None
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")
     path = os.path.join(folder, "chat_template.jinja")
-    if os.path.exists(path):
-        text = read_text(path)
-    if isinstance(text, list):  # of earlier versions of transformers
-        with data_errors(f"{folder}: chat_template: expected a text, or name and template of each"):
+    with data_errors(f"{folder}: its chat template cannot be read"):
+        if os.path.exists(path):
+            text = Path(path).read_text("utf-8")
+        if isinstance(text, list):  # of earlier versions of transformers
             text = {t["name"]: t["template"] for t in text}.get("default")
     if text is None:
         return None

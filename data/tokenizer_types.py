@@ -155,16 +155,16 @@ class RankTokenizer(Tokenizer):
         self.eot_token = eot_token
         self.added = {EOT: [eot_token, True]} if added is None else added
         self.nfc = nfc
-        ids = [*ranks.values(), *(i for i, _ in self.added.values())]
-        if (eot_token not in ids[len(ranks):] or len(set(ids)) < len(ids)
-                or not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)):
+        added_ids = [i for i, _ in self.added.values()]
+        ids = [*ranks.values(), *added_ids]
+        are_valid = all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids)
+        if not are_valid or len(set(ids)) < len(ids) or eot_token not in added_ids:
             raise DataError(f"its added tokens {str(self.added)[:200]}: expected own ids below "
                             f"{MAX_VOCAB:,}, and that of end-of-text ({eot_token}) among them")
         self.special = {text: i for text, (i, special) in self.added.items() if special}
         self.not_special = self.added.keys() - self.special  # also recognised in ordinary text
-        self.enc = tiktoken.Encoding(
-            kind, pat_str=pattern, mergeable_ranks=ranks,
-            special_tokens={text: i for text, (i, _) in self.added.items()})
+        self.enc = tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks,
+                                     special_tokens=dict(zip(self.added, added_ids)))
         self.n_vocab = self.enc.n_vocab
         self.encode_array("")  # raises for a pattern that the library does not support
 

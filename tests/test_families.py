@@ -801,7 +801,7 @@ def test_a_template_goes_through_tuning_and_out_again(talker, tmp_path, capsys):
     ("{{ messages.append(1) }}", "'append' of 'list'"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     ("{{ raise_exception('no\\nsystem') }}", "fails: no system"), ("{{ 1 / 0 }}", "ZeroDivision"),
-    ("\udcff", "chat_template.jinja: cannot be read: 'utf-8'"),
+    ("\udcff", "its chat template cannot be read: 'utf-8'"),
     ("{{ messages[7].content }}", "no element 7"), ("{{ bos_token.missing.more }}", "undefined")])
 def test_a_template_that_fails_ends_in_one_line(talker, tmp_path, capsys, text, named):
     for name in os.listdir(talker[0]):
@@ -828,7 +828,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
             chat_template=given)))
         assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
         said = capsys.readouterr().err
-        assert "chat_template: expected a text" in said or "chat template fails" in said, said
+        assert re.search("chat template (cannot be read|fails): ", said)
         assert said.count("\n") == 1
     for given in ([], [dict(name="tool_use", template="x")]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | dict(
