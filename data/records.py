@@ -98,12 +98,14 @@ def walk(folder, skipped_names=()):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and name not in skipped_names
             and not is_written(os.path.join(here, name)))
-        candidates = [os.path.join(here, name) for name in sorted(names) if name[0] != "."]
-        files = [path for path in candidates if os.path.isfile(path)]
-        kept = [path for path in files if not os.path.islink(path)
-                or os.path.realpath(path).startswith(tuple(inside))]
-        paths += kept
-        n_outside += len(files) - len(kept)
+        for name in sorted(names):
+            path = os.path.join(here, name)
+            if name[0] == "." or not os.path.isfile(path):
+                continue
+            if os.path.islink(path) and not os.path.realpath(path).startswith(tuple(inside)):
+                n_outside += 1
+            else:
+                paths.append(path)
     if n_outside:
         echo(f"Skipped: {n_outside:,} links in {folder} to files outside it")
     return paths
@@ -158,11 +160,20 @@ def check_columns(names, columns, option="--field"):
             raise ValueError(f"no field {column!r}; its fields are {known}: choose with {option}")
 
 
+def check_header(names, columns):
+    """Raise ValueError unless a table with the columns `names`, a list, has all of `columns`, and
+    has these only once (`None`: all that it has)."""
+    check_columns(names, columns)
+    for name in columns or names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"two columns {name!r}; rename or delete one")
+
+
 def csv_rows(stream, name, columns):
     """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
     row is a dict, or a ValueError, not raised, if it is invalid. name: of the file; the extension
-    selects the delimiter. columns: names of columns that must exist (`None`: no check). Raises
-    ValueError if one is missing, if two columns have the same name, or if these are not UTF-8."""
+    selects the delimiter. columns, errors: as for check_header; also ValueError for a header that
+    is not UTF-8."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -172,9 +183,7 @@ def csv_rows(stream, name, columns):
     header = rows.fieldnames or []
     if NOT_UTF8.search("".join(header)):
         raise ValueError(CONVERT)
-    check_columns(header, columns)
-    if twice := [column for i, column in enumerate(header) if column and column in header[:i]]:
-        raise ValueError(f"two columns {twice[0]!r}; rename or delete one")
+    check_header(header, columns)
     while True:
         first = rows.reader.line_num + 1
         try:
@@ -196,14 +205,10 @@ def csv_rows(stream, name, columns):
 def parquet_rows(stream, name, columns):
     """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
     a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
-    read (`None`: all); raises ValueError if one is missing or occurs twice, SetupError without the
-    package pyarrow."""
+    read (`None`: all). Errors: as for check_header, SetupError without the package pyarrow."""
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
-        names = file.schema_arrow.names
-        check_columns(names, columns)
-        if twice := [name for name in columns or names if names.count(name) > 1]:
-            raise ValueError(f"two columns {twice[0]!r}; rename or delete one")
+        check_header(file.schema_arrow.names, columns)
         batches = file.iter_batches(1000, columns=columns)
         for i, row in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield f"{name}: record {i}", row
@@ -302,14 +307,14 @@ def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
                 break
 
 
-def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
+def parse_records(sources, parse, limit=None, skip_bad=None):
     """Yield parse(record) for the records of all sources, at most `limit` results (`None`: all).
 
     sources: an iterable of names (see records) or of iterables of (location, record). parse: a
     function that raises ValueError for a bad record. Bad records are reported after the last
-    result. skip_bad True: call log(text), with the number of bad records and the first one. False:
-    raise a DataError that lists the bad records and names the option --skip_bad; reading stops
-    after MAX_PROBLEMS (20) bad records. `None`: as False, for a command without this option. Raises
+    result. skip_bad True: print the number of bad records and the first one. False: raise a
+    DataError that lists the bad records and names the option --skip_bad; reading stops after
+    MAX_PROBLEMS (20) bad records. `None`: as False, for a command without this option. Raises
     DataError for a source that cannot be read.
     """
     bad = []
@@ -318,6 +323,6 @@ def parse_records(sources, parse, limit=None, skip_bad=None, log=echo):
                          math.inf if skip_bad else MAX_PROBLEMS)
     yield from itertools.islice(results, limit)
     if bad and skip_bad:
-        log(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
+        echo(f"Left out {len(bad):,} bad records, the first: {': '.join(bad[0])}")
     elif bad:
         raise_problems(bad, "" if skip_bad is None else "\n--skip_bad leaves such records out")

@@ -126,11 +126,11 @@ def report_text(out, splits):
 # -----------------------------------------------------------------------------
 # built-in data
 
-def ensure_dataset(data_dir, log=echo):
+def ensure_dataset(data_dir):
     """Prepare the built-in data, Python's standard library, in the folder data_dir, unless data_dir
-    already has prepared data. Several processes may call this at once: the first one prepares, the
-    others wait. log: a function that is called with a line of text after the preparation. Raises
-    DataError if data_dir cannot be written, has other files, or has a damaged meta.json."""
+    already has prepared data, and print a line. Several processes may call this at once: the first
+    one prepares, the others wait. Raises DataError if data_dir cannot be written, has other files,
+    or has a damaged meta.json."""
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
@@ -141,7 +141,7 @@ def ensure_dataset(data_dir, log=echo):
     except OSError as error:
         raise DataError(f"{data_dir}: not prepared: {error}; choose another data_dir") from None
     seconds = time.monotonic() - start
-    log(f"Prepared {data_dir} from this machine's Python standard library in {seconds:.1f} s")
+    echo(f"Prepared {data_dir} from this machine's Python standard library in {seconds:.1f} s")
 
 
 # -----------------------------------------------------------------------------
