@@ -35,8 +35,8 @@ class PromptOptions(SampleOptions):
 
 
 def to_question(record, fields=()):
-    """Return (messages, answer, record) of a record, a dict, which is returned unchanged. messages:
-    [(role, text), ...] up to the last question. answer: the reference answer, a text or `None`.
+    """Return (messages, answer) of a record, a dict. messages: [(role, text), ...] up to the last
+    question. answer: the reference answer, a text or `None`.
 
     The reference answer is the answer to the last question in the record or, without this, the
     field `answer`, a text or a number, which becomes a text ("5" for 5.0). fields: the field of the
@@ -52,7 +52,7 @@ def to_question(record, fields=()):
     if isinstance(answer, float) and answer.is_integer():  # pandas, if other answers are missing
         answer = int(answer)
     answer = str(answer).strip() if isinstance(answer, (str, int, float)) else None
-    return messages, answer, record
+    return messages, answer
 
 
 class PromptWriter(SampleWriter):
@@ -72,7 +72,7 @@ class PromptWriter(SampleWriter):
         first token of each answer. prompt: the list of token ids to write. line: a dict, the line
         of SPLIT_rows.jsonl.
         """
-        messages, answer, record = to_question(record, self.args.field)
+        messages, answer = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
         ids = self.template.prompt_ids(messages, self.tokenizer)
         if len(ids) > max_tokens:
