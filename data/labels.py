@@ -100,10 +100,10 @@ def locate_evidence(text, record, fields):
     ValueError for offsets other than integers 0 <= start < end <= len(text), for not as many starts
     as ends (if one is missing: only without words), and for words that do not occur in the text.
     """
-    words, starts, ends = (
-        value if isinstance(value, list) else [] if value in (None, "") else [value]
-        for value in map(record.get, (fields.evidence, fields.start, fields.end)))
-    if not (starts and ends) and (words or not starts + ends):
+    words = as_list(record.get(fields.evidence))
+    starts = as_list(record.get(fields.start))
+    ends = as_list(record.get(fields.end))
+    if words and not (starts and ends):
         return [find_words(text, part) for part in words]
     try:
         numbers = [(float(a), float(b)) for a, b in zip(starts, ends, strict=True)]  # also "4.0"
@@ -115,6 +115,13 @@ def locate_evidence(text, record, fields):
                          f"{len(text)} characters, as many starts as ends; end is one past the "
                          "last") from None
     return spans
+
+
+def as_list(value):
+    """Return `value` if it is a list, [] if it is `None` or an empty text, otherwise [value]."""
+    if isinstance(value, list):
+        return value
+    return [] if value in (None, "") else [value]
 
 
 def find_words(text, part):

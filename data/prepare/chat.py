@@ -36,6 +36,7 @@ from train.base.fields import key
 FORMATS = [["messages"], ["conversations"], ["prompt", "response"], ["prompt", "completion"],
            *(["instruction", *more, answer] for more in (["input"], ["context"], [])
              for answer in ("output", "response"))]
+EMPTY = (None, "", [], {})  # values without text; 0 is a text that was read as a number
 
 
 @dataclass
@@ -60,29 +61,34 @@ def to_messages(record, fields=(), prompt_only=False):
     text; by default also "prompt"). Raises ValueError for a record without these fields, with an
     empty question, or with values other than text and messages.
     """
-    formats = [*FORMATS, ["prompt"]] if prompt_only else FORMATS
     check_columns(record, fields)
-    fields = fields or next((names for names in formats
-                             if all(record.get(name) is not None for name in names)), None)
-    if not fields:
-        names = [name if record[name] is not None else f"{name}: null" for name in sorted(record)]
-        raise ValueError(f"its fields ({', '.join(names)}) are none of the known formats; give the "
-                         "values, or name other fields: --field QUESTION --field ANSWER")
+    fields = fields or find_format(record, prompt_only)
     *questions, answer = fields
-    empty = (None, "", [], {})  # 0 is a text that was read as a number
     system = []
-    if record.get("system") not in empty:
+    if record.get("system") not in EMPTY:
         system = [("system", parse_content(record["system"]))]
     if prompt_only and not questions and isinstance(record[answer], str):
         return [*system, ("user", record[answer])]
     if not questions or isinstance(record[answer], list):  # the question is messages as well
         messages = [message for name in fields for message in parse_messages(record[name], name)]
-        return messages if messages[:1] and messages[0][0] == "system" else system + messages
+        has_system = messages and messages[0][0] == "system"
+        return messages if has_system else system + messages
     question = [parse_content(record[name]).strip() for name in questions
-                if record[name] not in empty]
+                if record[name] not in EMPTY]
     if not any(question):
         raise ValueError(f"no question in {', '.join(questions)}; expected text")
     return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]
+
+
+def find_format(record, prompt_only):
+    """Return the first entry of FORMATS, a list of names of fields, for which all fields are in the
+    record and not `None`. prompt_only: as for to_messages. Raises ValueError if there is none."""
+    for names in [*FORMATS, ["prompt"]] if prompt_only else FORMATS:
+        if all(record.get(name) is not None for name in names):
+            return names
+    names = [name if record[name] is not None else f"{name}: null" for name in sorted(record)]
+    raise ValueError(f"its fields ({', '.join(names)}) are none of the known formats; give the "
+                     "values, or name other fields: --field QUESTION --field ANSWER")
 
 
 class ChatWriter(SampleWriter):

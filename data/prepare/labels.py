@@ -70,18 +70,22 @@ def prepare_labels(args):
     with new_folder(out, "classifier", args.files, args.force) as folder:
         rows = read_labelled_texts(sources, args, args.skip_bad)
         classes = find_classes(rows)
-        has_spans = any(row.spans for row in rows)
-        if not has_spans and not classes:
+        n_with_spans = sum(bool(row.spans) for row in rows)
+        if not n_with_spans and not classes:
             raise DataError("no row has a label or evidence; name their fields with --label, "
                             "--evidence, or --start and --end")
-        task = "joint" if has_spans and classes else "span" if has_spans else "class"
+        task = "class"
+        if n_with_spans:
+            task = "joint" if classes else "span"
         splits = split_rows(rows, args.val_fraction)
-        arrays = {split: to_arrays(part, tokenizer, classes, args.max_tokens)
-                  for split, part in splits.items()}
-        for split, part in arrays.items():
-            save_arrays(folder, split, **part)
-        width = max(part["tokens"].shape[1] for part in arrays.values())
-        n_with_spans = sum((part["spans"][:, 0] >= 0).sum() for part in arrays.values())
+        lengths = []
+        n_lost = n_with_spans
+        for split, part in splits.items():
+            arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
+            save_arrays(folder, split, **arrays)
+            lengths += arrays["lengths"].tolist()
+            n_lost -= (arrays["spans"][:, 0] >= 0).sum()
+        width = max(lengths)
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
@@ -89,10 +93,10 @@ def prepare_labels(args):
                        frame=[len(tokenizer.start), len(tokenizer.end)])))
     echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
          f"{dict(zip(classes, counts))}")
-    if n_long := sum((part["lengths"] == args.max_tokens).sum() for part in arrays.values()):
+    if n_long := lengths.count(args.max_tokens):
         echo(f"{n_long:,} texts have --max_tokens {args.max_tokens} tokens or more; the rest of "
              "each is cut off")
-    if n_lost := sum(bool(row.spans) for row in rows) - n_with_spans:
+    if n_lost:
         echo(f"{n_lost:,} rows lost their evidence, which has no token or is beyond --max_tokens "
              f"{args.max_tokens}")
     n_rows = {split: len(part) for split, part in splits.items()}

@@ -6,7 +6,6 @@ a token is written, and several threads can encode pieces of it.
 
 import io
 import os
-import re
 import sysconfig
 from array import array
 from itertools import groupby
@@ -49,14 +48,6 @@ def source_name(source):
 # -----------------------------------------------------------------------------
 # reading documents
 
-def has_records(path):
-    """Return whether a source has records, e.g. JSONL or CSV; if False, it is text. path: a file, a
-    folder or the name of a data set, see is_hub_name(). Folders and data sets of the hub: always
-    True. A file: True if it has one of RECORD_EXTENSIONS, also before .gz."""
-    return (os.path.isdir(path) or records.is_hub_name(path)
-            or records.has_record_extension(path))
-
-
 def read_text(path, separator):
     """Yield (text, whether a document ends here) of a text file. separator: the line between two
     documents, "" for blank lines: each document is yielded as a whole. `None`: the file is one
@@ -66,14 +57,16 @@ def read_text(path, separator):
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        mark = separator and (separator.strip() or separator.strip(BLANKS))  # e.g. a form feed
         try:
-            while separator is None and (block := text.read(READ_BYTES)):
-                yield block, False
-            for is_text, lines in groupby(
-                    text, lambda line: mark not in (line.strip(), line.strip(BLANKS))):
-                if is_text:
-                    yield "".join(lines).strip("\r\n"), True
+            if separator is None:
+                while block := text.read(READ_BYTES):
+                    yield block, False
+            else:
+                mark = separator.strip() or separator.strip(BLANKS)  # e.g. a form feed
+                for is_text, lines in groupby(
+                        text, lambda line: mark not in (line.strip(), line.strip(BLANKS))):
+                    if is_text:
+                        yield "".join(lines).strip("\r\n"), True
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
                              ) from None
@@ -117,7 +110,8 @@ class Documents:
         problems = []
         self.is_damaged = False
         self.file.seek(size)  # over the documents of a file with problems
-        is_record = has_records(path)
+        is_record = (os.path.isdir(path) or records.is_hub_name(path)
+                     or records.has_record_extension(path))
         texts = read_text(path, o.separator)
         if is_record:
             names = o.field or ["text"]
@@ -144,6 +138,18 @@ class Documents:
         return problems
 
 
+def is_data(path, problems, documents):
+    """Return whether a file in a folder is data, so that its `problems` are errors; otherwise it is
+    something else, e.g. an image or a package.json. documents: the Documents that just read it."""
+    name = path.lower().removesuffix(".gz")
+    if documents.is_damaged or name.endswith((".jsonl", ".ndjson", ".parquet")):
+        return True
+    if name.endswith((".csv", ".tsv")):  # a table that has the column
+        return any(where != path for where, _ in problems)
+    has_good_records = documents.file.tell() > documents.size
+    return records.has_record_extension(path) and has_good_records
+
+
 def read_sources(o, path):
     """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
     (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
@@ -162,14 +168,7 @@ def read_sources(o, path):
                 continue
             real_paths.add(os.path.realpath(file))
             file_problems = documents.add_file(file, o)
-            # A file in a folder may be no text, but data must not be missing unnoticed.
-            is_data = re.search(r"\.((jsonl|ndjson)(\.gz)?|parquet)$", file.lower())
-            has_good_records = has_records(file) and documents.file.tell() > documents.size
-            # Reading may have stopped before the first good row of a table that has the column.
-            has_bad_rows = (re.search(r"\.(csv|tsv)(\.gz)?$", file.lower())
-                            and any(where != file for where, _ in file_problems))
-            if (file == source or is_data or has_good_records or has_bad_rows
-                    or documents.is_damaged):
+            if file == source or is_data(file, file_problems, documents):
                 problems += file_problems
             elif file_problems:
                 skipped.append(file)
