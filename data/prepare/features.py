@@ -115,17 +115,23 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
     different numbers of rows, infinite values, and the errors of rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
-    arrays = arrays | ({} if target is None else {"target": target})
-    numbers = dict(runs=runs) | ({} if subjects is None else dict(subjects=subjects))
-    lengths = {name: array.shape[0] for name, array in {**arrays, **numbers}.items()}
+    meta = dict(target=None, modalities=dims, mean={}, std={})
+    if target is not None:
+        arrays = arrays | dict(target=target)
+        meta["target"] = target.shape[1]
+    numbers = dict(runs=runs)
+    if subjects is not None:
+        numbers["subjects"] = subjects
+    lengths = {name: array.shape[0] for name, array in (arrays | numbers).items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
-    whose = np.zeros(len(runs), int) if subjects is None else subjects
+    whose = numbers.get("subjects", np.zeros(len(runs), int))
     in_val = rows_in_val(runs, whose, val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
-    meta = dict(target=None if target is None else target.shape[1], modalities=dims, mean={},
-                std={}, rows={split: len(chosen) for split, chosen in rows.items()})
-    meta |= {} if subjects is None else dict(subjects=np.unique(subjects).tolist())
+    meta["rows"] = {split: len(chosen) for split, chosen in rows.items()}
+    if subjects is not None:
+        meta["subjects"] = np.unique(subjects).tolist()
+    numbers["runs"] = np.cumsum(np.append(0, np.diff(runs) != 0))  # ascending, from 0
     with new_folder(out, "autoencoder", list(sources), force) as folder:
         for name, array in arrays.items():
             mean, std = statistics(name, array, rows["train"])
@@ -136,10 +142,9 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
                 meta.setdefault("shift", {})[name] = shift.tolist()
             for split, chosen in rows.items():
                 write_array(os.path.join(folder, f"{split}_{name}.npy"), name, array, chosen, shift)
-        number = np.cumsum(np.append(0, np.diff(runs) != 0))  # of each row's run, ascending
         for split, chosen in rows.items():
             save_arrays(folder, split, **{name: array[chosen].astype(np.uint32)
-                                          for name, array in (numbers | dict(runs=number)).items()})
+                                          for name, array in numbers.items()})
         if isinstance(target, Mean):
             split, chosen = ("val", in_val) if in_val.any() else ("train", ~in_val)
             ceilings = [noise_ceiling(target.repeats, np.flatnonzero(chosen & (whose == subject)))
@@ -191,14 +196,14 @@ def statistics(name, array, chosen):
     """Return (mean, standard deviation), each (dims,) float64, over the rows `chosen`, (n,)
     indices, of `array` (rows, dims). NaN is ignored; both are 0 for a dimension of NaN only. name:
     of the array, for the message. Raises DataError for infinite values."""
+    chunks = functools.partial(read_chunks, name, array, chosen)
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
-    largest = functools.reduce(np.fmax, (np.fmax.reduce(x) for x in
-                                         read_chunks(name, array, chosen)))
+    largest = functools.reduce(np.fmax, map(np.fmax.reduce, chunks()))
     first = np.nan_to_num(largest.astype(np.float64))
-    n = sum((x == x).sum(0) for x in read_chunks(name, array, chosen)).clip(1)
-    mean = first + sum(np.nansum(x - first, 0) for x in read_chunks(name, array, chosen)) / n
+    n = sum((x == x).sum(0) for x in chunks()).clip(1)
+    mean = first + sum(np.nansum(x - first, 0) for x in chunks()) / n
     # Another pass: the squares of a large mean would hide the variance.
-    squares = sum(np.nansum(np.square(x - mean), 0) for x in read_chunks(name, array, chosen))
+    squares = sum(np.nansum(np.square(x - mean), 0) for x in chunks())
     return mean, np.sqrt(squares / n)
 
 
@@ -280,7 +285,9 @@ def open_arrays(args):
                         "letters, digits and _, except target, runs, subjects and ceiling; rename "
                         "them")
     repeats = [open_array(path) for path in args.target]
-    target = Mean(repeats) if len(repeats) > 1 else repeats[0] if repeats else None
+    target = None
+    if repeats:
+        target = Mean(repeats) if len(repeats) > 1 else repeats[0]
     subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
     if args.runs:
