@@ -87,18 +87,20 @@ def parse_meta(content):
     checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
-    if content.get("format_version", 1) != 1:
-        raise ValueError(f"format_version {content['format_version']!r:.20} of a later ironGPT")
+    extra = dict(content)
+    kind = extra.pop("kind", None)
+    version = extra.pop("format_version", 1)
+    if version != 1:
+        raise ValueError(f"format_version {version!r:.20} of a later ironGPT")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {reprlib.repr(content['dtype'])}, expected uint16 or uint32")
     size = content.get("vocab_size", 1)
     if type(size) is not int or not 1 <= size <= MAX_ID:
         raise ValueError(f"vocab_size is {reprlib.repr(size)}, expected 1 to {MAX_ID:,}")
-    extra = {k: v for k, v in content.items() if k not in {*COMMON_KEYS, "format_version", "kind"}}
-    meta = Meta(**{k: v for k, v in content.items() if k in COMMON_KEYS}, extra=extra)
+    common = {name: extra.pop(name) for name in COMMON_KEYS if name in extra}
+    meta = Meta(**common, extra=extra)
     if meta.model is None:
-        kind = content.get("kind", "gpt" if meta.sources else None)
-        meta.model = KIND_TO_MODEL.get(kind, kind)
+        meta.model = KIND_TO_MODEL.get(kind, kind) or ("gpt" if meta.sources else None)
     return meta
 
 

@@ -103,9 +103,9 @@ def read_layout(path, f, raw_dtype):
     """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of a token file.
     path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of the dtype
     raw_dtype, e.g. "uint16" (`None`: unknown, uint16 is assumed). f: this file, open in binary
-    mode. Raises DataError for text, for a .npy array that is not one-dimensional or has a dtype
-    other than uint16, uint32, int32 or int64, for an unknown version of llm.c's shards, and for raw
-    tokens that seem to be uint32 although raw_dtype is `None`."""
+    mode. Raises DataError for a .npy array that is not one-dimensional or has a dtype other than
+    uint16, uint32, int32 or int64, for an unknown version of llm.c's shards, and the errors of
+    check_raw."""
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -118,6 +118,14 @@ def read_layout(path, f, raw_dtype):
         if version != known_version:
             raise DataError(f"{path}: version {version} of llm.c's shards is unknown; convert it")
         return dtype, 1024, n_tokens
+    check_raw(path, head, raw_dtype)
+    dtype = raw_dtype or "uint16"
+    return dtype, 0, -(-os.fstat(f.fileno()).st_size // np.dtype(dtype).itemsize)
+
+
+def check_raw(path, head, raw_dtype):
+    """Raise DataError if the file `path`, which begins with the bytes `head`, is text, or if its
+    raw tokens seem to be uint32 although raw_dtype is `None`."""
     if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
         raise DataError(f"{path}: is text, not tokens; {PREPARE}")
     if raw_dtype is None and len(head) >= 128:
@@ -125,8 +133,6 @@ def read_layout(path, f, raw_dtype):
         if low.any() and not high.any() or high.max() < 4 and low.max() >= 1024:
             raise DataError(f"{path}: looks like uint32 tokens read as uint16; put "
                             '{"dtype": "uint32"} into a meta.json beside it')
-    dtype = raw_dtype or "uint16"
-    return dtype, 0, -(-os.fstat(f.fileno()).st_size // np.dtype(dtype).itemsize)
 
 
 def open_shard(path, raw_dtype):
