@@ -130,8 +130,11 @@ class ChatWriter(SampleWriter):
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
-        ids, masks = zip(*(map(np.concatenate, zip(*row)) for row in rows))
-        numbers = [np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]) for row in rows]
+        ids, masks, numbers = [], [], []
+        for row in rows:
+            ids.append(np.concatenate([ids for ids, _ in row]))
+            masks.append(np.concatenate([mask for _, mask in row]))
+            numbers.append(np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]))
         save_arrays(folder, split, tokens=self.pad_tokens(ids, width),
                     mask=pad_rows(masks, width, 0, np.uint8),
                     chat=pad_rows(numbers, width, [[len(row)] for row in rows], np.uint16))

@@ -62,10 +62,9 @@ def read_text(path, separator):
                 while block := text.read(READ_BYTES):
                     yield block, False
             else:
-                mark = separator.strip() or separator.strip(BLANKS)  # e.g. a form feed
-                for is_text, lines in groupby(
-                        text, lambda line: mark not in (line.strip(), line.strip(BLANKS))):
-                    if is_text:
+                mark = separator.strip(BLANKS)
+                for is_mark, lines in groupby(text, lambda line: line.strip(BLANKS) == mark):
+                    if not is_mark:
                         yield "".join(lines).strip("\r\n"), True
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
