@@ -30,7 +30,7 @@ from model.core.weights import digest
 from model.gpt import GPT, GPTConfig
 from model.sae import ActivationBuffer, SparseAutoencoder, build_model, open_data
 from model.sae.__main__ import main
-from model.sae.activations import ActivationLoader, Backbone, load_backbone, open_activations
+from model.sae.activations import ActivationLoader, Backbone, open_activations
 from model.sample import load_model
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
@@ -72,7 +72,7 @@ def loader_of_rank(data_dir, backbone, world_size, rank, options):
     config, ranks = configure(data_dir, "unused", **options), Ranks(rank, world_size)
     tokens = DataLoader(data_dir, config.micro_batch(world_size), config.block_size, "train",
                         config.seed, rank, world_size, 256)
-    gpt = load_backbone(str(backbone), (0,), torch.device("cpu"), "float32")
+    gpt = Backbone(str(backbone), (0,), torch.device("cpu"), "float32")
     return ActivationLoader(tokens, gpt, config, ranks)
 
 
@@ -737,7 +737,7 @@ def test_sae_lens_has_no_transcoder_with_topk(tmp_path):
 @pytest.mark.parametrize("target", ["mlp", "1"])
 def test_a_transcoder_reads_and_replaces_other_activations(target, data_dir, backbone):
     """Input and target are those of the blocks; the splice replaces the target."""
-    b = load_backbone(str(backbone), (0,), torch.device("cpu"), "float32", target)
+    b = Backbone(str(backbone), (0,), torch.device("cpu"), "float32", target)
     idx, targets = opened(data_dir, backbone).tokens.get_batch("cpu", 0)
     with torch.no_grad():
         x = b.activations(idx)

@@ -30,6 +30,7 @@ Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, for a t
 and target), L layers, F features (d_sae), P prefixes, the last of which is all features.
 """
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,13 @@ import torch.nn.functional as F
 
 from model.core.init import fill, stable_hash
 from model.core.ops import IGNORE
-from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, load_backbone
+from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, Backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from model.sae.activations import open_data as open_data  # of the model interface
 from model.sae.sparse import ActiveFeatures, sum_rows
 from train.base.errors import CheckpointError, ConfigError
 from train.base.fields import key
+from train.base.tensors import digest
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
 MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one layer of one model
@@ -322,13 +324,15 @@ class SAEModel(nn.Module):
 
     Evaluations also measure the backbone's loss with the reconstruction in place of the
     activations. config: a TrainConfig. spec: Data.spec, in which "mean" and "scale" are lists with
-    an element per layer if there are several layers.
+    an element per layer if there are several layers. loaded: the Backbone at config.backbone;
+    default: backbone() loads it.
     """
 
-    def __init__(self, config, spec):
+    def __init__(self, config, spec, loaded=None):
         super().__init__()
         self.keys = config
         self.spec = spec
+        self.loaded = loaded
         # Of the names of autoencoders, sums and metrics.
         self.suffixes = [f"_{n}" for n in config.layer] if len(config.layer) > 1 else [""]
         for i, suffix in enumerate(self.suffixes):
@@ -366,16 +370,23 @@ class SAEModel(nn.Module):
         return model.eval()
 
     def backbone(self):
-        """Return the Backbone at config.backbone. Raises CheckpointError if the weights are not
-        those of the training run, or if the training data were activations, without a backbone."""
+        """Return the Backbone at config.backbone, which the first call loads. Raises
+        CheckpointError if the weights are not those of the training run, or if the training data
+        were activations, without a backbone."""
         c = self.keys
+        if self.loaded is not None:
+            return self.loaded
         if self.spec["backbone"] is None:
             raise CheckpointError("backbone: null: it was trained on activations; see --to")
         device = next(self.buffers()).device
-        backbone = load_backbone(c.backbone, tuple(c.layer), device, c.dtype, c.target)
-        if self.spec["backbone"] not in (backbone.digest, backbone.file_hash):
+        backbone = Backbone(c.backbone, c.layer, device, c.dtype, c.target)
+        digests = [backbone.digest]
+        if os.path.isfile(c.backbone):  # earlier versions identified it by the file
+            digests.append(digest(c.backbone))
+        if self.spec["backbone"] not in digests:
             raise CheckpointError(f"backbone: the weights of {c.backbone} are not those of the "
                                   f"training run (sha256 {self.spec['backbone'][:12]}...)")
+        self.loaded = backbone
         return backbone
 
     def forward(self, x, targets=None):
@@ -439,4 +450,6 @@ class SAEModel(nn.Module):
 
 
 def build_model(config, data):
-    return SAEModel(config, data.spec)
+    """Return an SAEModel. In training it shares the backbone of the loader data.train, if any."""
+    train = getattr(data, "train", None)
+    return SAEModel(config, data.spec, getattr(train, "backbone", None))

@@ -80,7 +80,7 @@ def random_directions(model, k):
     random directions (arXiv:2602.14111). An activation is reconstructed from the k directions with
     the largest absolute dot product, with the weights of least squares."""
     c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
-    baseline = type(model)(c, model.spec).eval()
+    baseline = type(model)(c, model.spec, model.backbone()).eval()
     W = baseline.sae.W_dec  # (F, C)
 
     def features(x):

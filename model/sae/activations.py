@@ -9,10 +9,7 @@ Shapes: B windows, T tokens, C channels of the residual stream, D channels of an
 
 import contextlib
 import copy
-import functools
-import glob
 import math
-import os
 
 import numpy as np
 import torch
@@ -23,7 +20,6 @@ from model.core.init import stable_hash
 from model.core.weights import check_tokenizer, load_frozen
 from model.gpt import GPT
 from train.base.errors import CheckpointError, DataError
-from train.base.tensors import digest
 from train.dataloader import Data, RowLoader, open_token_data
 from train.device import choose_dtype
 from train.distributed import broadcast_from_rank0, get_device
@@ -43,7 +39,7 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 class Backbone:
     """A frozen GPT whose activations are read by activations(), and replaced in loss().
 
-    path: the checkpoint; layers: a tuple of block indices; device: of the GPT; dtype: a value of
+    path: the checkpoint; layers: a list of block indices; device: of the GPT; dtype: a value of
     the configuration key dtype, for autocast. target: "input": the residual stream after each block
     in `layers` is read, and replaced after one of them. Otherwise for a transcoder, which reads an
     input and a target: "mlp", the input and output of the block's MLP or experts; a number N as
@@ -54,8 +50,6 @@ class Backbone:
     """
 
     def __init__(self, path, layers, device, dtype, target="input"):
-        self.path = path
-        self.modified = time_modified(path)
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
@@ -77,12 +71,6 @@ class Backbone:
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
         self.lower._modules = self.gpt._modules | dict(h=self.gpt.h[:last + 1], ln_f=nn.Identity())
-
-    @functools.cached_property
-    def file_hash(self):
-        """The SHA-256 of the checkpoint file, in hexadecimal, by which earlier versions of this
-        program identified the backbone; `None` if the path is not a file."""
-        return digest(self.path) if os.path.isfile(self.path) else None
 
     @torch.no_grad()
     def activations(self, idx):
@@ -136,17 +124,6 @@ def measure_scale(x, d_in):
     variances = [part.var(0, correction=0).mean().clamp(min=1e-12) for part in x.split(d_in, dim=1)]
     scales = [float(variance ** -0.5) for variance in variances]
     return x.mean(0).tolist(), scales if len(scales) > 1 else scales[0]
-
-
-def time_modified(path):
-    """Return a list of the times when the file or folder `path`, and the files of the folder, were
-    last modified, [] if there is none. (Writing to a file does not change the time of its folder.)
-    """
-    paths = [path, *sorted(glob.glob(os.path.join(glob.escape(path), "*")))]
-    return [os.path.getmtime(p) for p in paths if os.path.exists(p)]
-
-
-load_backbone = functools.lru_cache(maxsize=1)(Backbone)  # the loader and the model share it
 
 
 # -----------------------------------------------------------------------------
@@ -253,11 +230,7 @@ def open_data(config, ranks):
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
-    arguments = (c.backbone, tuple(c.layer), ranks.device, c.dtype, c.target)
-    backbone = load_backbone(*arguments)
-    if backbone.modified != time_modified(c.backbone):  # since another run of this process
-        load_backbone.cache_clear()
-        backbone = load_backbone(*arguments)
+    backbone = Backbone(c.backbone, c.layer, ranks.device, c.dtype, c.target)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(c.replace(vocab_size=shape.vocab_size,
                                      block_size=min(c.block_size, shape.block_size)), ranks)
