@@ -11,7 +11,7 @@ import torch
 from model.autoencoder import data, losses
 from model.core.load import load_model
 from train.base.cli import command
-from train.base.errors import DataError, echo, require
+from train.base.errors import echo, require
 from train.base.fields import key
 from train.base.files import atomic_write, write_text
 from train.evaluate import pack, to_numbers, unpack
@@ -44,10 +44,12 @@ def evaluate_rows(model, arrays, rows=1024):
         if np.isnan(array).all():  # missing values count as predicted exactly
             metrics["match" if name == "target" else f"recon_{name}"] = None
     outputs = {name: torch.cat(tensors).numpy() for name, tensors in parts.items()}
-    if model.head is None:
-        return metrics, None, outputs
-    prediction = outputs["prediction"].astype(np.float64) + data.shift_of(model.spec, "target")
-    return metrics, losses.correlations(total), outputs | dict(prediction=prediction)
+    r = None
+    if model.head is not None:
+        r = losses.correlations(total)
+        shift = data.shift_of(model.spec, "target")
+        outputs["prediction"] = outputs["prediction"].astype(np.float64) + shift
+    return metrics, r, outputs
 
 
 def evaluate_ridge(model, arrays):
@@ -107,29 +109,27 @@ def evaluate_checkpoint(args):
     folder = args.data_dir or model.keys.data_dir
     arrays = data.open_features(folder, args.split, model.spec, model.keys.delays)
     metrics, r, outputs = evaluate_rows(model, arrays)
-    tables = dict(targets=r)
+    tables = {} if r is None else dict(targets=r)  # correlations of each target
     if args.baseline or args.plot:
         tables["ridge_targets"] = evaluate_ridge(model, arrays)
         metrics["ridge"] = losses.mean_correlation(tables["ridge_targets"])
-    if (ceiling := data.open_ceiling(folder, args.split, model.spec)) is not None:
+    ceiling = data.open_ceiling(folder, args.split, model.spec)
+    if ceiling is not None:
         tables["ceiling_targets"] = ceiling
         metrics["ceiling"] = losses.mean_correlation(ceiling)
-    for subject, values in zip(model.spec.get("subjects", ()), () if r is None else r):
+    for subject, values in zip(model.spec.get("subjects", ()), tables.get("targets", ())):
         metrics[f"subject {subject}"] = losses.mean_correlation(values)
     for name, value in metrics.items():
-        echo(f"{name:<14} {value:.4f}" if isinstance(value, float) else f"{name:<14} {value}")
+        text = f"{value:.4f}" if isinstance(value, float) else value
+        echo(f"{name:<14} {text}")
     for name, values in tables.items():
-        if values is not None:
-            metrics[name] = [v if v == v else None for v in values.flatten().tolist()]
+        metrics[name] = [v if np.isfinite(v) else None for v in values.flatten().tolist()]
     if args.to:
         write_text(args.to, json.dumps(metrics, indent=1))
     if args.arrays:
         with atomic_write(args.arrays) as f:
             np.savez(f, **outputs)
     if args.plot:
-        if metrics["correlation"] is None:
-            raise DataError(f"{folder}: {args.split} has no correlation to --plot: "
-                            "targets or predictions are constant, or not recorded")
         draw(fig, *(values.flatten().numpy() for values in tables.values()))
         with atomic_write(args.plot) as f:
             fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)

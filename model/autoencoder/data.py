@@ -7,7 +7,6 @@ import os
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 from data.meta import read_meta_for
 from data.rows import open_rows
@@ -88,13 +87,14 @@ def open_features(folder, split, spec=None, delays=0):
     if not n:
         raise DataError(f"{folder}: {split} has no rows; choose another --split, or prepare it "
                         "with --val_fraction above 0")
-    runs = open_runs(folder, split) if delays else None
     arrays = []
     for name, d in array_dims(spec).items():
         array = files[name] if name in files else np.full((n, d), np.float32(np.nan))
         if shift_of(meta, name) != shift_of(spec, name):
             array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
-        arrays.append(add_delays(array, runs, delays) if delays and name != "target" else array)
+        if delays and name != "target":
+            array = add_delays(array, open_runs(folder, split), delays)
+        arrays.append(array)
     if "subjects" in spec:
         is_of = np.equal.outer(files.get("subjects", [None]), spec["subjects"])  # (N, S)
         if not is_of.any(1).all():
@@ -144,8 +144,8 @@ def design(arrays, spec):
     P columns of all modalities for the K = delays + 1 rows of a window, in which missing values are
     0; y (N, T) the standardised targets, in which missing values are NaN. arrays: the list of
     open_features(), with a target. spec: the dict of read_features_meta()."""
-    *x, y = ((array[:] - mean) / std for array, (mean, std) in zip(
-        arrays, (scale_of(spec, name) for name in array_dims(spec))))
+    scales = [scale_of(spec, name) for name in array_dims(spec)]
+    *x, y = [(array - mean) / std for array, (mean, std) in zip(arrays, scales)]
     x = np.concatenate(x, axis=-1, dtype=np.float64)
     return np.nan_to_num(x).reshape(len(x), -1, x.shape[-1]), y.astype(np.float64)
 
@@ -206,9 +206,6 @@ def open_data(config, ranks):
     if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
         raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
                            "1; expected mse"])
-    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
-        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
-                        "PyTorch modules; rename the files and prepare them again")
     names = ("modalities", "target", "mean", "std", "shift", "subjects")
     spec = {k: meta[k] for k in names if k in meta}
 
