@@ -135,12 +135,16 @@ def qk_norm(c, n_head):
     return Norm(c.head_dim, "rms", False, c.norm_eps, weight=c.qk_norm_type == "head")
 
 
+# norm_position: the places of a block that have a norm
+NORM_PLACES = {"pre": ["pre"], "post": ["post"], "both": ["pre", "post"], "stream": ["pre"]}
+
+
 def stream_norm(c, position):
     """Return the norm over C channels for one of two places of a block: position "pre", before
     attention or MLP, or "post", applied to the output of attention or MLP. It is nn.Identity if
     norm_position of the GPTConfig c ("pre", "post", "both", "stream") has no norm there. "stream"
     (BERT) has "pre" only, and its output replaces the residual stream."""
-    if c.norm_position not in dict(pre=("pre", "both", "stream"), post=("post", "both"))[position]:
+    if position not in NORM_PLACES[c.norm_position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
@@ -210,10 +214,9 @@ class MLP(nn.Module):
     arXiv:2002.05202), gelu, or relu2 (squared ReLU, arXiv:2109.08668). geglu and gelu use the tanh
     approximation of GELU, as GPT-2; geglu_exact and gelu_exact use the exact one, as nanoGPT."""
 
-    activations = dict(swiglu=F.silu, geglu=functools.partial(F.gelu, approximate="tanh"),
-                       geglu_exact=F.gelu,
-                       gelu=functools.partial(F.gelu, approximate="tanh"), gelu_exact=F.gelu,
-                       relu2=lambda x: F.relu(x).square())
+    gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+    activations = dict(swiglu=F.silu, geglu=gelu_tanh, geglu_exact=F.gelu, gelu=gelu_tanh,
+                       gelu_exact=F.gelu, relu2=lambda x: F.relu(x).square())
 
     def __init__(self, config):
         super().__init__()
@@ -406,7 +409,7 @@ class GPT(nn.Module):
         count is 0, bpb if the bytes are 0 (unknown). Raises SetupError for a sum named ppl or bpb.
         sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss", the
         sum of the losses of all targets."""
-        numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
+        numbers = ModelHooks.numbers(self, sums)
         if taken := {"ppl", "bpb"} & numbers.keys():
             raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token

@@ -150,7 +150,9 @@ class Router(nn.Linear):
         p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
         chosen = (p if self.load_bias is None else p + self.load_bias).topk(self.k).indices
         p = p.gather(-1, chosen)  # (B, T, k)
-        return logits, p / (p.sum(-1, keepdim=True) + 1e-20) if self.normalise else p, chosen
+        if self.normalise:
+            p = p / (p.sum(-1, keepdim=True) + 1e-20)
+        return logits, p, chosen
 
     def move_bias(self, load, rate):
         """Update load_bias in place, to balance the load: add `rate` for groups with less than the
