@@ -207,10 +207,10 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         With old text also, in training, "old_kl", the mean KL divergence from the backbone on it,
         and in evaluations "old_loss", the mean cross-entropy on it. sums: those of compute_loss(),
         added over all batches."""
-        sums = dict(sums)
-        n_old = sums.pop("old_count", None)
-        own = {} if n_old is None else dict(old_loss=float(sums["old_loss"] / n_old))
-        return super().numbers(sums) | own
+        numbers = super().numbers({n: value for n, value in sums.items() if n != "old_count"})
+        if "old_count" in sums:
+            numbers["old_loss"] = float(sums["old_loss"] / sums["old_count"])
+        return numbers
 
     def flops_per_unit(self):
         """Return the FLOPs of training per token of text, or per row of conversations. With old

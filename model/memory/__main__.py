@@ -6,7 +6,6 @@ on new and old text (data_dir and old_data_dir of the memory's run).
 
 import contextlib
 import os
-import time
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +51,11 @@ def print_comparison(args):
     config = saved_config(values | dict(eval_interval=1))  # 0 would leave out the validation data
     data = open_data(config, Ranks())
     loaders = [data.val.new, data.val.old] if config.old_data_dir else [data.val]
-    table = [["", "trained", "new text", "old text", "seconds"]]
+    table = [["", "trained", "new text", "old text"]]
 
-    def add_row(name, losses, n_trained=0, seconds=0.0):
+    def add_row(name, losses, n_trained=0):
         numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
-        table.append([name, f"{n_trained:,}", *numbers, f"{seconds:.0f}" if seconds else "-"])
+        table.append([name, f"{n_trained:,}", *numbers])
     shape, weights = lora.load_backbone(config, data)
     backbone = freeze(weights, shape, data, chat)
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -64,12 +63,10 @@ def print_comparison(args):
     add_row("memory", evaluate_on(model, loaders, config), n_trained)
     runs = train_lora(args, values, backbone, n_trained) if args.baseline else ()
     try:
-        for name, path, size, seconds in runs:
-            add_row(name, evaluate_on(load_model(path)[0], loaders, config), size, seconds)
+        for name, path, size in runs:
+            add_row(name, evaluate_on(load_model(path)[0], loaders, config), size)
         if args.baseline and "template" not in data.spec:
-            started = time.perf_counter()
-            losses = evaluate_knn(backbone, data.train, loaders, config)
-            add_row("kNN-LM", losses, seconds=time.perf_counter() - started)
+            add_row("kNN-LM", evaluate_knn(backbone, data.train, loaders, config))
     finally:  # the rows so far, if a later run fails or is stopped
         echo(format_table(table))
 
@@ -84,10 +81,10 @@ def evaluate_on(model, loaders, config):
 def train_lora(args, values, backbone, n_trained):
     """Train LoRA adapters with about n_trained parameters: one run on the new data and, if these
     are text and there is old text, a second run on both in equal parts. Yield for each run (name,
-    path of the checkpoint, number of parameters, seconds). The runs write the folders lora_0,
-    lora_1 in out_dir. args: an EvaluationOptions, for the learning rate. values: the dict "config"
-    of the memory's checkpoint, with which LoRA is trained. backbone: the GPT, for the sizes of the
-    layers."""
+    path of the checkpoint, number of parameters). The runs write the folders lora_0, lora_1 in
+    out_dir. args: an EvaluationOptions, for the learning rate. values: the dict "config" of the
+    memory's checkpoint, with which LoRA is trained. backbone: the GPT, for the sizes of the layers.
+    """
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
     rank = max(1, round(n_trained / size))
@@ -107,9 +104,8 @@ def train_lora(args, values, backbone, n_trained):
                     max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
                     mirror=None, tracker=[], early_stopping_metric="val_loss",
                     early_stopping_mode="min")
-        started = time.perf_counter()
         train(saved_config(own | changes))
-        yield (name, os.path.join(folder, "ckpt.pt"), rank * size, time.perf_counter() - started)
+        yield name, os.path.join(folder, "ckpt.pt"), rank * size
 
 
 def evaluate_knn(backbone, train_loader, loaders, config):
