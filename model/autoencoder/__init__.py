@@ -107,9 +107,9 @@ class MultimodalAutoencoder(nn.Module):
             self.linear = nn.Linear(k * sum(dims.values()), outputs).requires_grad_(False)
         # On the CPU also under torch.device("meta"): the values come from the spec.
         for name in self.names:
-            for part, value in zip(("mean", "std"), scale_of(spec, name)):
-                value = torch.tensor(value, device="cpu")
-                self.register_buffer(f"{part}_{name}", value, persistent=False)
+            mean, std = (torch.tensor(part, device="cpu") for part in scale_of(spec, name))
+            self.register_buffer(f"mean_{name}", mean, persistent=False)
+            self.register_buffer(f"std_{name}", std, persistent=False)
         fill(self, config.seed)
 
     def initial(self, name, shape, seed):
@@ -137,7 +137,9 @@ class MultimodalAutoencoder(nn.Module):
         arrays: the tensors, in the order of forward()."""
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
-        return x | (dict(subjects=arrays[-1]) if "subjects" in self.spec else {})
+        if "subjects" in self.spec:
+            x["subjects"] = arrays[-1]
+        return x
 
     def encode(self, x):
         """Return the bottleneck (N, Z) for x, the dict that standardise() returns, of which only
@@ -166,10 +168,11 @@ class MultimodalAutoencoder(nn.Module):
         """Return the prediction (N, T) of the standardised target, including the linear path, if
         any. x: the dict that standardise() returns; z (N, Z): the bottleneck, encode(x). For a
         model with a target only."""
-        # The rest, which a linear path leaves, is not linear in the bottleneck either.
-        outs = self.head(z if self.linear is None else F.gelu(z)).float()  # (N, S * T)
-        out = of_subject(outs, x.get("subjects"))
-        return out if self.linear is None else out + self.predict_linear(x)
+        subjects = x.get("subjects")
+        if self.linear is None:
+            return of_subject(self.head(z).float(), subjects)
+        # The rest, which the linear path leaves, is not linear in the bottleneck either.
+        return of_subject(self.head(F.gelu(z)).float(), subjects) + self.predict_linear(x)
 
     def predict_linear(self, x):
         """Return the prediction (N, T), float32, of the standardised target by the ridge regression

@@ -165,15 +165,14 @@ def fit_linear_path(folder, spec, delays):
     x, y = design(arrays, spec)
     runs = open_runs(folder, "train")
     fits = []
-    for i, subject in enumerate(spec.get("subjects", [None])):
-        own = np.full(len(y), True) if subject is None else arrays[-1][:, i] == 1
+    subjects = arrays[-1].T == 1 if "subjects" in spec else np.full((1, len(y)), True)  # (S, N)
+    for own in subjects:
         never_recorded = np.isnan(y[own]).all(0)
         targets = np.where(never_recorded & ~never_recorded.all(), 0.0, y)
         rows = own & ~np.isnan(targets).any(1)
         if rows.sum() < 3:
-            whose = "" if subject is None else f" of subject {subject}"
-            raise DataError(f"{folder}: {rows.sum()} training rows{whose} have all targets; ridge "
-                            "regression (linear_path) needs 3 or more")
+            raise DataError(f"{folder}: {rows.sum()} training rows have all targets; ridge "
+                            "regression (linear_path) needs 3 or more, of each subject")
         fits.append(fit_with_delays(x[rows], targets[rows], runs[rows]))
     return tuple(torch.tensor(np.concatenate(parts), dtype=torch.float32) for parts in zip(*fits))
 
