@@ -58,7 +58,6 @@ def export_sae_lens(model, folder):
     metadata = dict(model_name=model_name(c.backbone) if c.backbone else "", hook_name=hook,
                     prepend_bos=False, context_size=spec["block_size"],
                     sae_lens_version="6.0.0")  # without it, the metadata would be discarded
-    metadata |= dict(hook_name_out=hook_out) if is_transcoder else {}
     cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
                device="cpu", apply_b_dec_to_input=not is_transcoder, metadata=metadata,
                normalize_activations="none", reshape_activations="none")
@@ -67,6 +66,7 @@ def export_sae_lens(model, folder):
     if is_transcoder:
         tensors["b_enc"] = sae.b_enc - mean[:spec["d_in"]] @ tensors["W_enc"]  # not of x - b_dec
         cfg["d_out"] = spec["d_in"]
+        metadata["hook_name_out"] = hook_out
     os.makedirs(folder, exist_ok=True)
     write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
     write_text(os.path.join(folder, "cfg.json"), json.dumps(cfg, indent=1))

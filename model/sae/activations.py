@@ -153,10 +153,7 @@ class ActivationBuffer:
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
         """Return n random rows of the buffer (n, dim), different ones if it has at least n. The
-        result is a function of the content and of `seed`. Raises ValueError if the buffer is empty.
-        """
-        if not len(self):
-            raise ValueError("ActivationBuffer: empty; call add() first")
+        result is a function of the content and of `seed`. The buffer must not be empty."""
         # Drawn on the CPU, equal on all devices, and relative to the oldest row, so that a refilled
         # buffer gives the same samples.
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
