@@ -82,11 +82,12 @@ def open_data(config, ranks):
     if c.folds:
         spec["fold"] = [c.seed % c.folds, c.folds]
     train, val, test = (open_labels(c.data_dir, split, spec) for split in SPLITS)
-    if any(frame := meta.extra.get("frame", [])):
-        spec["frame"] = frame
-    if train[3].shape[1] > 2:
-        spec["n_spans"] = train[3].shape[1] // 2
-    spec["class_counts"] = [int((train[2] == k).sum()) for k in range(len(spec["classes"]))]
+    _, _, labels, spans = train
+    if any(meta.extra.get("frame", [])):
+        spec["frame"] = meta.extra["frame"]
+    if spans.shape[1] > 2:
+        spec["n_spans"] = spans.shape[1] // 2
+    spec["class_counts"] = [int((labels == k).sum()) for k in range(len(spec["classes"]))]
     return Data(RowLoader(train, c, ranks), RowLoader(val, c, ranks) if c.eval_interval else None,
                 spec, RowLoader(test, c, ranks) if len(test[0]) else None)
 
@@ -223,17 +224,20 @@ class Classifier(nn.Module):
         text = states_at(x, lengths - 1)  # (B, C)
         if self.bidirectional:
             text = (x * mask[..., None]).sum(1) / lengths[:, None]
-        scores = None if self.head is None else self.head(text).float()  # (B, K)
+        scores = ends = None
+        if self.head is not None:
+            scores = self.head(text).float()  # (B, K)
         if self.ngrams is not None:
             n_rows = sum(self.spec["class_counts"])
             scores = n_rows / (n_rows + ROWS_FOR_HALF) * scores + self.ngrams(tokens, mask)
-        n_before, n_after = self.spec.get("frame", (0, 0))
-        inside = mask & (position >= n_before) & (position < lengths[:, None] - n_after)
-        inside = torch.where(inside.any(1, keepdim=True), inside, mask)  # a text may be empty
-        ends = None if self.end is None else self.end(text, x, inside)  # (B, T)
-        if labels is None:
-            return scores, None if ends is None else self.predict_spans(x, ends)
-        return self.losses(x, scores, ends, labels, spans)
+        if self.end is not None:
+            n_before, n_after = self.spec.get("frame", (0, 0))
+            inside = mask & (position >= n_before) & (position < lengths[:, None] - n_after)
+            inside = torch.where(inside.any(1, keepdim=True), inside, mask)  # a text may be empty
+            ends = self.end(text, x, inside)  # (B, T)
+        if labels is not None:
+            return self.losses(x, scores, ends, labels, spans)
+        return scores, None if ends is None else self.predict_spans(x, ends)
 
     def start_scores(self, x, end):
         """Return the score (B, T) of each token as the first token of a span that ends with the
@@ -332,7 +336,7 @@ class Classifier(nn.Module):
 
     def flops_per_unit(self):
         # The output layer is not computed, and the classifier's heads are small.
-        head = (self.gpt.lm_head or self.gpt.wte).weight
+        head = self.gpt.wte.weight
         n = 2 + 2 * any(p.requires_grad for p in self.gpt.parameters()) + 2 * head.requires_grad
         return (self.gpt.flops_per_unit() - n * head.numel()) * self.gpt.config.block_size
 

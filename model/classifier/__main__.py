@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,43 +50,44 @@ def evaluate_checkpoint(args):
     own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
-    arrays, rows = load_rows(args, model, tokenizer)
-    labelled = np.array([row["true_label"] is not None for row in rows])
+    arrays, columns = load_rows(args, model, tokenizer)
+    tokens, _, targets, truths = map(np.asarray, arrays)
+    labelled = np.array([label is not None for label in columns["true_label"]])
     if args.baseline:
         require("sklearn", "--baseline", "scikit-learn")
         if model.head is None or not labelled.any():
             raise DataError(f"{', '.join(args.data)}: --baseline: no row has a label, or the "
                             "model predicts none")
     scores, spans = predict(model, arrays, args.batch_size)
-    tokens, _, targets, truths = map(np.asarray, arrays)
-    report = dict(rows=len(rows))
+    report = dict(rows=len(tokens))
     if scores is not None:
-        temperature = calibrate(args, own_data, model, tokenizer)
-        calibrated = metrics.scale(scores, temperature)
         classes = model.spec["classes"]
+        temperature = calibrate(own_data, model, tokenizer, args.batch_size)
+        calibrated = metrics.scale(scores, temperature)
         report["temperature"] = temperature
-        for row, p, q in zip(rows, scores, calibrated):
-            row |= dict(label=classes[p.argmax()], probability=round(float(p.max()), 4),
-                        calibrated=round(float(q.max()), 4))
+        columns["label"] = [classes[k] for k in scores.argmax(1)]
+        columns["probability"] = [round(p, 4) for p in scores.max(1).tolist()]
+        columns["calibrated"] = [round(p, 4) for p in calibrated.max(1).tolist()]
         if labelled.any():
             labels.warn_if_few({"the data": labelled.sum()})
             y = targets[labelled]
             report |= rate_scores(y, scores[labelled]) | dict(classes=classes)
             report["ece_calibrated"] = metrics.calibration_error(y, calibrated[labelled])
         if args.baseline:
-            known = load_rows(replace(args, data=[own_data], split="train"), model, tokenizer)
-            texts = [row["text"] for row in rows if row["true_label"] is not None]
-            report["baselines"] = fit_baselines(*known, texts, y, len(classes))
+            (_, _, known, _), train = load_folder(own_data, "train", model, tokenizer)
+            texts = np.array(columns["text"], object)[labelled]
+            report["baselines"] = fit_baselines(train["text"], known, texts, y, len(classes))
     if spans is not None:
-        for row, ids, found in zip(rows, tokens, spans):
-            row["evidence"] = one_or_all(decode_spans(tokenizer, ids, found), spans.shape[1] > 2)
+        columns["evidence"] = [decode_spans(tokenizer, *pair) for pair in zip(tokens, spans)]
         sums = metrics.span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
             report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
         if scores is not None:
             report |= faithfulness(model, arrays, scores, spans, args.batch_size)
-    lines = [json.dumps({name: v for name, v in row.items() if v is not None}, default=str) + "\n"
-             for row in rows]
+    lines = []
+    for values in zip(*columns.values()):
+        row = {name: value for name, value in zip(columns, values) if value is not None}
+        lines.append(json.dumps(row, default=str) + "\n")
     os.makedirs(args.out, exist_ok=True)
     path = os.path.join(args.out, "predictions.jsonl")
     write_text(path, "".join(lines))
@@ -98,48 +99,57 @@ def evaluate_checkpoint(args):
 
 def load_rows(args, model, tokenizer):
     """Read the rows of args.data: files of labelled texts, or the split args.split of a folder that
-    data.prepare.labels wrote. Return (arrays, rows). arrays: [tokens, lengths, labels, spans], as
-    of to_arrays() in data/labels.py. rows: a list of dicts with "id", "text", "true_label" (`None`
-    if unknown) and "true_evidence", the result of one_or_all(). args: a ReportOptions; model: the
-    Classifier. Raises DataError if the data are missing or invalid, or do not suit the model."""
+    data.prepare.labels wrote. Return (arrays, columns). arrays: [tokens, lengths, labels, spans],
+    as of to_arrays() in data/labels.py. columns: a dict of lists with an element per row: "id",
+    "text", "true_label" (`None` if unknown) and "true_evidence", the result of one_or_all(). args:
+    a ReportOptions; model: the Classifier. Raises DataError if the data are missing or invalid, or
+    do not suit the model."""
     path = args.data[0]
-    names = model.spec["classes"]
-    frame = model.spec.get("frame", (0, 0))
     if len(args.data) > 1 and any(map(os.path.isdir, args.data)):
         raise DataError(f"--data: {', '.join(args.data)}: expected files, or one folder")
     if os.path.isdir(path):
-        meta = labels.read_labels_meta(path).extra
-        is_same = meta["classes"] == names and meta.get("frame", [0, 0]) == [*frame]
-        if not is_same or open_tokenizer(path).spec() != tokenizer.spec():
-            raise DataError(f"{path}: prepared with other classes, another tokenizer or another "
-                            "version of this program than the checkpoint's data")
-        arrays = labels.open_labels(path, args.split, model.spec)
-        n_before, n_after = frame
-        return arrays, [dict(
-            id=i, text=tokenizer.decode(row[n_before:n - n_after]),
-            true_label=names[label] if names else None,
-            true_evidence=one_or_all(decode_spans(tokenizer, row, spans), len(spans) > 2))
-            for i, (row, n, label, spans) in enumerate(zip(*arrays))]
-    rows = labels.read_labelled_texts(args.data, args)
+        return load_folder(path, args.split, model, tokenizer)
+    names = model.spec["classes"]
     classes = [labels.normalize_label(name) for name in names]
-    if classes and (unknown := sorted({row.label for row in rows} - {None, *classes})):
+    rows = labels.read_labelled_texts(args.data, args)
+    unknown = sorted({row.label for row in rows} - {None, *classes})
+    if classes and unknown:
         raise DataError(f"{path}: unknown labels {', '.join(unknown[:5])}; the classes of the "
                         f"checkpoint are {', '.join(names)}")
     # With learned positions the model has a maximum length, to which texts are cut.
     limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
-    arrays = labels.to_arrays(rows, tokenizer, classes, limit, framed=any(frame))
+    arrays = labels.to_arrays(rows, tokenizer, classes, limit, framed="frame" in model.spec)
     several = max(model.spec.get("n_spans", 1), *(len(row.spans) for row in rows)) > 1
-    return [arrays[name] for name in labels.ARRAYS], [
-        dict(id=i if row.id is None else row.id, text=row.text, true_label=row.label,
-             true_evidence=one_or_all(row.evidence, several))
-        for i, row in enumerate(rows)]
+    columns = dict(id=[i if row.id is None else row.id for i, row in enumerate(rows)],
+                   text=[row.text for row in rows], true_label=[row.label for row in rows],
+                   true_evidence=[one_or_all(row.evidence, several) for row in rows])
+    return [arrays[name] for name in labels.ARRAYS], columns
+
+
+def load_folder(folder, split, model, tokenizer):
+    """Return the result of load_rows() for `split` of a folder that data.prepare.labels wrote."""
+    classes = model.spec["classes"]
+    n_before, n_after = model.spec.get("frame", (0, 0))
+    meta = labels.read_labels_meta(folder).extra
+    is_same = meta["classes"] == classes and meta.get("frame", [0, 0]) == [n_before, n_after]
+    if not is_same or open_tokenizer(folder).spec() != tokenizer.spec():
+        raise DataError(f"{folder}: prepared with other classes, another tokenizer or another "
+                        "version of this program than the checkpoint's data")
+    tokens, lengths, targets, spans = arrays = labels.open_labels(folder, split, model.spec)
+    texts = [tokenizer.decode(ids[n_before:n - n_after]) for ids, n in zip(tokens, lengths)]
+    return arrays, dict(
+        id=[*range(len(tokens))], text=texts,
+        true_label=[classes[k] if classes else None for k in targets],
+        true_evidence=[decode_spans(tokenizer, *pair) for pair in zip(tokens, spans)])
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return the list of the texts of the evidence, in the order of the text. ids (T,): token ids
-    of the text. spans (2S,): first and last token of each span, in any order, padded with -1."""
+    """Return one_or_all() of the texts of the evidence, in the order of the text. ids (T,): token
+    ids of the text. spans (2S,): first and last token of each span, in any order, padded with -1.
+    """
     pairs = sorted(zip(spans[::2], spans[1::2]))
-    return [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
+    texts = [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
+    return one_or_all(texts, len(pairs) > 1)
 
 
 def one_or_all(texts, several):
@@ -149,16 +159,16 @@ def one_or_all(texts, several):
     return texts if several else texts[0] if texts else None
 
 
-def calibrate(args, own_data, model, tokenizer):
+def calibrate(own_data, model, tokenizer, batch_size):
     """Return the result of fit_temperature(), a float, for the predictions of `model` on the
     validation rows in own_data, a folder of the training run. If these rows cannot be read, a
-    message is printed and 1.0 is returned. args: a ReportOptions."""
+    message is printed and 1.0 is returned. batch_size: texts per forward pass."""
     try:
-        arrays, _ = load_rows(replace(args, data=[own_data], split="val"), model, tokenizer)
+        arrays, _ = load_folder(own_data, "val", model, tokenizer)
     except DataError as error:
         echo(f"The temperature is 1, no validation rows to fit it to: {error}")
         return 1.0
-    scores, _ = predict(model, arrays, args.batch_size)
+    scores, _ = predict(model, arrays, batch_size)
     return metrics.fit_temperature(np.asarray(arrays[2]), scores)
 
 
@@ -169,23 +179,19 @@ def rate_scores(targets, scores):
         ece=metrics.calibration_error(targets, scores))
 
 
-def fit_baselines(arrays, rows, texts, targets, n_classes):
+def fit_baselines(known_texts, known, texts, targets, n_classes):
     """Fit two baselines, logistic regression on TF-IDF of words and of characters, to the training
-    data (arrays, rows), the result of load_rows(). Evaluate them on `texts`, a list, with class
-    indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with "seconds"}; for
-    a baseline that cannot be fitted, a message is printed instead."""
+    data, a list of texts with the class indices `known`. Evaluate them on `texts` (N,) with the
+    class indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with
+    "seconds"}."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     out = {}
     for name, options in (("words", {}), ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
         started = time.perf_counter()
         vectorizer = TfidfVectorizer(**options, sublinear_tf=True)
-        try:
-            features = vectorizer.fit_transform(row["text"] for row in rows)
-            regression = LogisticRegression(C=20, max_iter=1000).fit(features, arrays[2])
-        except ValueError as error:  # e.g. the rows have one class, or words of one letter
-            echo(f"--baseline, TF-IDF, {name}: not possible with the training rows: {error}")
-            continue
+        features = vectorizer.fit_transform(known_texts)
+        regression = LogisticRegression(C=20, max_iter=1000).fit(features, known)
         scores = np.zeros((len(texts), n_classes))  # a class may have no training row
         scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
         seconds = time.perf_counter() - started
@@ -200,29 +206,31 @@ def faithfulness(model, arrays, scores, spans, batch_size):
     evidence), and if everything else is deleted (small for good evidence). {} without such texts.
     arrays: (tokens, lengths, ...) of load_rows(); scores (N, K), spans (N, 2S): the result of
     predict() for these rows; batch_size: texts per forward pass."""
-    texts = [ids[:n] for ids, n in zip(*arrays[:2])]
-    position = np.arange(arrays[0].shape[1])
+    tokens, lengths = arrays[0], np.asarray(arrays[1])[:, None]  # (N, T), (N, 1)
+    position = np.arange(tokens.shape[1])
     first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
     inside = ((position >= first) & (position <= last)).any(1)  # (N, T)
     n_before, n_after = model.spec.get("frame", (0, 0))
-    # Always kept, and so is the padding: the tokens around a text.
-    frame = (position < n_before) | (position >= np.asarray(arrays[1])[:, None] - n_after)
-    kept = np.flatnonzero(~(inside | frame).all(1))
-    cells = np.arange(len(kept)), scores[kept].argmax(1)
-    parts = [[texts[i][mask[i, :len(texts[i])]] for mask in (~inside | frame, inside | frame)]
-             for i in kept]
+    # Always kept: the tokens around a text.
+    frame = (position < n_before) | (position >= lengths - n_after)
+    rows = np.flatnonzero(~(inside | frame).all(1))
+    if not len(rows):
+        return {}
     out = {}
-    for name, cut in zip(("comprehensiveness", "sufficiency"), zip(*parts)):
-        lengths = np.array([*map(len, cut)])
-        padded = pad_rows(cut, lengths.max(), 0, arrays[0].dtype)
-        p = predict(model, (padded, lengths), batch_size)[0]
-        out[name] = float((scores[kept][cells] - p[cells]).mean())
+    cells = np.arange(len(rows)), scores[rows].argmax(1)
+    for name, kept in dict(comprehensiveness=~inside, sufficiency=inside).items():
+        kept = (kept | frame) & (position < lengths)
+        cut = [tokens[i][kept[i]] for i in rows]
+        sizes = kept[rows].sum(1)
+        padded = pad_rows(cut, sizes.max(), 0, tokens.dtype)
+        p = predict(model, (padded, sizes), batch_size)[0]
+        out[name] = float((scores[rows][cells] - p[cells]).mean())
     return out
 
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return [probabilities (N, K), spans (N, 2S)] of `model`, a Classifier, as numpy arrays;
+    """Return (probabilities (N, K), spans (N, 2S)) of `model`, a Classifier, as numpy arrays;
     `None` for one that the model does not predict. spans: first and last token of each span, padded
     with -1. arrays: tokens (N, T), lengths (N,), ...; further ones are ignored. batch_size: texts
     per forward pass. If a text is longer than in training and positions are rotary, block_size and
@@ -238,9 +246,10 @@ def predict(model, arrays, batch_size):
     for start in range(0, len(tokens), batch_size):
         n = torch.from_numpy(np.array(lengths[start:start + batch_size], np.int64))  # (B,)
         batch = torch.from_numpy(tokens[start:start + batch_size, :n.max()].astype(np.int64))
-        scores, spans = model(batch.to(device), n.to(device))
-        parts.append((None if scores is None else scores.cpu().double().softmax(1), spans))
-    return [None if p[0] is None else torch.cat(p).cpu().numpy() for p in zip(*parts)]
+        parts.append(model(batch.to(device), n.to(device)))
+    scores, spans = zip(*parts)
+    return (None if model.head is None else torch.cat(scores).cpu().double().softmax(1).numpy(),
+            None if model.end is None else torch.cat(spans).cpu().numpy())
 
 
 def format_report(m):
@@ -249,24 +258,24 @@ def format_report(m):
     are omitted."""
     parts = []
     if "accuracy" in m:
-        names = ("precision", "recall", "f1")
-        columns = [[f"{v:.4f}" for v in (*m[f"{name}_per_class"], m[f"{name}_macro"],
-                                         m[f"{name}_weighted"])] for name in names]
         n_rows = sum(m["support"])
-        support = [f"{n:,}" for n in (*m["support"], n_rows, n_rows)]
-        table = zip([*m["classes"], "macro mean", "weighted mean"], *columns, support)
+        columns = [["", *m["classes"], "macro mean", "weighted mean"]]
+        for name in ("precision", "recall", "f1"):
+            values = [*m[f"{name}_per_class"], m[f"{name}_macro"], m[f"{name}_weighted"]]
+            columns.append([name, *(f"{value:.4f}" for value in values)])
+        columns.append(["rows", *(f"{n:,}" for n in (*m["support"], n_rows, n_rows))])
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
         matrix = [[name, *map(str, row)] for name, row in zip(m["classes"], m["confusion_matrix"])]
-        parts = [format_table([["", *names, "rows"], *table]),
+        parts = [format_table([*zip(*columns)]),
                  f"accuracy {m['accuracy']:.4f}, AUROC {area}, ECE {m['ece']:.4f}, at the "
                  f"temperature {m['temperature']:.3f} {m['ece_calibrated']:.4f}",
                  "confusion matrix:",
                  format_table([["true \\ predicted", *m["classes"]], *matrix])]
     if "baselines" in m:
-        table = [[name, *(f"{b[n]:.4f}" for n in ("f1_macro", "accuracy", "ece")),
-                  f"{b['seconds']:.1f}" if "seconds" in b else "-"]
-                 for name, b in {"this model": m, **m["baselines"]}.items()]
-        parts.append(format_table([["", "macro F1", "accuracy", "ECE", "seconds"], *table]))
+        table = [["", "macro F1", "accuracy", "ECE"]]
+        for name, b in {"this model": m, **m["baselines"]}.items():
+            table.append([name, *(f"{b[n]:.4f}" for n in ("f1_macro", "accuracy", "ece"))])
+        parts.append(format_table(table))
     if "exact_match" in m:
         parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
