@@ -291,6 +291,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, seed: int = 1337, token_bytes=None, is_backbone=False):
         super().__init__()
         c = self.config = config
+        self.is_backbone = is_backbone
         if not c.causal and not is_backbone:
             raise SetupError("causal: false: an encoder, such as BERT, is no language model; use "
                              "it as the backbone (init_from) of classifiers")
@@ -460,7 +461,8 @@ class GPT(nn.Module):
         # Embeddings are lookups, except for a tied one, which is the output layer too.
         lookups = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
         head = (self.lm_head or self.wte).weight
-        weights = [p for p in self.parameters() if id(p) not in lookups or p is head]
+        weights = [p for p in self.parameters()
+                   if id(p) not in lookups or p is head and not self.is_backbone]
         # A sampled loss (head_samples) computes the logits of few rows of the output layer.
         skipped = head.numel() - len(getattr(self.loss, "ids", head)) * c.n_embd
         n = sum(p.numel() for p in weights) - skipped

@@ -335,10 +335,7 @@ class Classifier(nn.Module):
         return out
 
     def flops_per_unit(self):
-        # The output layer is not computed, and the classifier's heads are small.
-        head = self.gpt.wte.weight
-        n = 2 + 2 * any(p.requires_grad for p in self.gpt.parameters()) + 2 * head.requires_grad
-        return (self.gpt.flops_per_unit() - n * head.numel()) * self.gpt.config.block_size
+        return self.gpt.flops_per_unit() * self.gpt.config.block_size  # the heads are small
 
     def compile(self, *args, **kwargs):
         for block in self.gpt.h:  # all blocks share the first one's code; the heads are small
