@@ -173,7 +173,8 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         old_data_dir, the token ids and targets (B, T) of the old text. In training, old_weight
         times its divergence from the backbone is added to the loss; in eval mode, its cross-entropy
         to the sums, see add_old_text()."""
-        chat, old = others[:len(others) % 2], others[len(others) % 2:]
+        n_chat = len(others) % 2  # the old text are two tensors
+        chat, old = others[:n_chat], others[n_chat:]
         loss, sums = super().compute_loss(idx, targets, *chat)
         n_items = (targets != IGNORE).sum(1)  # (B,): targets per row
         if chat:
