@@ -57,16 +57,17 @@ class Backbone:
         if not isinstance(self.gpt, GPT) or last >= len(self.gpt.h):
             raise CheckpointError(f"backbone: {path}: expected a GPT with more than {last} blocks "
                                   "(the keys layer, target)")
-        # Per layer, the module of which the output is replaced.
-        self.edited = [self.gpt.h[last if target.isdecimal() else n] for n in layers]
-        if target == "mlp":
-            self.edited = [block.mlp for block in self.edited]
         # In the order of activations(): what is read, a module and 0, the input, or 1, the output.
         self.reads = []
-        for n, module in zip(layers, self.edited):
-            if target != "input":
-                self.reads.append((module, 0) if target == "mlp" else (self.gpt.h[n], 1))
-            self.reads.append((module, 1))
+        self.edited = []  # per layer, the module of which the output is replaced: the last read
+        for block in [self.gpt.h[n] for n in layers]:
+            if target == "input":
+                self.reads.append((block, 1))
+            elif target == "mlp":
+                self.reads += (block.mlp, 0), (block.mlp, 1)
+            else:
+                self.reads += (block, 1), (self.gpt.h[last], 1)
+            self.edited.append(self.reads[-1][0])
         self.dim = self.gpt.config.n_embd * len(self.reads)
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
