@@ -1172,6 +1172,13 @@ def test_the_printed_command_without_validation_rows(tmp_path, capsys):
     assert data.val is None
 
 
+def test_names_of_attributes_of_modules_are_refused(tmp_path):
+    features.prepare_features(dict(training=np.eye(40)), None, str(tmp_path), 0.2,
+                              np.arange(40) // 5)
+    with pytest.raises(ValueError, match="training: not possible as names"):
+        open_data(configure(tmp_path, "unused", **SYSTEM), Ranks())
+
+
 def test_other_data_are_refused(tmp_path, trained, capsys):
     features.prepare_features({"a": np.zeros((40, 3))}, None, str(tmp_path / "d"), 0.2,
                               np.arange(40) // 5)

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import torch
+import torch.nn as nn
 
 from data.meta import read_meta_for
 from data.rows import open_rows
@@ -205,6 +206,9 @@ def open_data(config, ranks):
     if config.matching == "correlation" and meta["target"] == 1:  # 0 for every row
         raise ConfigError(["matching: correlation is over the dimensions of the target, which has "
                            "1; expected mse"])
+    if reserved := [name for name in meta["modalities"] if hasattr(nn.ModuleDict(), name)]:
+        raise DataError(f"{config.data_dir}: {', '.join(reserved)}: not possible as names of "
+                        "PyTorch modules; rename the files and prepare them again")
     names = ("modalities", "target", "mean", "std", "shift", "subjects")
     spec = {k: meta[k] for k in names if k in meta}
 
