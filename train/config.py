@@ -80,7 +80,7 @@ def read_yaml(path, problems, groups=()):
                 settings.append((remove_groups(group + name), raw, where))
     try:
         with open(path, encoding="utf-8") as f:
-            loader = key_fields.PlainLoader(f.read())
+            loader = yaml.BaseLoader(f.read())  # only texts: 1e-4, no
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise yaml.YAMLError(f"a {root.id} at top level" if root else "the file is empty")

@@ -12,7 +12,7 @@ import yaml
 
 from data.meta import Meta, read_meta, write_meta
 from train.base.errors import DataError, echo, quote_path
-from train.base.fields import PlainLoader, key
+from train.base.fields import key
 from train.base.files import lock_folder, reporting_full_disk, sync_folder
 from train.base.keys import TrainConfig
 from train.logger import WARN_EPOCHS
@@ -118,7 +118,7 @@ def read_settings(path):
     """Return the settings {key: value as text} of the YAML configuration `path`, a Path. If it has
     the key `base`, the name of a file in the same folder, the settings of that file are included,
     with lower priority."""
-    settings = yaml.load(path.read_text("utf-8"), PlainLoader)
+    settings = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
     base = settings.pop("base", None)
     return (read_settings(path.parent / base) if base else {}) | settings
 

@@ -106,7 +106,7 @@ def read_safetensors(path):
             metadata = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         description = {k: json.loads(metadata[k]) for k in DESCRIPTION if k in metadata}
-        check_content({"model": tensors} | description, os.path.getsize(path))
+        check_content({"model": tensors} | description)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; {FROM_BIN}") from None
     except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -139,12 +139,12 @@ def to_str(raw):
 
 def to_list(raw):
     if isinstance(raw, str) and raw.strip().startswith("["):
-        raw = yaml.load(raw, PlainLoader)
+        raw = yaml.load(raw, yaml.BaseLoader)
     return [str(v) for v in raw] if isinstance(raw, (list, tuple)) else [to_str(raw)]
 
 
 def to_dict(raw):
-    raw = yaml.load(raw, PlainLoader) if isinstance(raw, str) else raw
+    raw = yaml.load(raw, yaml.BaseLoader) if isinstance(raw, str) else raw
     return {str(k): {str(a): to_float(b) for a, b in v.items()} if isinstance(v, dict)
             else to_float(v) for k, v in raw.items()}
 
@@ -186,18 +186,3 @@ def nearest(word, words):
     texts, that is most similar to `word`; "" if no item is similar."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-class PlainLoader(yaml.BaseLoader):
-    """A YAML loader, yaml.load(text, PlainLoader), that returns every scalar as a string, without
-    conversion to int, bool etc. It raises a YAMLError for tags, and for aliases of a list or
-    mapping, because a few lines of nested aliases can expand to billions of nodes."""
-
-    def compose_node(self, parent, index):
-        event = self.peek_event()
-        node = super().compose_node(parent, index)
-        is_alias = isinstance(event, yaml.AliasEvent)
-        if is_alias and not isinstance(node, yaml.ScalarNode) or getattr(event, "tag", None):
-            problem = "a tag or an alias of a list or mapping is not allowed; write the value out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        return node

@@ -159,11 +159,6 @@ class Shards:
     tensors: dict
     plain: dict
 
-    @property
-    def size(self):
-        """Number of bytes of all files together, plus the length of `plain` as JSON."""
-        return sum(file["size"] for file in self.files.values()) + len(json.dumps(self.plain))
-
     def state(self, tensor):
         """Return the content of the checkpoint, a nested dict. tensor(name): a function that
         returns the tensor with this dotted name, e.g. self.meta or self.read."""
