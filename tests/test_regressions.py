@@ -732,7 +732,7 @@ def test_files_of_a_user_stay(data_dir, tmp_path):
 def test_a_refusal_keeps_the_old_run_in_its_place(data_dir, tmp_path):
     out = tmp_path / "out"
     go(data_dir, out, max_iters=4)
-    with pytest.raises(CheckpointError, match="does not go with --resume never"):
+    with pytest.raises(ConfigError, match="does not go with resume: never"):
         go(data_dir, out, resume="never", eval_only=True)
     assert (out / "ckpt.pt").exists()
 
@@ -893,7 +893,7 @@ def test_a_restart_reads_the_file_that_no_attempt_has_read(tmp_path, data_dir, m
 def test_an_evaluation_does_not_replace_the_metrics_of_a_run(tmp_path, data_dir):
     go(data_dir, tmp_path, max_iters=3)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="does not go with --resume never"):
+    with pytest.raises(ConfigError, match="does not go with resume: never"):
         go(data_dir, tmp_path, eval_only=True, resume="never",
            init_from=str(tmp_path / "ckpt.pt"))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

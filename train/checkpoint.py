@@ -27,14 +27,14 @@ from train.base.fields import fields_by_name
 from train.base.run_folder import find_newest_checkpoint, restarted_job
 from train.base.sharded_file import MANIFEST, Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
-from train.config import FIELDS, find_differences, input_files, split_paths
+from train.config import FIELDS, find_differences, keys_of_moved_files
 from train.distributed import Ranks, broadcast_from_rank0, gather_objects, is_sharded, local
 from train.optimizer import create_state
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-# Keys that a checkpoint needs to be resumed, with the type of each; `state` is the optimizer's.
-REQUIRED_KEYS = dict(optimizer=dict, state=dict, iter_num=int, config=dict, progress=dict,
-                     scaler=dict, plateau=dict, early_stopping=dict, spikes=list, data=object)
+# Keys that a checkpoint needs to be resumed, besides the weights.
+REQUIRED_KEYS = ("optimizer", "iter_num", "config", "progress", "scaler", "plateau",
+                 "early_stopping", "spikes", "data")
 
 # Where a user's code makes the entry of a checkpoint, for messages.
 PLAIN_SOURCES = dict(spec="Data.spec", data="fingerprint() of the training data",
@@ -85,36 +85,33 @@ def find_start(folder, config, ranks, log):
 
     log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
     CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
-    weights to evaluate or config.resume is "never"; UserError if the folder is locked.
+    weights to evaluate; UserError if the folder is locked.
     """
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
 
     def find():
-        if config.eval_only and config.resume == "never":
-            raise CheckpointError("--eval_only does not go with --resume never; leave one out")
-        state, path, shards = find_checkpoint(config, log, damaged)
+        start = find_checkpoint(config, log, damaged)
+        state = start.state or {}
         # Also without a checkpoint: the source files are read now, and may be edited before a save.
-        weights_module().formulas.warn_of_differences(state or {}, path, config.model)
-        kind = "init_from" if state is None else "resume"
-        if state is None and config.init_from != "scratch":
-            path = config.init_from
-            state = weights_module().read_named(path, "init_from")
-        if state is None and config.eval_only:
+        weights_module().formulas.warn_of_differences(state, start.path, config.model)
+        old = state.get("config") or {}
+        if old.get("family"):  # an earlier version
+            state["config"] = weights_module().load.upgrade_args(old)
+        first = old.get("init_from")  # a resumed run has the shape that it had at its start
+        if start.kind == "scratch" and config.init_from != "scratch":
+            first = config.init_from
+            start = Start("init_from", first, weights_module().read_named(first, "init_from"))
+        if start.kind == "scratch" and config.eval_only:
             raise CheckpointError(f"--eval_only: no ckpt.pt in {config.out_dir}, and no "
                                   "--init_from: nothing to evaluate")
-        if state is None:
-            return Start()
-        old = state.get("config") or {}
-        if kind == "resume" and old.get("family"):  # an earlier version
-            state["config"] = weights_module().load.upgrade_args(old)
-        shape = {}
-        first = old.get("init_from") if kind == "resume" else path
-        if "scratch" not in (config.init_from, first):  # a resumed run: the same as at its start
-            shape = weights_module().take_shape(config, state, path)
-        for name, value in shape.items() if kind == "init_from" else ():
-            if (given := getattr(config, name)) != fields_by_name(config)[name].default:
-                log(f"{name}: {value} from {path} (overrides {given})")
-        return Start(kind, path, state, shards, shape)
+        if "scratch" not in (config.init_from, first):
+            start.shape = weights_module().take_shape(config, start.state, start.path)
+        if start.kind == "init_from":
+            for name, value in start.shape.items():
+                given = getattr(config, name)
+                if given != fields_by_name(config)[name].default:
+                    log(f"{name}: {value} from {start.path} (overrides {given})")
+        return start
 
     def open_folder():
         folder.open()
@@ -145,9 +142,9 @@ def find_damage(start, ranks):
     return next(filter(None, gather_objects(problem, ranks)), None)
 
 
-def find_checkpoint(config, log, damaged=()):
-    """Return (state, path, shards) of the checkpoint from which the run continues, (`None`, `None`,
-    `None`) to start from scratch. state, shards: as returned by open_checkpoint(). config.resume is
+def find_checkpoint(config, log, damaged):
+    """Return the Start for the checkpoint from which the run continues, without its shape; if there
+    is none, a Start from scratch. config.resume is
         auto    the newest checkpoint in out_dir, if any
         must    the same; CheckpointError if there is none
         never   no checkpoint; RunFolder.take() moves files of an earlier run to a subfolder
@@ -159,39 +156,25 @@ def find_checkpoint(config, log, damaged=()):
     To be called on rank 0 only. Raises CheckpointError.
     """
     folder = config.out_dir
-    state = path = shards = None
     if config.resume in ("auto", "must") or restarted_job(folder)[1]:
         state, path, shards = find_newest_checkpoint(folder, log, damaged)
-        if state is None and config.resume == "must":
+        if state is not None:
+            return Start("resume", path, state, shards)
+        if config.resume == "must":
             raise CheckpointError(f"--resume must: there is no ckpt.pt in {folder}")
-    elif config.resume == "never":
-        own = {os.path.abspath(folder), os.path.abspath(os.path.join(folder, "shards"))}
-        inside = [f"--{name} {paths}" for name, paths in input_files(config).items()
-                  for path in map(os.path.abspath, split_paths(paths))
-                  if own & {path, os.path.dirname(path)}]
-        if inside:
-            raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
-                                  "files of out_dir; choose another --out_dir")
-    if state is None and config.resume_file:
-        inside = os.path.join(config.resume, "ckpt.pt")
-        path = inside if os.path.isfile(inside) else config.resume
-        if not any(map(os.path.isfile, (path, os.path.join(path, MANIFEST)))):
-            raise CheckpointError(f"{path}: no such file or folder with ckpt.pt; --resume takes "
-                                  "auto, must, never or a checkpoint")
-        if path in damaged:
-            raise CheckpointError(damaged[path])
-        state, shards = open_checkpoint(path)
-    return state, path, shards
-
-
-def inherited_shape(config):
-    """Return {key: value}: the configuration keys of the model's architecture, e.g. n_layer, that a
-    new run of `config` takes from the weights with which it starts; {} if it starts without
-    weights. Reads the file of the weights, but starts no run. Raises CheckpointError."""
-    name, path = next(iter(input_files(config, (True,)).items()), (None, None))
-    if path is None:
-        return {}
-    return weights_module().take_shape(config, weights_module().read_named(path, name), path)
+    elif config.resume == "never" and (inside := keys_of_moved_files(config)):
+        raise CheckpointError(f"{', '.join(inside)}: in out_dir, and --resume never moves the "
+                              "files of out_dir; choose another --out_dir")
+    if not config.resume_file:
+        return Start()
+    inside = os.path.join(config.resume, "ckpt.pt")
+    path = inside if os.path.isfile(inside) else config.resume
+    if not any(map(os.path.isfile, (path, os.path.join(path, MANIFEST)))):
+        raise CheckpointError(f"{path}: no such file or folder with ckpt.pt; --resume takes "
+                              "auto, must, never or a checkpoint")
+    if path in damaged:
+        raise CheckpointError(damaged[path])
+    return Start("resume", path, *open_checkpoint(path))
 
 
 def load_best(model, folder, config, ranks):
@@ -250,9 +233,7 @@ def check_fits(start, config, data, model, ranks):
 
     def check():
         state = start.state
-        content = state | {"state": (state.get("optimizer") or {}).get("state")}
-        missing = [k for k, kind in REQUIRED_KEYS.items()
-                   if k not in content or not isinstance(content[k], kind)]
+        missing = [name for name in REQUIRED_KEYS if state.get(name) is None]
         remedy = f"to use its weights: --init_from {quote_path(start.path)} and another --out_dir"
         if missing:
             raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
@@ -293,18 +274,21 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
     samples" (per evaluation) and, if early_stopping_metric is in task_metrics, the names of the
     metrics of task files, "eval_task_rows". What is unknown does not differ, e.g. the validation
     data of a run without evaluations (eval_interval 0)."""
-    # eval_iters is the number of batches per source of a mixture.
-    loaders = data.val.loaders.values() if hasattr(data.val, "shares") else [data.val]
+    names = ["early_stopping_metric", "early_stopping_mode"]
+    if config.early_stopping_metric in task_metrics:
+        names.append("eval_task_rows")
+    loaders = [data.val] if data.val else []
+    if hasattr(data.val, "shares"):  # eval_iters is the number of batches per source of a mixture
+        loaders = data.val.loaders.values()
 
     def settings(keys, fingerprint):
-        return keys | {"validation data": fingerprint, "validation samples": sum(
-            min(keys["eval_iters"] * keys["batch_size"], x.samples) for x in loaders if x) or None}
+        samples = keys["eval_iters"] * keys["batch_size"]
+        return {name: keys.get(name) for name in names} | {
+            "validation data": fingerprint,
+            "validation samples": sum(min(samples, x.samples) for x in loaders) or None}
     old = settings(state["config"], state.get("val_data"))
     new = settings(asdict(config), data.fingerprints()["val"])
-    names = "early_stopping_metric", "early_stopping_mode", "validation data", "validation samples"
-    if config.early_stopping_metric in task_metrics:
-        names += "eval_task_rows",
-    return [n for n in names if None not in (old.get(n), new[n]) and old[n] != new[n]]
+    return [n for n in new if None not in (old[n], new[n]) and old[n] != new[n]]
 
 
 def nearly_equal(a, b):
@@ -406,7 +390,11 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
     plain = without_values(state)
 
     def write(parts):  # on every rank, in the background or, if `last`, before save() returns
-        written = distributed.gather_to_rank0(folder.write_shards(name, ranks.rank, parts), ranks)
+        result = folder.write_shards(name, ranks.rank, parts)
+        try:
+            written = gather_objects(result, ranks, ranks.saving)
+        except Exception as error:  # a rank was killed
+            written = [f"rank {ranks.rank} does not reach the others: {error}"]
 
         def save_manifest(path):
             folder.save_manifest(path, name, plain, written, links)
@@ -447,10 +435,9 @@ def find_drift(tensors, ranks):
     ranks must call."""
     if ranks.world_size == 1:
         return []
-    every_rank = gather_objects({name: add_bits(t) for name, t in tensors.items()
-                                 if not is_sharded(t)}, ranks)
-    return sorted({name for sums in every_rank for name in sums.keys() | every_rank[0].keys()
-                   if sums.get(name) != every_rank[0].get(name)})
+    sums = {name: add_bits(t) for name, t in tensors.items() if not is_sharded(t)}
+    every_rank = [set(sums.items()) for sums in gather_objects(sums, ranks)]
+    return sorted({name for name, _ in set.union(*every_rank) - set.intersection(*every_rank)})
 
 
 def add_bits(tensor):
@@ -552,20 +539,25 @@ def select_optimizer_state(optimizer, entries, config, warn):
     nothing. Entries that are {} (no gradient yet) are left out, and `entries` may be {} (no step
     yet).
     """
-    keys = {name: optimizer.state.get(p, {}).keys() for name, p in named_params(optimizer).items()}
-    usable = {name: {k: v for k, v in entry.items() if k != "ema" or config.ema}
-              for name, entry in entries.items()
-              if isinstance(entry, dict) and entry.keys() - {"ema"} == keys.get(name)}
-    new = {name for name, entry in entries.items() if entry == {}}  # had no gradient yet
-    unusable = sorted((entries.keys() | keys.keys() if entries else set()) - usable.keys() - new)
-    if config.allow_change:
-        unusable = [name for name in unusable if name in keys]  # others are frozen now
+    params = named_params(optimizer)
+    usable = {}
+    unusable = []
+    for name in sorted(entries.keys() | params.keys()) if entries else ():
+        entry = entries.get(name)
+        if entry == {}:  # had no gradient yet
+            continue
+        own = optimizer.state.get(params.get(name), {})
+        if name in params and entry and entry.keys() - {"ema"} == own.keys():
+            usable[name] = entry if config.ema else {k: v for k, v in entry.items() if k != "ema"}
+        elif name in params or not config.allow_change:  # other parameters are frozen now
+            unusable.append(name)
+    if not unusable:
+        return usable
     names = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
-    if unusable and not config.allow_change:
+    if not config.allow_change:
         raise CheckpointError(f"the checkpoint in {config.out_dir} lacks the optimizer state of "
                               f"{names}; --allow_change optimizer initialises it newly")
-    if unusable:
-        warn(f"optimizer state of {len(unusable)} tensors is newly initialised: {names}")
+    warn(f"optimizer state of {len(unusable)} tensors is newly initialised: {names}")
     return usable
 
 

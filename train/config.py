@@ -388,6 +388,15 @@ def split_paths(text):
     return [os.path.expanduser(path.strip()) for path in text.split(",")]
 
 
+def keys_of_moved_files(config):
+    """Return a list of texts "--KEY VALUE": the keys of `config` that name a file which --resume
+    never would move, because it is in out_dir."""
+    folders = {os.path.abspath(os.path.join(config.out_dir, name)) for name in ("", "shards")}
+    return [f"--{name} {paths}" for name, paths in input_files(config).items()
+            for path in map(os.path.abspath, split_paths(paths))
+            if path in folders or os.path.dirname(path) in folders]
+
+
 def describe_files(config):
     """Return a text with size and time of the files, besides the data, that a run of `config`, a
     TrainConfig, reads: they differ if a file has changed."""
@@ -412,6 +421,8 @@ def find_conflicts(c):
         found.append("warmup_ratio does not go with warmup_epochs; leave one out")
     if c.deterministic and c.cudnn_benchmark:
         found.append("deterministic: true does not go with cudnn_benchmark: true; leave one out")
+    if c.eval_only and c.resume == "never":
+        found.append("eval_only does not go with resume: never; leave one out")
     if not c.out_dir or "://" in c.out_dir:
         found.append(f"out_dir: expected a folder, got {c.out_dir!r}; to copy the checkpoints to a "
                      "URL: --mirror URL")

@@ -218,25 +218,13 @@ def max_over_ranks(values, ranks):
     return tensor.tolist()
 
 
-def gather_to_rank0(value, ranks):
-    """Return on rank 0 a list with the `value` (any picklable object) of each rank, in the order of
-    the ranks; `None` on other ranks. For background threads of sharded saves: if the collective
-    fails, the result is [error message] instead of an exception. All ranks must call."""
-    values = [value] * ranks.world_size if ranks.is_main else None
-    if ranks.world_size > 1:
-        try:
-            dist.gather_object(value, values, group=ranks.saving)
-        except Exception as error:  # a rank was killed
-            values = [f"rank {ranks.rank} does not reach the others: {error}"]
-    return values
-
-
-def gather_objects(value, ranks):
+def gather_objects(value, ranks, group=None):
     """Return a list with the `value` (any picklable object) of each rank, in the order of the
-    ranks, on every rank. All ranks must call."""
+    ranks, on every rank. group: of all ranks (default: ranks.control); ranks.saving in a background
+    thread. All ranks must call."""
     values = [value] * ranks.world_size
     if ranks.world_size > 1:
-        dist.all_gather_object(values, value, group=ranks.control)
+        dist.all_gather_object(values, value, group=group or ranks.control)
     return values
 
 

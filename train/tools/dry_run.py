@@ -12,11 +12,12 @@ With world_size, the run is planned on that many GPUs instead (train/tools/plan.
 import numpy as np
 import torch
 
+from model.core import weights
 from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit, echo
 from train.base.memory import memory_available, memory_resident, return_freed_memory
-from train.checkpoint import inherited_shape
+from train.config import input_files
 from train.device import ON_OFF, choose_dtype, compile_model, describe_device, should_compile, timed
 from train.logger import log_plan, peak_memory
 from train.optimizer import build_optimizer
@@ -77,6 +78,15 @@ def estimate(config):
         log(f"Fits. {seconds * 1000:,.0f} ms per step, {n / seconds:,.0f} {unit}/s")
         for steps in sorted({config.max_iters, 5_000, 50_000, 500_000}):
             log(f"  {steps:>9,} steps: {compact(steps * n):>6} {unit}, {duration(steps * seconds)}")
+
+
+def inherited_shape(config):
+    """Return {key: value}: the configuration keys of the model's architecture, e.g. n_layer, that a
+    new run of `config` takes from the weights with which it starts; {} if it starts without
+    weights. Reads the file of the weights, but starts no run. Raises CheckpointError."""
+    for name, path in input_files(config, (True,)).items():
+        return weights.take_shape(config, weights.read_named(path, name), path)
+    return {}
 
 
 def check_memory(memory, available, ranks):
