@@ -229,9 +229,7 @@ def rewrite(manifest, old, new):
 
 @pytest.mark.parametrize("old, new, words", [
     (rb'("version": )\d+', rb"\g<1>99", "manifest 99 is newer than this program's"),
-    (rb'("files": {)', rb'\1"/etc/passwd": {"size": 5}, ', "/etc/passwd is .* not a shard"),
-    (rb'("[$]tensor": "model.)mask', rb"\1h.0.w", "its state is not as this program writes it"),
-    (rb'("iter_num": )1', rb"\1NaN", "its state is not as this program writes it")])
+    (rb'("files": {)', rb'\1"/etc/passwd": {"size": 5}, ', "/etc/passwd is .* not a shard")])
 def test_a_manifest_that_this_program_did_not_write_is_refused(tmp_path, old, new, words):
     save(tmp_path, 2, make_state(1, 1))
     rewrite(tmp_path / "ckpt.pt", old, new)

@@ -200,10 +200,13 @@ def translate(name, raw, known, by_epochs=False):
     known: {key: dataclass field} of the configuration class. by_epochs: whether the run's length is
     set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
     """
-    choices = known[name].metadata.get("choices", [raw]) if name in known else []
-    if name in known and raw not in NULL and (raw in choices or not isinstance(raw, (str, bool))):
-        return {name: raw}
-    target = name if name in known else ALIASES.names.get(name, name)
+    target = ALIASES.names.get(name, name)
+    if name in known:
+        target = name
+        is_word = isinstance(raw, (str, bool)) and raw not in known[name].metadata.get(
+            "choices", [raw])
+        if raw not in NULL and not is_word:
+            return {name: raw}
     if by_epochs and name in ALIASES.per_epoch:
         target = ALIASES.per_epoch[name]
     if isinstance(target, list):
@@ -216,10 +219,15 @@ def translate(name, raw, known, by_epochs=False):
     word = words.get(name, {}).get(text) or words.get(target, {}).get(text)
     if isinstance(word, dict):
         return {k: v for n, value in word.items() for k, v in translate(n, value, known).items()}
-    field = known.get(target)
-    takes_none = field and ("None" in str(field.type) or text in field.metadata.get("choices", ()))
-    not_set = text in NULL and not (word or takes_none or name in known)
-    return {} if "ignored" in (target, word) or not_set else {target: word or raw}
+    if "ignored" in (target, word):
+        return {}
+    if text in NULL and not word and name not in known:
+        field = known.get(target)
+        takes_none = field and (
+            "None" in str(field.type) or text in field.metadata.get("choices", ()))
+        if not takes_none:  # not set
+            return {}
+    return {target: word or raw}
 
 
 def fill(template, raw):
@@ -244,20 +252,10 @@ def resolve(settings, known, problems):
     a fraction, that an earlier file sets (REPLACED_LENGTHS). A message is appended to the list
     `problems` if one file sets a key twice, or if the command line sets a list or dict twice.
     """
-    def place(setting):
-        """Return the sort key of a setting (name, raw value, where): (number of the file, n). n is
-        0, except for a switch (an alias, e.g. amp): -1 if it is on, so that other settings in the
-        file override it, and 1 if it is off (or hybrid), so that it overrides them."""
-        name, raw, where = setting
-        is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
-        is_switch = name not in known and name in ALIASES.switches
-        return files[file_of(where)], is_switch * (1 if is_off else -1)
-
     resolved = {}
-    files = {file_of(where): i for i, (_, _, where) in enumerate(settings)}
     lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
     by_epochs = lengths & {n for n, raw, _ in settings if str(raw).lower() not in ("", *NULL)}
-    for name, raw, where in sorted(settings, key=place):
+    for name, raw, where in order_switches(settings, known):
         file = file_of(where)
         translated = translate(name, raw, known, by_epochs)
         if not translated and name in ALIASES.hints and str(raw).lower() not in NULL:
@@ -266,19 +264,35 @@ def resolve(settings, known, problems):
             old, first = resolved.pop(key, (None, ""))  # so that the latest one comes last
             earlier = first.partition(" as ")[2]
             alias = "" if {key: value} == {name: raw} else name
-            is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
             if alias and isinstance(value, dict) and isinstance(old, dict):
                 value = old | value  # e.g. memory_lr and lora_lr, both for lr_groups
                 alias = f"{earlier}, {name}" if earlier else name
-            elif (first and file_of(first) == file and (file or is_list)
-                    and not {earlier, name}.intersection(ALIASES.switches)):
+            elif first and file_of(first) == file and not {earlier, name} & {*ALIASES.switches}:
+                is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
                 how = "" if file else ", as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}"
-                problems.append(f"{where}: {key} is set twice (first at {first}); keep one{how}")
+                if file or is_list:  # of other arguments, the last one counts
+                    problems.append(
+                        f"{where}: {key} is set twice (first at {first}); keep one{how}")
             for other in REPLACED_LENGTHS.get(key, ()):
                 if other in resolved and file_of(resolved[other][1]) != file:
                     del resolved[other]
             resolved[key] = value, f"{where} as {alias}" if alias else where
     return resolved
+
+
+def order_switches(settings, known):
+    """Return `settings`, as for resolve(), in the order of precedence: in each file, a switch (an
+    alias, e.g. amp) comes first if it is on, so that other settings in the file override it, and
+    last if it is off (or hybrid), so that it overrides them."""
+    files = {file_of(where): i for i, (_, _, where) in enumerate(settings)}
+
+    def place(setting):
+        name, raw, where = setting
+        if name in known or name not in ALIASES.switches:
+            return files[file_of(where)], 0
+        is_off = str(raw).lower() in ("false", "no", "off", "hybrid", "hybrid_shard")
+        return files[file_of(where)], 1 if is_off else -1
+    return sorted(settings, key=place)
 
 
 def file_of(where):
@@ -471,16 +485,19 @@ def find_differences(old, new, known=FIELDS):
     dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal. An
     old value x equals the new value [x]; dicts with a different order of the keys differ. known:
     {key: dataclass field}, the keys to compare."""
-    # A value equals a list with only this value: some keys were not lists in earlier versions. The
-    # order of a dict counts: in lr_groups the last matching pattern is used.
-    names = [n for n, f in known.items() if n in old and n in new
-             and (new[n] not in (old[n], [old[n]])
-                  or isinstance(new[n], dict) and list(new[n]) != list(old[n]))
-             and not (f.metadata.get("free") or f.metadata.get("start"))]
     batch = ("batch_size", "gradient_accumulation_steps")
-    if math.prod(old.get(n, 1) for n in batch) == math.prod(new.get(n, 1) for n in batch):
-        names = [n for n in names if n not in batch]
-    return [(n, old[n], new[n]) for n in names]
+    same_batch = math.prod(old[n] for n in batch) == math.prod(new[n] for n in batch)
+    differences = []
+    for name, f in known.items():
+        is_free = f.metadata.get("free") or f.metadata.get("start") or name in batch and same_batch
+        if is_free or name not in old or name not in new:
+            continue
+        a, b = old[name], new[name]
+        # Some keys were not lists in earlier versions. The order of a dict counts: in lr_groups the
+        # last matching pattern is used.
+        if b not in (a, [a]) or isinstance(b, dict) and list(a) != list(b):
+            differences.append((name, a, b))
+    return differences
 
 
 # -----------------------------------------------------------------------------

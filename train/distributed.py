@@ -300,6 +300,24 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     with other parts of the model, and for non-persistent buffers on the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    check_shardable(model)
+    mesh = build_mesh(ranks, replica_size or ranks.world_size)
+    param_dtype = dtype if dtype == torch.bfloat16 else None
+    policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+    for module in [*blocks(model), model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    # Not to_empty(), which would discard tables that already have values (e.g. of RoPE).
+    model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
+                            else t.to(ranks.device)))
+    fill_initial(model, empty, initial, seed)
+    return model
+
+
+def check_shardable(model):
+    """Raise SetupError if `model`, on the meta device, cannot be sharded: it has 0-dim parameters,
+    parameters that a block shares with other parts of the model, or non-persistent buffers without
+    values."""
     tensors = model.state_dict()
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
@@ -318,19 +336,16 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     if shared := [" and ".join(by_unit.values()) for by_unit in names.values() if len(by_unit) > 1]:
         raise SetupError("FSDP cannot shard parameters that a block shares with other parts of the "
                          f"model: {'; '.join(shared[:4])}; use --distributed ddp")
-    mesh = build_mesh(ranks, replica_size or ranks.world_size)
-    param_dtype = dtype if dtype == torch.bfloat16 else None
-    policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
-    for module in [*blocks(model), model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    # Not to_empty(), which would discard tables that already have values (e.g. of RoPE).
-    model._apply(lambda t: (torch.empty_like(t, device=ranks.device) if t.is_meta
-                            else t.to(ranks.device)))
+
+
+def fill_initial(model, names, initial, seed):
+    """Set the tensors `names` in the state dict of the sharded `model` to initial(name, shape,
+    seed). Raise SetupError, which lists them, if initial() returns `None` for some."""
     tensors = model.state_dict()
     unknown = set()
-    for name in empty:
-        if (value := initial(name, tensors[name].shape, seed)) is not None:
+    for name in names:
+        value = initial(name, tensors[name].shape, seed)
+        if value is not None:
             assign(tensors[name], value)
             continue
         usual = ("normal(name, shape, 0.02, seed)" if tensors[name].dim() > 1 else
@@ -341,7 +356,6 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
                          "values, in place of those of __init__, for a GPT also on one process; "
                          "add a line for each of these, with the value of __init__, e.g.\n"
                          + "\n".join(sorted(unknown)) + "\nor use --distributed ddp")
-    return model
 
 
 def is_sharded(tensor):

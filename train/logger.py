@@ -350,9 +350,9 @@ class Clock:
 # messages at the start and the end
 
 def log_plan(log, config, ranks, data, model, device, precision, flops):
-    """Log the plan of a run by calls of log(line): data, device, model, batch, length, learning
-    rate, keys without effect, and warnings. data: Data; model: the nn.Module; device, precision:
-    texts. flops: FLOPs per step over all ranks, 0 if unknown."""
+    """Log the plan of a run by calls of log(line): data, device, model, batch, length, and
+    log_settings(). data: Data; model: the nn.Module; device, precision: texts. flops: FLOPs per
+    step over all ranks, 0 if unknown."""
     c = config
     train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
@@ -378,21 +378,29 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
         f"{units:,} {unit} per step")
     total = c.max_iters * units
     samples = c.max_iters * c.samples_per_step
+    epochs = samples / train.samples
     ratio = f", {total / n_params:.3g} tokens per parameter" if train.unit == "tok" else ""
-    log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, "
-        f"{samples / train.samples:.2f} epochs of {train.samples:,} samples{ratio}"
-        + (f", {flops * c.max_iters:.2g} FLOPs" if flops else ""))
-    if samples > WARN_EPOCHS * train.samples and not c.max_epochs:
-        log(f"warning: every sample is used {samples / train.samples:,.0f} times; a few epochs are "
-            "usual (--max_epochs 3)")
+    work = f", {flops * c.max_iters:.2g} FLOPs" if flops else ""
+    log(f"Length: {c.max_iters:,} steps, {compact(total)} {unit}, {epochs:.2f} epochs of "
+        f"{train.samples:,} samples{ratio}{work}")
+    if epochs > WARN_EPOCHS and not c.max_epochs:
+        log(f"warning: every sample is used {epochs:,.0f} times; a few epochs are usual "
+            "(--max_epochs 3)")
     for line in getattr(train, "passes", lambda n: ())(samples):
         log(line)
+    log_settings(log, c)
+
+
+def log_settings(log, config):
+    """Log the learning rate, the metric of the best checkpoint, and warnings about settings of
+    `config`, a TrainConfig, by calls of log(line)."""
+    c = config
     warmup, _, _ = milestones(c)
     is_short = warmup > c.max_iters
     final = get_lr(max(c.max_iters - (is_short or c.lr_schedule == "step"), 0), c)
     if not c.eval_only:  # for train.tools.watch this line is the start of training
-        log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps"
-            + (f", to {final:g}" if final != c.learning_rate else ""))
+        end = f", to {final:g}" if final != c.learning_rate else ""
+        log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps{end}")
     metric = c.early_stopping_metric
     if c.early_stopping_mode == "max" and metric.endswith("loss"):
         log(f"warning: ckpt_best.pt has the highest {metric} (--early_stopping_mode min)")

@@ -76,12 +76,13 @@ def parse_value(field, raw):
     if "true" in choices and text in BOOLS:  # e.g. compile: yes
         text = str(BOOLS[text]).lower()
     value = convert(text if text in choices else raw, *TYPES[kind])
-    if kind is list and not (meta.get("text") or meta.get("positional")):  # a,b: two items
-        value = [word.strip() for item in value for word in item.split(",") if word.strip()]
+    items = [value]
     if kind is list:
+        if not (meta.get("text") or meta.get("positional")):  # a,b: two items
+            value = [word.strip() for item in value for word in item.split(",") if word.strip()]
         item_type, = typing.get_args(field.type)
-        value = [convert(item, *TYPES[item_type]) for item in value]
-    for item in value if kind is list else [value]:
+        items = value = [convert(item, *TYPES[item_type]) for item in value]
+    for item in items:
         check_limits(item, meta)
     if "check" in meta:
         convert(value, meta["check"], meta["help"])
