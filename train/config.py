@@ -313,19 +313,14 @@ def read_settings(path, overrides, problems):
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
-    for name in ("config", "best_config"):
-        if given.get(name) is True:
-            problems.append(f"command line: --{name}: expected a file")
-            del given[name]
-    settings = []
-    if (file := given.get("config", path)) is not None:
-        settings += read_with_bases(find_file(str(file)), problems)
-    if (file := given.get("best_config")) is not None:  # what a search changed, without its `base`
-        settings += [s for s in read_yaml(find_file(str(file)), problems, GROUP_NAMES)
-                     if s[0] not in ("base", "data_dir", "out_dir")]
+    path = given.get("config", path)
+    settings = read_with_bases(find_file(str(path)), problems) if path is not None else []
+    if given.get("best_config"):  # what a search changed, without its `base`
+        best = read_yaml(find_file(str(given["best_config"])), problems, GROUP_NAMES)
+        settings += [s for s in best if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]
-    model = [value for name, value, _ in settings if name == "model"]
-    cls = config_class(str(model[-1]) if model else "gpt")
+    models = ["gpt", *(str(value) for name, value, _ in settings if name == "model")]
+    cls = config_class(models[-1])
     return cls, resolve(settings, key_fields.fields_by_name(cls), problems)
 
 

@@ -120,10 +120,9 @@ def to_bool(raw):
 
 
 def to_int(raw):
-    value = int(raw) if isinstance(raw, str) else operator.index(raw)  # 4.7 has no index
-    if isinstance(raw, bool) or abs(value) >= 10**100:
+    if isinstance(raw, bool):
         raise ValueError
-    return value
+    return int(raw) if isinstance(raw, str) else operator.index(raw)  # 4.7 has no index
 
 
 def to_float(raw):
