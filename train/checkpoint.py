@@ -133,10 +133,11 @@ def find_damage(start, ranks):
     rank reads a part of the files. Return a message about one damaged or missing file, the same on
     all ranks, or `None` if there is none. A checkpoint in one file is not read: the result is
     `None`. All ranks must call."""
+    if not start.shards:
+        return None
     problem = None
-    try:
-        if start.shards:  # at the world size of the save: this rank's own files
-            start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
+    try:  # at the world size of the save: this rank's own files
+        start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
     except (ValueError, OSError) as error:
         problem = f"{start.path}: {error}"
     return next(filter(None, gather_objects(problem, ranks)), None)

@@ -200,12 +200,10 @@ def translate(name, raw, known, by_epochs=False):
     known: {key: dataclass field} of the configuration class. by_epochs: whether the run's length is
     set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
     """
-    target = ALIASES.names.get(name, name)
-    if name in known:
-        target = name
-        is_word = isinstance(raw, (str, bool)) and raw not in known[name].metadata.get(
-            "choices", [raw])
-        if raw not in NULL and not is_word:
+    target = name if name in known else ALIASES.names.get(name, name)
+    if name in known and raw not in NULL:
+        choices = known[name].metadata.get("choices", [raw])
+        if raw in choices or not isinstance(raw, (str, bool)):
             return {name: raw}
     if by_epochs and name in ALIASES.per_epoch:
         target = ALIASES.per_epoch[name]
@@ -219,15 +217,11 @@ def translate(name, raw, known, by_epochs=False):
     word = words.get(name, {}).get(text) or words.get(target, {}).get(text)
     if isinstance(word, dict):
         return {k: v for n, value in word.items() for k, v in translate(n, value, known).items()}
-    if "ignored" in (target, word):
+    field = known.get(target)
+    takes_none = field and ("None" in str(field.type) or text in field.metadata.get("choices", ()))
+    if text in NULL and not (word or takes_none or name in known):  # not set
         return {}
-    if text in NULL and not word and name not in known:
-        field = known.get(target)
-        takes_none = field and (
-            "None" in str(field.type) or text in field.metadata.get("choices", ()))
-        if not takes_none:  # not set
-            return {}
-    return {target: word or raw}
+    return {} if "ignored" in (target, word) else {target: word or raw}
 
 
 def fill(template, raw):
@@ -267,10 +261,11 @@ def resolve(settings, known, problems):
             if alias and isinstance(value, dict) and isinstance(old, dict):
                 value = old | value  # e.g. memory_lr and lora_lr, both for lr_groups
                 alias = f"{earlier}, {name}" if earlier else name
-            elif first and file_of(first) == file and not {earlier, name} & {*ALIASES.switches}:
+            elif first and file_of(first) == file:
                 is_list = key in known and key_fields.base_type(known[key].type) in (list, dict)
-                how = "" if file else ", as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}"
-                if file or is_list:  # of other arguments, the last one counts
+                # Of other arguments, the last one counts.
+                if (file or is_list) and not {earlier, name} & {*ALIASES.switches}:
+                    how = "" if file else ", as [VALUE, VALUE] or {NAME: VALUE, NAME: VALUE}"
                     problems.append(
                         f"{where}: {key} is set twice (first at {first}); keep one{how}")
             for other in REPLACED_LENGTHS.get(key, ()):
