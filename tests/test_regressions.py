@@ -906,7 +906,7 @@ def test_a_pipe_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer, more, message", [
-    (lambda state: {}, {"state": {}}, "not the rest of a run .no state"),
+    (lambda state: {}, {}, "not the rest of a run .no optimizer"),
     (lambda state: state | {"state": dict.fromkeys(state["state"], 1)}, {},
      "lacks the optimizer state of ")])
 def test_a_strange_optimizer_state_is_one_message(tmp_path, data_dir, optimizer, more, message):

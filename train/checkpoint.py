@@ -234,7 +234,8 @@ def check_fits(start, config, data, model, ranks):
 
     def check():
         state = start.state
-        missing = [name for name in REQUIRED_KEYS if state.get(name) is None]
+        parts = state | {"optimizer": state.get("optimizer") or None}  # {}: deleted by the user
+        missing = [name for name in REQUIRED_KEYS if parts.get(name) is None]
         remedy = f"to use its weights: --init_from {quote_path(start.path)} and another --out_dir"
         if missing:
             raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
@@ -548,7 +549,7 @@ def select_optimizer_state(optimizer, entries, config, warn):
         if entry == {}:  # had no gradient yet
             continue
         own = optimizer.state.get(params.get(name), {})
-        if name in params and entry and entry.keys() - {"ema"} == own.keys():
+        if name in params and isinstance(entry, dict) and entry.keys() - {"ema"} == own.keys():
             usable[name] = entry if config.ema else {k: v for k, v in entry.items() if k != "ema"}
         elif name in params or not config.allow_change:  # other parameters are frozen now
             unusable.append(name)
