@@ -308,6 +308,10 @@ def read_settings(path, overrides, problems):
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
     given = {name: value for name, value, _ in options}
+    for name in ("config", "best_config"):
+        if given.get(name) is True:
+            problems.append(f"command line: --{name}: expected a file")
+            del given[name]
     path = given.get("config", path)
     settings = read_with_bases(find_file(str(path)), problems) if path is not None else []
     if given.get("best_config"):  # what a search changed, without its `base`
@@ -476,7 +480,7 @@ def find_differences(old, new, known=FIELDS):
     old value x equals the new value [x]; dicts with a different order of the keys differ. known:
     {key: dataclass field}, the keys to compare."""
     batch = ("batch_size", "gradient_accumulation_steps")
-    same_batch = math.prod(old[n] for n in batch) == math.prod(new[n] for n in batch)
+    same_batch = math.prod(old.get(n, 1) for n in batch) == math.prod(new[n] for n in batch)
     differences = []
     for name, f in known.items():
         is_free = f.metadata.get("free") or f.metadata.get("start") or name in batch and same_batch
