@@ -215,11 +215,11 @@ def test_shards_are_copied_with_their_manifest(data_dir, tmp_path, capsys):
     assert "Resuming" in (b / "train.log").read_text()
 
 
-def test_child_runs_have_no_mirror(tmp_path):
+def test_child_runs_have_no_mirror(data_dir, tmp_path):
     """Several runs would share one store."""
     from train.config import load_argv
     from train.tools.child_runs import ChildRun
-    child = ChildRun("a", ["--mirror=copies"], "", tmp_path)
+    child = ChildRun("a", [f"--data_dir={data_dir}", "--mirror=copies"], tmp_path)
     assert load_argv(child.arguments).mirror is None
     assert load_config(None, dict(mirror="copies")).probe().mirror is None
 

@@ -157,10 +157,10 @@ def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path,
     assert code == 0 and found[0]["runs"] == "2 of 2" and "Resuming from" in log.read_text()
 
 
-def test_a_result_is_read_from_the_metrics(tmp_path, capsys, monkeypatch):
+def test_a_result_is_read_from_the_metrics(data_dir, tmp_path, capsys, monkeypatch):
     """Two lines of ten steps of half a second each, and an evaluation. The code is that of the
     start, also if it is edited while the run trains."""
-    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+    run = child_runs.ChildRun("a", [f"--data_dir={data_dir}"], tmp_path)
     monkeypatch.setattr(child_runs, "start_process", lambda *_: None)
     with monkeypatch.context() as patch:
         patch.setattr(environment, "__file__", str(tmp_path / "train/base/environment.py"))
@@ -185,9 +185,9 @@ def test_a_result_is_read_from_the_metrics(tmp_path, capsys, monkeypatch):
     assert "a: val_loss 2.5000, 10 s (cached)\n" in capsys.readouterr().out
 
 
-def test_a_result_of_other_code_is_told(tmp_path, capsys):
+def test_a_result_of_other_code_is_told(data_dir, tmp_path, capsys):
     """A result of an earlier version has no digest of its code."""
-    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+    run = child_runs.ChildRun("a", [f"--data_dir={data_dir}"], tmp_path)
     run.folder.mkdir()
     (run.folder / "metrics.jsonl").write_text('{"iter": 20, "val_loss": 2.5}\n')
     for before in ("{}", '{"code": "0123abcd"}'):
@@ -211,9 +211,9 @@ def test_the_digest_of_the_code(tmp_path, monkeypatch):
     assert digests[0] != digests[1] == code_digest()
 
 
-def test_without_a_value_in_the_last_evaluation_there_is_no_result(tmp_path, capsys):
+def test_without_a_value_in_the_last_evaluation_there_is_no_result(data_dir, tmp_path, capsys):
     """A correlation with constant predictions; that of an earlier evaluation is not the run's."""
-    run = child_runs.ChildRun("a", ["--config=train/config_test.yaml"], "", tmp_path)
+    run = child_runs.ChildRun("a", [f"--data_dir={data_dir}"], tmp_path)
     run.folder.mkdir()
     (run.folder / "metrics.jsonl").write_text('{"iter": 10, "val_correlation": 0.9}\n'
                                               '{"iter": 20, "val_correlation": null}\n')
@@ -238,7 +238,7 @@ def test_a_result_is_of_a_configuration_not_of_a_command(go, tmp_path, capsys):
         assert capsys.readouterr().out.count("(cached)") == there
 
 
-def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
+def test_a_result_is_of_the_files_that_the_run_reads(go, data_dir, tmp_path, capsys):
     """Other weights under the name of the first ones; then a run of each is there."""
     go("--seeds", "2")
     weights = sorted(tmp_path.glob("repeat/base,_seed_?_*/ckpt.pt"))
@@ -252,13 +252,14 @@ def test_a_result_is_of_the_files_that_the_run_reads(go, tmp_path, capsys):
     folders = set()
     for text in ("{}", "{}\n"):
         tasks.write_text(text)
-        folders.add(child_runs.ChildRun("a", [f"--eval_tasks={tasks}"], "", tmp_path).folder)
+        folders.add(child_runs.ChildRun("a", [f"--data_dir={data_dir}", f"--eval_tasks={tasks}"],
+                                        tmp_path).folder)
     weights = tmp_path / "hf" / "model.safetensors"
     weights.parent.mkdir()
     for text in ("a", "bb"):  # in place: the state of the folder is the same
         weights.write_text(text)
-        folders.add(child_runs.ChildRun("a", [f"--init_from={weights.parent}"], "",
-                                        tmp_path).folder)
+        folders.add(child_runs.ChildRun("a", [
+            f"--data_dir={data_dir}", f"--init_from={weights.parent}"], tmp_path).folder)
     assert len(folders) == 4
 
 

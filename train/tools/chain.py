@@ -15,9 +15,7 @@ from train.base.cli import command, format_table
 from train.base.errors import UserError, echo
 from train.base.fields import key
 from train.config import load_argv
-from train.distributed import Ranks
 from train.options.loss_svg import curve, read_metrics
-from train.setup import open_data
 from train.tools.child_runs import ChildRun, train_all
 
 
@@ -35,16 +33,17 @@ def train_chain(options, arguments):
     list of arguments for run_train.py. Raises UserError if the model type is not gpt, or if the
     configuration has no evaluations."""
     config = load_argv(arguments)  # of run_train.py
-    if config.model != "gpt" or not config.evaluates:
-        raise UserError("needs model: gpt, and evaluations: eval_interval above 0")
-    fingerprint = open_data(config, Ranks()).fingerprints()
+    if config.model != "gpt":
+        raise UserError("needs model: gpt")
     runs = []
-    for name in [*(f"model_{i + 1}" for i in range(options.models)), "student"]:
+    for i in range(options.models + 1):
+        name = f"model_{i + 1}" if i < options.models else "student"
+        own = [*arguments, f"--seed={config.seed + i}"]
         teachers = [str(run.folder / "ckpt.pt") for run in runs if run.value is not None]
-        taught = ["--model=distill", f"--teacher={','.join(teachers)}",
-                  f"--distill_weight={options.weight}"] if teachers else []
-        runs.append(ChildRun(name, [*arguments, *taught, f"--seed={config.seed + len(runs)}"],
-                             fingerprint, options.out))
+        if teachers:
+            own += ["--model=distill", f"--teacher={','.join(teachers)}",
+                    f"--distill_weight={options.weight}"]
+        runs.append(ChildRun(name, own, options.out))
         train_all(runs[-1:], "val_loss", options.out, jobs=1)
     header = ("run", "seconds", "val_loss", "ensemble of the earlier runs")
     echo(format_table([header, *map(table_row, runs)]))

@@ -23,9 +23,10 @@ from train.base.environment import code_digest
 from train.base.errors import UserError, echo
 from train.base.files import lock_folder, write_text
 from train.config import REPOSITORY, describe_files, load_argv, to_yaml
+from train.distributed import Ranks
 from train.options.loss_svg import curve, read_metrics, to_number
 from train.robust import interrupt, on_signals
-from train.setup import validate_config
+from train.setup import open_data, validate_config
 
 POLL_SECONDS = 0.1
 
@@ -35,20 +36,22 @@ class ChildRun:
     of the run, inside the folder `out`.
 
     name: for messages, and the start of the folder's name. arguments: list of arguments for
-    run_train.py. fingerprint: of the data, a result of Data.fingerprints(), part of the identity of
-    the run. Raises UserError if the configuration has no evaluations or does not train.
+    run_train.py. The data of the run is opened, because its fingerprint is part of the identity of
+    the run. Raises UserError if the configuration has no evaluations or does not train, or if the
+    data cannot be used.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
     without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
     data, {} without.
     """
 
-    def __init__(self, name, arguments, fingerprint, out):
+    def __init__(self, name, arguments, out):
         config = load_argv(arguments)
         validate_config(config)
         if not config.evaluates or config.eval_only:
             raise UserError(f"{name}: needs training with evaluations: eval_interval above 0, and "
                             "no eval_only")
-        identity = to_yaml(config) + str(fingerprint) + describe_files(config)
+        fingerprints = open_data(config, Ranks()).fingerprints()
+        identity = to_yaml(config) + str(fingerprints) + describe_files(config)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         short_name = re.sub(r"[^\w=.,-]+", "_", name)[:80]
         self.name = name
@@ -69,21 +72,23 @@ class ChildRun:
         `seconds` and `test` from metrics.jsonl, and print the result, and whether it is cached. If
         the run is complete and has the metric, write value, seconds and code_digest() at the start
         to result.json. metric: name of the result, e.g. val_loss."""
-        note = ""
-        if is_cached := self.result_file.exists():
-            self.code = json.loads(self.result_file.read_text()).get("code")
-            note = " (cached)" if self.code == code_digest() else (
-                f" (cached; the code has changed: delete {self.folder} to train again)")
+        is_cached = self.result_file.exists()
+        is_complete = is_cached or self.process.poll() == 0
         records = read_metrics(self.folder / "metrics.jsonl")
+        times = curve(records, "iter", "time")  # [(minutes, step), ...]
+        self.seconds = 60 * times[-1][0] if times else 0.0
         # Of the last evaluation, even if it has no value: an earlier one is of other weights.
-        values = [None, *(to_number(r[metric]) for r in records if metric in r)]
-        minutes = [0.0, *(x for x, _ in curve(records, "iter", "time"))]
-        complete = is_cached or self.process.poll() == 0
-        self.value = values[-1] if complete else None
-        self.seconds = 60 * minutes[-1]
+        values = [to_number(record[metric]) for record in records if metric in record]
+        self.value = values[-1] if values and is_complete else None
         self.test = {name: x for record in records for name, x in record.items()
                      if name.startswith("test_") and to_number(x) is not None}
-        if not complete:
+        note = ""
+        if is_cached:
+            self.code = json.loads(self.result_file.read_text()).get("code")
+            note = " (cached)"
+            if self.code != code_digest():
+                note = f" (cached; the code has changed: delete {self.folder} to train again)"
+        if not is_complete:
             echo(f"{self.name}: crashed, see {self.log}")
         elif self.value is None:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "

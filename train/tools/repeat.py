@@ -15,6 +15,7 @@ has the numbers on the test data, if there are any.
 import itertools
 import math
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,7 @@ from statistics import fmean, stdev
 from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, printable
 from train.base.fields import key
-from train.config import load_argv, read_settings
-from train.distributed import Ranks
-from train.setup import open_data
+from train.config import load_argv
 from train.tools.child_runs import ChildRun, train_all
 
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
@@ -67,6 +66,11 @@ def student_quantile(freedom):
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
+def mean_and_spread(values):
+    """Return the mean and the standard deviation of a list of numbers; NaN for too few numbers."""
+    return fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan
+
+
 def make_table(results, n_seeds, config):
     """Return the table of results as a list of rows, tuples of strings: the header COLUMNS, and a
     row for each setting (size, change). The verdict in all rows of a change is the verdict on which
@@ -75,20 +79,22 @@ def make_table(results, n_seeds, config):
     config: a TrainConfig, for early_stopping_metric and early_stopping_mode."""
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
-    comparisons = {(size, change): compare(values[size, change], values[size, BASE],
-                                           config.early_stopping_mode) for size, change in values}
+    intervals = {}
+    verdicts = {}  # {change: the verdict on which all sizes agree}
+    for (size, change), by_seed in values.items():
+        *intervals[size, change], verdict = compare(by_seed, values[size, BASE],
+                                                    config.early_stopping_mode)
+        if change == BASE and by_seed:
+            verdict = BASE
+        if verdicts.setdefault(change, verdict) != verdict:
+            verdicts[change] = "unclear"
     table = [COLUMNS]
     for (size, change), by_seed in values.items():
-        *interval, _ = comparisons[size, change]
-        verdicts = {c[3] for (_, other), c in comparisons.items() if other == change}
-        verdict = verdicts.pop() if len(verdicts) == 1 else "unclear"
-        seconds = [results[size, change][seed].seconds for seed in by_seed]
-        n = len(by_seed)
-        mean, time = (fmean(x) if n else math.nan for x in (by_seed.values(), seconds))
-        spread = stdev(by_seed.values()) if n > 1 else math.nan
-        numbers = [f"{x:.5g}" for x in (mean, spread, *interval, time)]
-        table.append((label(size, change), config.early_stopping_metric, f"{n} of {n_seeds}",
-                      *numbers, BASE if change == BASE and n else verdict))
+        mean, spread = mean_and_spread([*by_seed.values()])
+        time, _ = mean_and_spread([results[size, change][seed].seconds for seed in by_seed])
+        numbers = [f"{x:.5g}" for x in (mean, spread, *intervals[size, change], time)]
+        table.append((label(size, change), config.early_stopping_metric,
+                      f"{len(by_seed)} of {n_seeds}", *numbers, verdicts[change]))
     return table
 
 
@@ -102,9 +108,9 @@ def make_test_table(results):
         tests = [run.test for run in by_seed.values() if run.value is not None]
         for name in dict.fromkeys(itertools.chain(*tests)):
             values = [test[name] for test in tests if name in test]
-            spread = stdev(values) if len(values) > 1 else math.nan
+            mean, spread = mean_and_spread(values)
             table.append((label(size, change), name, f"{len(values)} of {len(by_seed)}",
-                          f"{fmean(values):.5g}", f"{spread:.5g}"))
+                          f"{mean:.5g}", f"{spread:.5g}"))
     return table
 
 
@@ -135,33 +141,20 @@ def repeat(options, arguments):
     tables of results, also of the test data, and append the rows of the first one that are new to
     results.tsv in the parent folder of options.out. Return the exit code: 1 if every run has
     crashed, otherwise 0. options: RepeatOptions. arguments: list of arguments for run_train.py.
-    Raises UserError for an empty change or size, for a change that sets seed or out_dir (except in
-    a file that it names), and for a configuration without evaluations."""
+    Raises UserError for changes and sizes that split_settings() refuses, and for a configuration
+    without evaluations."""
     config = load_argv(arguments)  # of run_train.py
-    for text in options.sizes + options.changes:
-        if text.strip() in ("", BASE):
-            raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        _, given = read_settings(None, shlex.split(text), problems=[])
-        for name in ("seed", "out_dir"):  # not those in a file that config=FILE names
-            _, where = given.get(name, (None, ""))
-            if where.startswith("command line"):
-                raise UserError(f"{text}: this command sets {name} of each run")
-    sizes, changes = ([shlex.join(shlex.split(text)) for text in texts]  # equal ones are one
-                      for texts in (options.sizes or [""], options.changes))
-    seeds = range(config.seed, config.seed + options.seeds)
-    runs = {(size, change): {} for size in sizes for change in [BASE, *changes]}
-    for size, change in runs:
-        changed = [*arguments, *shlex.split(size), *shlex.split(change if change != BASE else "")]
-        changed_config = load_argv(changed)
-        data = open_data(changed_config, Ranks())
-        for seed in seeds:
-            if "fold" in data.spec:  # the seed chooses the training rows
-                data = open_data(changed_config.replace(seed=seed), Ranks())
-            fingerprint = data.fingerprints()
-            runs[size, change][seed] = ChildRun(f"{label(size, change)}, seed {seed}", [
-                *changed, f"--seed={seed}"], fingerprint, options.out)
+    sizes = split_settings(options.sizes) or {"": []}
+    changes = {BASE: []} | split_settings(options.changes)
+    runs = {(size, change): {} for size in sizes for change in changes}
     # In the order of the seeds: after a stop, the settings have the same seeds to compare.
-    in_order = [by_seed[seed] for seed in seeds for by_seed in runs.values()]
+    in_order = []
+    for seed in range(config.seed, config.seed + options.seeds):
+        for (size, change), by_seed in runs.items():
+            run = ChildRun(f"{label(size, change)}, seed {seed}", [
+                *arguments, *sizes[size], *changes[change], f"--seed={seed}"], options.out)
+            by_seed[seed] = run
+            in_order.append(run)
     train_all(in_order, config.early_stopping_metric, options.out, options.jobs)
     table = make_table(runs, options.seeds, config)
     echo(format_table(table))
@@ -173,6 +166,21 @@ def repeat(options, arguments):
     if len(tested := make_test_table(runs)) > 1:
         echo(format_table(tested))
     return int(all(run.value is None for run in in_order))
+
+
+def split_settings(texts):
+    """Return {setting: its arguments, a list} for `texts`, a list of "KEY=VALUE ...". Texts that
+    differ only in blanks and quotes are one setting. Raises UserError for an empty text, and for
+    one that sets seed or out_dir (except in a file that it names)."""
+    settings = {}
+    for text in texts:
+        if text.strip() in ("", BASE):
+            raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
+        if own := re.search(r"(seed|out_dir)[= ]", text):
+            raise UserError(f"{text}: this command sets {own[1]} of each run")
+        arguments = shlex.split(text)
+        settings[shlex.join(arguments)] = arguments
+    return settings
 
 
 main = command(RepeatOptions, repeat, load=list, interrupt_message="the same command resumes")

@@ -146,13 +146,12 @@ def plan_run(arguments, config, width, data, budget, depth):
     return SmallRun(budget, depth, flops / units / 6, steps * units, [*arguments, *settings])
 
 
-def train_runs(runs, fingerprint, options):
+def train_runs(runs, options):
     """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
-    losses (`None` for a run that crashed). Runs with the same arguments and fingerprint that are
-    complete in options.out are not trained again. fingerprint: of the data, a result of
-    Data.fingerprints(). options: ScalingOptions."""
-    children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, fingerprint,
-                         options.out) for run in runs]
+    losses (`None` for a run that crashed). Runs that are complete in options.out are not trained
+    again. options: ScalingOptions."""
+    children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, options.out)
+                for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
     table = [("FLOPs", "depth", "weights", "tokens", "per weight", "loss")]
     for (budget, depth, n, d, _), child in zip(runs, children):
@@ -190,29 +189,17 @@ def scaling(options, arguments):
     if len(budgets) < 2:
         raise UserError("needs two --budgets or more")
     require("scipy.optimize", "the fit")
-    data = open_data(config.replace(eval_interval=1), Ranks())  # each run evaluates at its end
-    fingerprint = data.fingerprints()
+    data = open_data(config, Ranks())
     plan = functools.partial(plan_run, arguments, config, options.width, data)
     runs = [plan(budget, depth) for budget in budgets for depth in sorted(set(options.depth))]
-    losses = train_runs(runs, fingerprint, options) if len(runs) >= MIN_RUNS else []
+    losses = train_runs(runs, options) if len(runs) >= MIN_RUNS else []
     points = [(run.n, run.d, loss) for run, loss in zip(runs, losses) if loss is not None]
     if len(points) < MIN_RUNS:
         raise UserError(f"a fit needs {MIN_RUNS} runs that end with a loss: add --budgets, --depth")
     n, d, loss = np.array(points).T  # (P,) each
     law = fit_law(n, d, loss)
-    exponents = law.alpha, law.beta
-    if min(exponents) < 0.02 or max(exponents) > 2.98:  # at a bound of the fit
-        raise UserError("these runs determine no law: their losses hardly depend on weights or "
-                        "tokens, or only at the smallest; choose larger --budgets")
-    errors = np.abs(loss / law.loss(n, d) - 1)
-    echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
-         f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
-         "at most")
     larger_budget = options.larger or 4 * budgets[-1]
-    for budget in [*budgets, larger_budget]:
-        best_n, best_d = law.best(budget)
-        echo(f"{budget:g} FLOPs: best with {best_n:,.0f} weights and {best_d:,.0f} tokens, "
-             f"{law.loss(best_n, best_d):.4f}")
+    print_law(law, n, d, loss, [*budgets, larger_budget])
     candidates = []
     for depth in range(1, MAX_DEPTH + 1):
         with contextlib.suppress(ConfigError):  # e.g. n_kv_head does not divide depth + 1 heads
@@ -224,11 +211,29 @@ def scaling(options, arguments):
          f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
     if options.check:
-        reached, = train_runs([larger], fingerprint, options)
+        reached, = train_runs([larger], options)
         if reached is None:
             return 1
         echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
     return 0
+
+
+def print_law(law, n, d, loss, budgets):
+    """Print a Law, its errors for the runs to which it was fitted, and the best size for each
+    number of FLOPs in `budgets`, a list. n, d, loss: arrays (P,), as for fit_law(). Raises
+    UserError if the runs determine no law."""
+    exponents = law.alpha, law.beta
+    if min(exponents) < 0.02 or max(exponents) > 2.98:  # at a bound of the fit
+        raise UserError("these runs determine no law: their losses hardly depend on weights or "
+                        "tokens, or only at the smallest; choose larger --budgets")
+    errors = np.abs(loss / law.loss(n, d) - 1)
+    echo(f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.4f} + {law.B:.4g} / D^{law.beta:.4f}, "
+         f"from {len(errors)} runs, {np.median(errors):.2%} off in the median, {errors.max():.2%} "
+         "at most")
+    for budget in budgets:
+        best_n, best_d = law.best(budget)
+        echo(f"{budget:g} FLOPs: best with {best_n:,.0f} weights and {best_d:,.0f} tokens, "
+             f"{law.loss(best_n, best_d):.4f}")
 
 
 main = command(ScalingOptions, scaling, load=list, interrupt_message="the same command resumes")
