@@ -72,9 +72,9 @@ def test_a_folder_continues_from_the_later_step_of_the_store(data_dir, tmp_path,
     go(data_dir, a, **settings, max_iters=21)
     assert load_checkpoint(a / "ckpt.pt")["iter_num"] == 21 and not (a / "old_2").exists()
 
-    def fail(self):
+    def fail(self, start):
         raise OSError("no route to host")
-    monkeypatch.setattr("train.options.mirror.Mirror.copies", fail)
+    monkeypatch.setattr("train.options.mirror.Mirror.checkpoints", fail)
     go(data_dir, a, **settings, max_iters=22)
     assert "cannot be read: OSError('no route to host')" in (a / "train.log").read_text()
     assert load_checkpoint(a / "ckpt.pt")["iter_num"] == 22

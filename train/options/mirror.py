@@ -40,16 +40,12 @@ class Mirror:
 
     def checkpoints(self, start=""):
         """Return a sorted list of the paths (texts, in the store) of the checkpoints whose names
-        begin with `start`. OSError if the store fails, where glob() would return []."""
+        begin with `start`. "copy_": the copies of ckpt.pt, oldest first, of which the last one may
+        be incomplete. OSError if the store fails, where glob() would return []."""
         with contextlib.suppress(FileNotFoundError):  # no checkpoint yet
             return sorted(path for path in self.fs.ls(self.root, detail=False)
                           if path.endswith(".pt") and os.path.basename(path).startswith(start))
         return []
-
-    def copies(self):
-        """Return a list of the paths (texts, in the store) of the copies of ckpt.pt, oldest first.
-        The newest one may be incomplete."""
-        return self.checkpoints("copy_")
 
     def fetch(self, log):
         """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
@@ -68,13 +64,13 @@ class Mirror:
         if names and not never:
             return None if c.eval_only else self.fetch_later(names, log)
         try:
-            copies = self.copies()
+            copies = self.checkpoints("copy_")
             if not copies:  # an error in the URL ends the run before it starts
                 return self.fs.pipe_file(f"{self.root}/writable", b"")
             if never:
                 raise ValueError("--resume never, and it has the checkpoints of a run")
             self.get_best(log)
-            if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
+            if not self.get_newest(copies, "ckpt.pt", log):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
@@ -88,20 +84,13 @@ class Mirror:
         paths = [os.path.join(self.folder, name) for name in names]
         fetched = os.path.join(self.folder, "ckpt_mirror.pt")
         try:
-            copies = self.copies()
+            copies = self.checkpoints("copy_")
             if not copies or any(self.is_copy(path, copies[-1]) for path in paths):
                 return
-            if not any(self.get(copy, "ckpt_mirror.pt", log) for copy in reversed(copies)):
+            if not self.get_newest(copies, "ckpt_mirror.pt", log):
                 return
-            later = open_checkpoint(fetched)[0]
-            for path in paths:
-                with contextlib.suppress(CheckpointError):  # damaged
-                    state = open_checkpoint(path)[0]
-                    if state["iter_num"] >= later["iter_num"]:
-                        return
-                    if any(state[key] != later[key] for key in ("rng", "data")):
-                        raise SetupError(f"mirror: {self.config.mirror} has the checkpoints of a "
-                                         "run with another seed or other data; choose another")
+            if not all(self.is_later(fetched, path) for path in paths):
+                return
             names = [*names, *{"ckpt_best.pt"}.intersection(os.listdir(self.folder))]
             log(f"{self.config.mirror} has a later step: moved {', '.join(names)} to "
                 f"{move_files(self.folder, names)}")
@@ -114,6 +103,27 @@ class Mirror:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(fetched)
+
+    def is_later(self, fetched, path):
+        """Return whether the checkpoint `fetched` is of a later step than the one in the file
+        `path`, or this one is damaged. Raises SetupError if they are of different runs."""
+        later = open_checkpoint(fetched)[0]
+        try:
+            state = open_checkpoint(path)[0]
+        except CheckpointError:
+            return True
+        if state["iter_num"] >= later["iter_num"]:
+            return False
+        if (state["rng"], state["data"]) != (later["rng"], later["data"]):
+            raise SetupError(f"mirror: {self.config.mirror} has the checkpoints of a run with "
+                             "another seed or other data; choose another")
+        return True
+
+    def get_newest(self, copies, name, log):
+        """Copy the newest complete checkpoint of `copies`, a list of paths in the store, oldest
+        first, to the file `name` in the run's folder. Return whether there is one. log(text): for
+        messages."""
+        return any(self.get(path, name, log) for path in reversed(copies))
 
     def get_best(self, log):
         """Copy ckpt_best.pt, if the store has it, to the run's folder. log: as for get()."""
@@ -177,7 +187,7 @@ class Mirror:
             if threading.current_thread() is not self.thread:
                 return
             try:
-                copies = self.copies()
+                copies = self.checkpoints("copy_")
                 if os.path.exists(os.path.join(self.folder, "ckpt_best.pt")):
                     self.put("ckpt_best.pt", f"{self.root}/ckpt_best.pt")
                 # The thread before has copied a newer save than its own.
