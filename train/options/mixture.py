@@ -51,16 +51,15 @@ def interleave(counts):
     difference of at most 1 - 1 / (2 k - 2): Tijdeman, The chairman assignment problem (1980).
     """
     period = sum(counts)
-    k = len(counts)
-    assigned = [0] * k
+    d = 2 * len(counts) - 2
+    assigned = [0] * len(counts)
     table = []
     for n in range(1, period + 1):
         # The deficit of each source if it does not receive this place, in units of 1 / period.
         behind = [n * c - period * a for c, a in zip(counts, assigned)]
-        due = [i for i in range(k) if (2 * k - 2) * behind[i] >= period]
+        due = [i for i, deficit in enumerate(behind) if d * deficit >= period]
         # The due source that would exceed the permitted difference first.
-        source = min(due, key=lambda i: ((2 * k - 3) * period
-                                         - (2 * k - 2) * behind[i]) / counts[i])
+        source = min(due, key=lambda i: ((d - 1) * period - d * behind[i]) / counts[i])
         assigned[source] += 1
         table.append(source)
     return table
@@ -77,7 +76,8 @@ class Mixture(Loader):
     """
 
     def __init__(self, loaders, counts):
-        first = next(iter(loaders.values()))
+        sources = list(loaders.values())
+        first = sources[0]
         self.loaders = loaders
         self.counts = np.array(counts)
         self.period = sum(counts)
@@ -88,12 +88,12 @@ class Mixture(Loader):
         self.tensors = first.tensors
         # No row of each source: read() fills up to all widths, whatever else it reads at once.
         self.empty = [[array[:0] for array in loader.read(np.zeros(1, np.int64))]
-                      for loader in loaders.values()]
+                      for loader in sources]
         # Each source then reads about one chunk at a time.
-        self.calls_per_chunk = sum(x.calls_per_chunk for x in [*loaders.values()][:8])
+        self.calls_per_chunk = sum(x.calls_per_chunk for x in sources[:8])
         if hasattr(first, "n_tokens"):
-            self.n_tokens = sum(x.n_tokens for x in loaders.values())
-        super().__init__(sum(x.samples for x in loaders.values()), 0, first.batch_size,
+            self.n_tokens = sum(x.n_tokens for x in sources)
+        super().__init__(sum(x.samples for x in sources), 0, first.batch_size,
                          first.val_batch_size, first.seed, first.rank, first.world_size)
         self.fixed_batches = functools.cache(self.fixed_batches)  # called for every batch
 
@@ -158,13 +158,13 @@ class Mixture(Loader):
         (for "exact", if there are "answers": sum / answers) is the mean of the sources' values of
         it, weighted by the shares."""
         n = sum(sums["count"] for sums in sums_by_source.values())
-
-        def scaled(key, name, sums):
-            # An answer of many tokens would otherwise count less than one of few.
-            per = "answers" if key in PER_ANSWER and "answers" in sums else "count"
-            return sums[key] * (self.shares[name] * n / sums[per])
-        return {key: sum(scaled(key, *item) for item in sums_by_source.items())
-                for key in next(iter(sums_by_source.values()))}
+        merged = {}
+        for source, sums in sums_by_source.items():
+            for key, value in sums.items():
+                # An answer of many tokens would otherwise count less than one of few.
+                per = "answers" if key in PER_ANSWER and "answers" in sums else "count"
+                merged[key] = merged.get(key, 0) + value * (self.shares[source] * n / sums[per])
+        return merged
 
 
 # -----------------------------------------------------------------------------
@@ -223,13 +223,19 @@ def check_compatible(a, data_a, b, data_b):
     if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
         raise DataError(f"data_dir: {a} and {b}: this model type does not support mixtures; name "
                         "one folder")
-    end = -1 if "row_tokens" in data_a.spec else None  # read() fills up rows of conversations
-    facts_a, facts_b = (data.spec | dict(row_tokens=None, sample=[
-        array.shape[1:end] for array in data.train.read(np.zeros(1, np.int64))])
-        for data in (data_a, data_b))
+    facts_a = describe_samples(data_a)
+    facts_b = describe_samples(data_b)
     for name in sorted(facts_a.keys() | facts_b.keys()):
         if facts_a.get(name) != facts_b.get(name):
             raise DataError(
                 f"data_dir: {a} and {b} cannot be mixed: {name} is {str(facts_a.get(name))[:80]} "
                 f"and {str(facts_b.get(name))[:80]}; prepare both in the same way, one of them "
                 "with --tokenizer and the folder of the other")
+
+
+def describe_samples(data):
+    """Return what must be equal for two data sets to be mixed, {name: value}: the spec of `data`, a
+    Data, and the shapes of the arrays of a sample, but not the length of a row of conversations."""
+    end = -1 if "row_tokens" in data.spec else None  # read() fills up rows of conversations
+    shapes = [array.shape[1:end] for array in data.train.read(np.zeros(1, np.int64))]
+    return data.spec | dict(row_tokens=None, sample=shapes)
