@@ -217,15 +217,13 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
     max_tokens = max(size - max_new_tokens, size // 2)
     ends = model.template.end_ids(tokenizer)
     turns = [("system", system)] if system and system.strip() else []
-    n_known = 0
     for question in questions:
         turns.append(("user", question))
         ids, n_left_out = model.template.fit_prompt(turns, tokenizer, max_tokens)
         if len(ids) > size:
             raise UserError(f"the question has {len(ids)} tokens, but the context of this model "
                             f"has {size}; shorten it")
-        if n_left_out > n_known:
-            n_known = n_left_out
+        if n_left_out:
             print(f"[the context of {size} tokens is full: the first {n_left_out} messages are "
                   "left out]", file=sys.stderr)
         answer = generate_answer(model, tokenizer, ids, max_new_tokens,

@@ -82,21 +82,20 @@ class ChildRun:
         self.value = values[-1] if values and is_complete else None
         self.test = {name: x for record in records for name, x in record.items()
                      if name.startswith("test_") and to_number(x) is not None}
-        note = ""
-        if is_cached:
-            self.code = json.loads(self.result_file.read_text()).get("code")
-            note = " (cached)"
-            if self.code != code_digest():
-                note = f" (cached; the code has changed: delete {self.folder} to train again)"
         if not is_complete:
             echo(f"{self.name}: crashed, see {self.log}")
         elif self.value is None:
             echo(f"{self.name}: no {metric} in {self.folder}/metrics.jsonl; delete the folder to "
                  "train the run again")
         else:
-            result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds,
-                      "code": self.code}
-            write_text(self.result_file, json.dumps(result))
+            result = {"iter": records[-1]["iter"], metric: self.value, "seconds": self.seconds}
+            note = ""
+            if not is_cached:
+                write_text(self.result_file, json.dumps(result | dict(code=self.code)))
+            elif json.loads(self.result_file.read_text()).get("code") == code_digest():
+                note = " (cached)"
+            else:
+                note = f" (cached; the code has changed: delete {self.folder} to train again)"
             echo(f"{self.name}: {metric} {self.value:.4f}, {self.seconds:.0f} s{note}")
 
 
@@ -116,10 +115,11 @@ def train_all(runs, metric, out, jobs):
     with lock_folder(out), on_signals(("SIGTERM", "SIGHUP"), interrupt):
         try:
             while waiting or running:
-                for run in [run for run in running if run.process.poll() is not None]:
-                    running.remove(run)
-                    environments.append(run.environment)
-                    run.finish(metric)
+                for run in list(running):
+                    if run.process.poll() is not None:
+                        running.remove(run)
+                        environments.append(run.environment)
+                        run.finish(metric)
                 if not (waiting and environments):
                     time.sleep(POLL_SECONDS)
                 elif waiting[0].result_file.exists():

@@ -118,9 +118,12 @@ def depth_keys(depth, width, config):
     x 1.00; depth 7 has 256 and x 0.71.
     """
     n_embd = width * (depth + 1)
-    rates = {name: rate * math.sqrt(config.n_embd / n_embd) for name in ("learning_rate", "min_lr")
-             if (rate := getattr(config, name)) is not None}
-    return dict(n_layer=depth, n_embd=n_embd, n_head=depth + 1, n_hidden=None, **rates)
+    factor = math.sqrt(config.n_embd / n_embd)
+    keys = dict(n_layer=depth, n_embd=n_embd, n_head=depth + 1, n_hidden=None,
+                learning_rate=config.learning_rate * factor)
+    if config.min_lr is not None:
+        keys["min_lr"] = config.min_lr * factor
+    return keys
 
 
 def plan_run(arguments, config, width, data, budget, depth):
