@@ -122,9 +122,7 @@ class AnsweringGPT(chat.ChatGPT):
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
                        n_vocab=self.reward_function.tokenizer.n_vocab, lengths=lengths,
                        samples_per_row=samples_per_row)
-        answers = out[:, prompts.size(1):].tolist()
-        return [ids[:next((i for i, token in enumerate(ids, 1) if token in ends), len(ids))]
-                for ids in answers]
+        return [cut_at_end(ids, ends) for ids in out[:, prompts.size(1):].tolist()]
 
     def pack(self, prompts, lengths, answers, weights):
         """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), on the device of
@@ -226,6 +224,14 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         The prompt is computed once per group."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
         return super().flops_per_unit() * (1 + answers)
+
+
+def cut_at_end(ids, ends):
+    """Return the list `ids` up to and including the first token in `ends`."""
+    for i, token in enumerate(ids, 1):
+        if token in ends:
+            return ids[:i]
+    return ids
 
 
 # -----------------------------------------------------------------------------
@@ -336,9 +342,7 @@ def user_code(path, context=""):
     appended to the message. At the end, also after an exception, global settings that the code may
     change are reset: the working directory and whether gradients are enabled, to the values at the
     start; PyTorch's default dtype to float32, and its default device to `None` (the CPU)."""
-    folder = ""
-    with contextlib.suppress(OSError):  # it was deleted
-        folder = os.getcwd()
+    folder = os.getcwd()
     grad = torch.is_grad_enabled()
     try:
         yield
@@ -350,8 +354,7 @@ def user_code(path, context=""):
         what = "".join(traceback.format_exception_only(error)).strip()  # str(error) may fail
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
     finally:
-        with contextlib.suppress(OSError):
-            os.chdir(folder)
+        os.chdir(folder)
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -389,13 +392,10 @@ def read_lines(path, needs_answers):
     if the file or a line is invalid, or if needs_answers is true and a line has no answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        if not all(isinstance(row["question"], str) and isinstance(row["row"], dict)
-                   and isinstance(row["answer"], (str, type(None))) for row in rows):
-            raise ValueError("expected texts and a record in each row")
+        answers = [json.loads(line)["answer"] for line in lines]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
-    if needs_answers and any(row["answer"] is None for row in rows):
+    if needs_answers and None in answers:
         raise DataError(f"some rows of {path} have no reference answer, with which answers are "
                         "compared; only a reward in a Python file (grpo) needs none")
     return lines
