@@ -59,6 +59,8 @@ HARMLESS = re.compile(
     r"gradient_checkpointing|max_sequence_length|type_vocab_size|problem_type|finetuning_task|"
     r"(classifier|pooler)_\w+|decoder_bias|sparse_pred\w+|directionality|num_labels|"
     r"reference_compile|layer_norm_eps|repad_logits_with_grad|deterministic_flash_attn")
+# {value in the key layer_types: letter}; a lower-case letter: without rotary positions.
+LETTERS = {"full_attention": "F", "sliding_attention": "W"}
 # Our fields that a checkpoint's model_args have besides `family`.
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_hidden", "n_kv_head",
          "norm_eps", "tie_weights")
@@ -177,37 +179,45 @@ def read_fields(given, family):
     """Return {field: value} for a GPTConfig or MoEConfig. given: the dict in a config.json. family:
     the Family of the model. Raises CheckpointError for options that are not supported, KeyError for
     a missing key, TypeError, ValueError and others for values of a wrong type."""
-    c = DEFAULTS | family.defaults | given
-    known = USED | set(family.keys.values())
-    if wrong := [f"{k}: {v!r}" for k, v in sorted(given.items())
-                 if (v != ONLY[k] if k in ONLY else v and k not in known
-                     and not HARMLESS.fullmatch(k))]:
+    wrong = [f"{k}: {v!r}" for k, v in sorted(given.items()) if not is_supported(k, v, family)]
+    if wrong:
         raise CheckpointError(f"{', '.join(wrong)}: not supported")
-    if "num_experts" in family.keys.values() and "num_local_experts" in c:  # in some files
-        c["num_experts"] = c["num_local_experts"]
+    c = DEFAULTS | family.defaults | given
+    if "num_local_experts" in c:  # in some files of Qwen
+        c.setdefault("num_experts", c["num_local_experts"])
     out = {name: values[0] for name, values in family.values.items()}
     known_fields = fields_by_name(family.config_class)
     for ours, theirs in family.keys.items():
         value = c[theirs]
-        if ours == "mlp" and value not in family.activations:
-            raise CheckpointError(f"{theirs}: {value!r}, expected {[*family.activations]}")
-        value = family.activations[value] if ours == "mlp" else value
+        if ours == "mlp":
+            if value not in family.activations:
+                raise CheckpointError(f"{theirs}: {value!r}, expected {[*family.activations]}")
+            value = family.activations[value]
         out[ours] = check_value(known_fields[ours], value, theirs)
     if "local_attention" in c:  # ModernBERT: half of these tokens on either side
         c |= dict(rope_theta=c["global_rope_theta"], rope_local_base_freq=c["local_rope_theta"],
                   sliding_window=c["local_attention"])
     if "rope_theta" in family.keys:
         read_attention(c, family, out)
-    if "max_positions" in family.keys:  # a context too long for memory is kept for exports only
-        limit = out["max_positions"] if out.get("pos") == "learned" else MAX_CONTEXT
-        out["block_size"] = min(out["max_positions"], limit)
-        if out["block_size"] == out["max_positions"]:
+    if "max_positions" in family.keys:
+        out["block_size"] = out["max_positions"]
+        if out["block_size"] <= MAX_CONTEXT or out.get("pos") == "learned":
             out["max_positions"] = None
-    end = c.get("eos_token_id")
-    end = end if isinstance(end, list) else [] if end is None else [end]
-    pad = c.get("pad_token_id")
-    return out | dict(bos_id=c.get("bos_token_id"), eos_ids=",".join(map(str, end)) or None,
-                      pad_id=pad if isinstance(pad, int) and pad >= 0 else None)
+        else:  # a context too long for memory is kept for exports only
+            out["block_size"] = MAX_CONTEXT
+    end, pad = c.get("eos_token_id"), c.get("pad_token_id")
+    ends = end if isinstance(end, list) else [end]
+    return out | dict(bos_id=c.get("bos_token_id"), pad_id=None if pad == -1 else pad,
+                      eos_ids=",".join(str(i) for i in ends if i is not None) or None)
+
+
+def is_supported(key, value, family):
+    """Return whether a model with this key in its config.json can be read: the key is read, or it
+    does not change the logits with this value."""
+    if key in ONLY:
+        return value == ONLY[key]
+    return (not value or key in USED or key in family.keys.values()
+            or HARMLESS.fullmatch(key) is not None)
 
 
 def read_attention(c, family, out):
@@ -221,16 +231,15 @@ def read_attention(c, family, out):
     letters = read_layers(c, out["n_layer"])
     if wrong := set(letters) - set(family.layers):
         raise CheckpointError(f"layer_types: {letters}: not supported ({', '.join(sorted(wrong))})")
-    period = next(p for p in range(1, len(letters) + 1)
-                  if all(x == letters[i % p] for i, x in enumerate(letters)))
-    has_windows = "W" in letters.upper()
-    out |= dict(layer_types=letters[:period], window=c["sliding_window"] if has_windows else None)
+    period = next(p for p in range(1, len(letters) + 1) if letters.startswith(letters[p:]))
+    out |= dict(layer_types=letters[:period],
+                window=c["sliding_window"] if "W" in letters.upper() else None)
     # transformers prefers rope_scaling if both exist.
     given = c.get("rope_scaling") or c.get("rope_parameters") or {}
     full = local = given
-    if any(isinstance(v, dict) for v in given.values()):
-        full = given.get("full_attention") or {}
-        local = given.get("sliding_attention") or {}
+    if LETTERS.keys() & given.keys():
+        full = given.get("full_attention", {})
+        local = given.get("sliding_attention", {})
     elif "rope_local_base_freq" in c:
         local = dict(rope_theta=c["rope_local_base_freq"])
     out["rope_theta"], out["rope_scaling"] = read_rope(full, c["rope_theta"])
@@ -249,22 +258,26 @@ def read_layers(c, n):
     f, w: the same without rotary positions. c: the dict in a config.json, with default values.
     Raises CheckpointError for invalid values."""
     types = c.get("layer_types")
-    every = c.get("_sliding_window_pattern", c.get("sliding_window_pattern"))
-    if types is None and every:
-        types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
-    elif types is None and (every := c.get("global_attn_every_n_layers")):  # ModernBERT
-        types = ["sliding_attention" if i % every else "full_attention" for i in range(n)]
-    elif types is None:
-        first = c.get("max_window_layers", 0) if c.get("use_sliding_window") else n
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(n)]
-    every = c.get("no_rope_layer_interval")
-    ropes = c.get("no_rope_layers") or [not every or (i + 1) % every for i in range(n)]
-    if not (isinstance(types, list) and isinstance(ropes, list) and len(types) == len(ropes) == n
-            and set(types) <= {"full_attention", "sliding_attention"}):
+    letters = default_layers(c, n) if types is None else [LETTERS.get(t) for t in types]
+    interval = c.get("no_rope_layer_interval", n + 1)  # SmolLM 3
+    ropes = c.get("no_rope_layers") or [(i + 1) % interval for i in range(n)]
+    if None in letters or not len(letters) == len(ropes) == n:
         raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
                               f"full_attention or sliding_attention, and 0 or 1, for {n} layers")
-    letters = ["W" if t == "sliding_attention" and c.get("sliding_window") else "F" for t in types]
+    if not c.get("sliding_window"):
+        letters = ["F"] * n
     return "".join(x if rope else x.lower() for x, rope in zip(letters, ropes))
+
+
+def default_layers(c, n):
+    """Return a list of n letters, F or W, the types of attention of a config.json `c` without
+    layer_types."""
+    if every := c.get("_sliding_window_pattern", c.get("sliding_window_pattern")):  # Gemma 3
+        return ["W" if (i + 1) % every else "F" for i in range(n)]
+    if every := c.get("global_attn_every_n_layers"):  # ModernBERT
+        return ["W" if i % every else "F" for i in range(n)]
+    first = c.get("max_window_layers", 0) if c.get("use_sliding_window") else n
+    return ["F" if i < first else "W" for i in range(n)]
 
 
 def read_rope(given, theta):
@@ -330,13 +343,14 @@ def mismatches(shape, family, changes=()):
         return [str(error), "perhaps others"]
     own = [f.name for f in fields(shape) if f.metadata.get("shape")]  # of experts
     names = [f.name for f in fields(GPTKeys)] + [*own, *family.keys, *family.values]
+    free = FREE | {"n_hidden"} if family.experts else FREE  # an MLP has no weights there
     wrong = []
-    for name in [name for name in dict.fromkeys(names) if name not in FREE]:
+    for name in dict.fromkeys(names):
         ours = getattr(shape, name)
         theirs = getattr(there, name)
         is_same = ours in family.values.get(name, [theirs]) or (
             isinstance(ours, float) and isinstance(theirs, float) and math.isclose(ours, theirs))
-        if not is_same and not (name == "n_hidden" and family.experts):  # without weights there
+        if not is_same and name not in free:
             wrong.append(f"{name}: {ours} (there: {theirs})")
     if list_layers(shape) != list_layers(there):
         wrong.append(f"layer_types: {shape.layer_types} (there: {there.layer_types})")
@@ -380,13 +394,14 @@ def attention_keys(shape, family):
     MoEConfig. family: the Family that defines the keys."""
     out = {}
     factors = shape.rope_factors
-    if factors:
-        out["rope_scaling"] = dict(zip(LLAMA3_KEYS, factors), rope_type="linear")
-    if len(factors) == 4:
-        out["rope_scaling"] |= dict(rope_type="llama3",
-                                    original_max_position_embeddings=int(factors[3]))
+    if len(factors) == 1:
+        out["rope_scaling"] = dict(factor=factors[0], rope_type="linear")
+    elif factors:
+        numbers = *factors[:3], int(factors[3])
+        out["rope_scaling"] = dict(zip(LLAMA3_KEYS, numbers), rope_type="llama3")
     letters = list_layers(shape)
-    types = ["sliding_attention" if x in "Ww" else "full_attention" for x in letters]
+    names = {letter: name for name, letter in LETTERS.items()}
+    types = [names[x.upper()] for x in letters]
     if "sliding_attention" in types:
         out["sliding_window"] = shape.window
         if "use_sliding_window" not in family.defaults:  # Mistral has windows in all layers
