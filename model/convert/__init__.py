@@ -56,11 +56,12 @@ class Source:
     def bos_id(self):
         """The id that begins texts in other programs: of an imported model its own, otherwise the
         first one that the tokenizer puts before a text, or the end of text; `None` if unknown."""
-        ids = [*self.tokenizer.start, self.tokenizer.eot_token] if self.tokenizer else [None]
-        return ids[0] if self.shape.bos_id is None else self.shape.bos_id
+        if self.shape.bos_id is not None or self.tokenizer is None:
+            return self.shape.bos_id
+        return [*self.tokenizer.start, self.tokenizer.eot_token][0]
 
 
-def read_source(state, path, backbone=None, for_others=True):
+def read_source(state, path, backbone, for_others):
     """Return the Source of a checkpoint, with adapters merged into the weights. state: the
     checkpoint, a dict. path: the file it was read from. backbone: the present path of the frozen
     model that adapters need, if it was moved. for_others: whether a different program will compute
@@ -109,8 +110,10 @@ def export_folder(source, to, precision):
     if tokenizer:
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     model_max_length=shape.full_context)
-        keys |= {} if end is None else dict(eos_token=tokenizer.decode([end]))
-        keys |= dict(bos_token=tokenizer.decode(tokenizer.start[:1])) if tokenizer.start else {}
+        if end is not None:
+            keys["eos_token"] = tokenizer.decode([end])
+        if tokenizer.start:
+            keys["bos_token"] = tokenizer.decode(tokenizer.start[:1])
         if template:
             keys |= template.special_tokens | dict(chat_template=template.jinja)
         content = tokenizer_json(tokenizer)
@@ -196,13 +199,10 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     only for .gguf and save_precision "float32". Raises UserError or ValueError.
     """
     ending = os.path.splitext(to)[1]
-    exists = os.path.isfile if ending in FORMATS else os.path.isdir
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
-    is_unknown = ending[1:2].isalpha() and ending not in FORMATS
-    is_name = to and to.isprintable()
-    if is_unknown or not is_name or os.path.exists(to) and not exists(to):
-        raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
-                              "folder (FOLDER/ if it is named like a file), printable characters")
+    if ending[1:2].isalpha() and ending not in FORMATS:
+        raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
+                              "folder (FOLDER/ if it is named like a file)")
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
     folder, name = os.path.split(os.path.abspath(to))
@@ -217,21 +217,27 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         return
     state = read_model(ckpt)
     frozen = backbone or (state.get("config") or {}).get("backbone") or ckpt
-    source, base, target = ({path, os.path.join(path, "model.safetensors")}
-                            for path in map(os.path.realpath, (ckpt, frozen, to)))
-    if target & (source | base):
+    if weight_paths(to) & (weight_paths(ckpt) | weight_paths(frozen)):
         raise CheckpointError(f"--to {to}: it has the files of --ckpt or of its backbone, which "
                               "would be lost")
-    state = use_ema(state, ckpt) if ema else state
-    is_merged = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
+    if ema:
+        state = use_ema(state, ckpt)
+    needs_merging = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
     with reporting_full_disk(to):
-        if ending == ".pt" and is_merged:  # nanoGPT's format has neither
+        if ending == ".pt" and needs_merging:  # nanoGPT's format has neither
             description = export_merged(state, ckpt, to, save_precision, backbone)
         else:
             source = read_source(state, ckpt, backbone, for_others=ending != ".safetensors")
-            description = FORMATS.get(ending, export_folder)(source, to,
-                                                             quantize or save_precision)
+            export = FORMATS.get(ending, export_folder)
+            description = export(source, to, quantize or save_precision)
     echo(f"Wrote {to}: {description}")
+
+
+def weight_paths(path):
+    """Return the set of paths that may hold the weights of the model at `path`, a file or a Hugging
+    Face folder."""
+    path = os.path.realpath(path)
+    return {path, os.path.join(path, "model.safetensors")}
 
 
 @dataclass

@@ -173,10 +173,11 @@ def pattern_name(content):
         return None
     if splits == [dict(type="Digits", individual_digits=True)]:
         return "smollm"
-    if not splits and not model["merges"]:
-        return "gpt-2"  # a byte is a token
-    pattern = splits[0].get("pattern", {}).get("Regex") if splits else GPT2_PATTERN
-    if splits not in ([], [split_at(pattern)]) or last.get("use_regex", True) == bool(splits):
+    uses_regex = last.get("use_regex", True)  # GPT-2's
+    if not splits:  # without merges a byte is a token
+        return "gpt-2" if uses_regex or not model["merges"] else None
+    pattern = splits[0].get("pattern", {}).get("Regex")
+    if splits != [split_at(pattern)] or uses_regex:
         return None
     name = PATTERNS.get(pattern)
     return "dbrx" if name == "llama-bpe" and not model.get("ignore_merges") else name

@@ -153,16 +153,17 @@ def read_weights(tensors, kind, path):
             if UNUSED.match(name) or "bert" in kind and ENCODER_HEADS.match(name):
                 continue
             name = PREFIX.sub("", name)
-            if "bert" in kind:  # names in old files
-                name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
-            name = name if name.startswith(("lm_head.", root)) else root + name
+            name = name.replace(".gamma", ".weight").replace(".beta", ".bias")  # in old files
+            if not name.startswith(("lm_head.", root)):
+                name = root + name
             name = rename(name, names, known_only=False)
             if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
                 t = t.t()  # of (in, out)
-            whole = next((part for part in CONCATENATED if f".{part}." in name), "")
-            parts = CONCATENATED.get(whole, [""])
-            out |= {name.replace(whole, part): piece.contiguous()
-                    for part, piece in zip(parts, t.chunk(len(parts)))}
+            out[name] = t.contiguous()
+        for whole, parts in CONCATENATED.items():
+            for name in [n for n in out if f".{whole}." in n]:
+                pieces = out.pop(name).chunk(len(parts))
+                out |= {name.replace(whole, part): t for part, t in zip(parts, pieces)}
         out = stack_experts(out)
         if NAMES[kind] is BERT:
             out = fold_bert(out, "roberta" in kind)
