@@ -493,7 +493,7 @@ def test_older_checkpoints_load_unless_they_use_what_is_gone(checkpoint, tmp_pat
 def test_a_model_that_writes_no_text(checkpoint, tmp_path, monkeypatch, capsys):
     path = altered(checkpoint, tmp_path, config=dict(model="classifier"), spec=None)
     assert main(["--ckpt", path]) == 2
-    assert "no spec of its data" in capsys.readouterr().err
+    assert "it describes no model" in capsys.readouterr().err
     assert main(["--ckpt", altered(checkpoint, tmp_path, config=dict(model="serve"))]) == 2
     assert "or a new file with build_model(config, data)" in capsys.readouterr().err
     other = torch.nn.Linear(2, 2)  # of a file without sample()

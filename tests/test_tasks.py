@@ -252,17 +252,17 @@ def test_a_choice_has_the_ids_that_a_chat_model_has_learned(header, before):
 # what is refused
 
 BAD = [({"text": "a"}, "expected question and answer"), ([1], "expected an object"),
-       (dict(question="a", choices=["b"], answer=0), "choices: expected 2 or more"),
-       (dict(question="a", choices=["b", ""], answer=0), "choices: expected 2 or more"),
+       (dict(question="a", choices=["b"], answer=0), "choices: expected two or more"),
+       (dict(question="a", choices=["b", ""], answer=0), "without an empty text"),
        (dict(question="a", choices=["b", "c"], answer=2), "answer: '2' is not one of"),
        (dict(question="a", choices=["b", "c"], answer=True), "answer: 'True' is not one of"),
        (dict(question="a", choices=["b", "c"], answer="d"), "answer: 'd' is not one of"),
        (dict(question="a", choices=["b", "c", "b"], answer=2), "choices: 'b', the answer, is"),
        (dict(question="a", choices=["x", "x"], answer="x"), "choices: 'x', the answer, is"),
-       (dict(question="a", answer=" \n"), "answer: expected a non-empty text"),
+       (dict(question="a", answer=" \n"), "without an empty text"),
        (dict(question=1, choices=["b", "c"], answer=0), "question: expected a text"),
        (dict(question="a", answer=["b"]), "answer: expected a text"),
-       (dict(context="a", continuation=""), "continuation: expected 1 or more non-empty texts")]
+       (dict(context="a", continuation=""), "without an empty text")]
 
 
 def test_bad_rows_are_a_line_each_before_any_work(data_dir, tmp_path, capsys):

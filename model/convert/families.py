@@ -311,17 +311,22 @@ def upgrade_fields(config_json):
 # -----------------------------------------------------------------------------
 # writing a config.json
 
-def find_family(shape, path, kinds=WRITTEN):
-    """Return the model_type, a key of FAMILIES, whose models compute the same logits as a model
-    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from
-    (default: all that can be exported to `transformers`). path: of the model, for messages. Raises
-    CheckpointError if there is no such model_type; the message names the options that the most
-    similar one does not have."""
-    wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds
-             if FAMILIES[kind].experts == hasattr(shape, "n_experts") or len(kinds) == 1}
-    kind = min(wrong, key=lambda k: len(wrong[k]))
-    refuse(wrong[kind], FAMILIES[kind].architecture, path)
+def find_family(shape, path):
+    """Return the model_type, one of WRITTEN, whose models in `transformers` compute the same logits
+    as a model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the model, for
+    messages. Raises CheckpointError if there is no such model_type; the message names the options
+    that the most similar one does not have."""
+    kinds = [k for k in WRITTEN if FAMILIES[k].experts == hasattr(shape, "n_experts")]
+    kind = min(kinds, key=lambda k: len(mismatches(shape, FAMILIES[k])))
+    check_family(shape, kind, path)
     return kind
+
+
+def check_family(shape, kind, path):
+    """Raise CheckpointError, with all options, if models of the model_type `kind` do not compute
+    the same logits as a model with the configuration `shape`. path: of the model."""
+    family = FAMILIES[kind]
+    refuse(mismatches(shape, family), family.architecture, path)
 
 
 def refuse(wrong, name, path):

@@ -14,43 +14,56 @@ from train.base.errors import CheckpointError
 from train.base.tensors import find_non_finite
 
 # {our module: module in transformers}; {} is the number of a layer, a second {} the expert's.
-ATTENTION = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head",
-             "h.{}.ln_1": "model.layers.{}.input_layernorm",
-             "h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
-             **{f"h.{{}}.attn.{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkvo"}}
-LLAMA = ATTENTION | {f"h.{{}}.mlp.{n}": f"model.layers.{{}}.mlp.{n}_proj"
-                     for n in ("gate", "up", "down")}
-QK_NORM = {f"h.{{}}.attn.{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
-OUT_NORM = {"h.{}.attn.out_norm": "model.layers.{}.post_attention_layernorm",
-            "h.{}.mlp.out_norm": "model.layers.{}.post_feedforward_layernorm"}
-GEMMA3 = LLAMA | QK_NORM | OUT_NORM | {"h.{}.ln_2": "model.layers.{}.pre_feedforward_layernorm"}
-OLMO2 = {k: v for k, v in (LLAMA | QK_NORM | OUT_NORM).items() if ".ln_" not in k}
-QWEN3_MOE = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.mlp.gate",
-                         **{f"h.{{}}.mlp.{n}.{{}}": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj"
-                            for n in ("gate", "up", "down")}}
-MIXTRAL = ATTENTION | {"h.{}.mlp.router": "model.layers.{}.block_sparse_moe.gate",
-                       **{f"h.{{}}.mlp.{ours}.{{}}":
-                          f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}"
-                          for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
-GPT2 = {"lm_head": "lm_head", "h.{}.attn.qkv": "transformer.h.{}.attn.c_attn",  # concatenated
-        "h.{}.attn.o": "transformer.h.{}.attn.c_proj", "h.{}.mlp.up": "transformer.h.{}.mlp.c_fc",
-        "h.{}.mlp.down": "transformer.h.{}.mlp.c_proj",
-        **{n: f"transformer.{n}" for n in ("wte", "wpe", "ln_f", "h.{}.ln_1", "h.{}.ln_2")}}
+
+def in_layers(prefix, parts):
+    """Return the table of modules in a layer. parts: {name in our layer: name in theirs}."""
+    return {f"h.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in parts.items()}
+
+
+ATTENTION = {f"attn.{n}": f"self_attn.{n}_proj" for n in "qkvo"}
+NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+QK_NORM = {f"attn.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}
+OUT_NORM = {"attn.out_norm": "post_attention_layernorm",
+            "mlp.out_norm": "post_feedforward_layernorm"}
+MLP = {f"mlp.{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+EXPERTS = {"mlp.router": "mlp.gate", "mlp.gate.{}": "mlp.experts.{}.gate_proj",
+           "mlp.up.{}": "mlp.experts.{}.up_proj", "mlp.down.{}": "mlp.experts.{}.down_proj"}
+MIXTRAL_EXPERTS = {
+    "mlp.router": "block_sparse_moe.gate", "mlp.gate.{}": "block_sparse_moe.experts.{}.w1",
+    "mlp.up.{}": "block_sparse_moe.experts.{}.w3", "mlp.down.{}": "block_sparse_moe.experts.{}.w2"}
+
+
+def like_llama(*parts):
+    """Return the table of a model with the modules `parts`, tables of modules in a layer."""
+    table = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
+    for part in (ATTENTION, *parts):
+        table |= in_layers("model.layers", part)
+    return table
+
+
+LLAMA = like_llama(NORMS, MLP)
+GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f",
+        "lm_head": "lm_head", **in_layers("transformer.h", {
+            "ln_1": "ln_1", "ln_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.o": "attn.c_proj",
+            "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})}
 BERT = {"wte": "model.embeddings.word_embeddings", "wpe": "model.embeddings.position_embeddings",
         "token_type": "model.embeddings.token_type_embeddings",
-        "h.0.ln_1": "model.embeddings.LayerNorm",
-        "h.{}.ln_2": "model.encoder.layer.{}.attention.output.LayerNorm",
-        "h.{}.out": "model.encoder.layer.{}.output.LayerNorm",
-        "h.{}.attn.o": "model.encoder.layer.{}.attention.output.dense",
-        "h.{}.mlp.up": "model.encoder.layer.{}.intermediate.dense",
-        "h.{}.mlp.down": "model.encoder.layer.{}.output.dense",
-        **{f"h.{{}}.attn.{n[0]}": f"model.encoder.layer.{{}}.attention.self.{n}"
-           for n in ("query", "key", "value")}}
+        "h.0.ln_1": "model.embeddings.LayerNorm", **in_layers("model.encoder.layer", {
+            "attn.q": "attention.self.query", "attn.k": "attention.self.key",
+            "attn.v": "attention.self.value", "attn.o": "attention.output.dense",
+            "ln_2": "attention.output.LayerNorm", "mlp.up": "intermediate.dense",
+            "mlp.down": "output.dense", "out": "output.LayerNorm"})}
 MODERNBERT = {"wte": "model.embeddings.tok_embeddings", "h.0.ln_1": "model.embeddings.norm",
-              "ln_f": "model.final_norm", "h.{}.ln_1": "model.layers.{}.attn_norm",
-              "h.{}.ln_2": "model.layers.{}.mlp_norm", "h.{}.attn.qkv": "model.layers.{}.attn.Wqkv",
-              "h.{}.attn.o": "model.layers.{}.attn.Wo", "h.{}.mlp.glu": "model.layers.{}.mlp.Wi",
-              "h.{}.mlp.down": "model.layers.{}.mlp.Wo"}
+              "ln_f": "model.final_norm", **in_layers("model.layers", {
+                  "ln_1": "attn_norm", "ln_2": "mlp_norm", "attn.qkv": "attn.Wqkv",
+                  "attn.o": "attn.Wo", "mlp.glu": "mlp.Wi", "mlp.down": "mlp.Wo"})}
+NAMES = {"llama": LLAMA, "qwen2": LLAMA, "mistral": LLAMA, "smollm3": LLAMA,
+         "qwen3": like_llama(NORMS, MLP, QK_NORM), "olmo2": like_llama(MLP, QK_NORM, OUT_NORM),
+         "gemma3_text": like_llama(NORMS, MLP, QK_NORM, OUT_NORM,
+                                   {"ln_2": "pre_feedforward_layernorm"}),
+         "mixtral": like_llama(NORMS, MIXTRAL_EXPERTS),
+         "qwen3_moe": like_llama(NORMS, EXPERTS, QK_NORM), "gpt2": GPT2, "nanogpt": GPT2,
+         "bert": BERT, "roberta": BERT, "xlm-roberta": BERT, "modernbert": MODERNBERT}
 # Buffers in old files, and the vision part of a multimodal model.
 UNUSED = re.compile(r".*\.(attn\.(masked_)?bias|inv_freq)$|"
                     r"(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -59,10 +72,6 @@ PREFIX = re.compile(r"^((model\.)?language_model|bert|roberta)\.")
 ENCODER_HEADS = re.compile(r"(cls|lm_head|head|decoder|classifier|qa_outputs|(\w+\.)?pooler)\.|"
                            r".*\.position_ids$")
 CONCATENATED = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "mlp.glu": ("mlp.gate", "mlp.up")}
-NAMES = {"llama": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA | QK_NORM, "mistral": LLAMA,
-         "gemma3_text": GEMMA3, "olmo2": OLMO2, "smollm3": LLAMA, "mixtral": MIXTRAL,
-         "qwen3_moe": QWEN3_MOE | QK_NORM, "gpt2": GPT2, "nanogpt": GPT2,
-         "bert": BERT, "roberta": BERT, "xlm-roberta": BERT, "modernbert": MODERNBERT}
 ROBERTA_POSITIONS = 2  # rows of the position embedding before that of the first token
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
 

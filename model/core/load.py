@@ -129,14 +129,12 @@ def build_empty_model(state):
     args = state.get("model_args") or {}
     if kind == "gpt":
         return load_model_type("gpt").module.GPT(read_model_args(args, weights))
-    if not state.get("spec"):
-        raise ValueError(f"no spec of its data in it, from which a model of {kind} is built")
-    build, spec = load_model_type(kind).build_model, state["spec"]
+    spec = state["spec"]
     config = saved_config(state["config"])
     if "n_layer" in args:  # with the context of the run, which may be longer than the backbone's
         config = config.replace(block_size=args["block_size"])
     check_size(config.replace(vocab_size=spec.get("vocab_size", config.vocab_size)), weights)
-    return build(config, types.SimpleNamespace(spec=spec))
+    return load_model_type(kind).build_model(config, types.SimpleNamespace(spec=spec))
 
 
 def saved_config(values):

@@ -7,7 +7,6 @@ The results equal the harness's `hf` model on the exported folder (model/convert
 whose max_gen_toks is more than half of the context: here a prompt keeps half of the context.
 """
 
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,8 @@ class CheckpointLM:
         True, "temperature", "top_k" and "top_p" (default: greedy decoding)."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        n = next((n for k in LENGTH_NAMES if (n := options.get(k)) is not None), MAX_NEW_TOKENS)
+        limits = [options[name] for name in LENGTH_NAMES if options.get(name) is not None]
+        n = limits[0] if limits else MAX_NEW_TOKENS
         size = self.model.config.block_size
         n_context = max(size - n, size // 2)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]
@@ -119,13 +119,11 @@ class CheckpointLM:
             detokenizer.add(int(tokens[0]))
             return detokenizer.stopped
         idx = torch.tensor([prompt], device=self.model.wte.weight.device)
-        out = generate(self.model, idx, n,
-                       options.get("temperature", 1.0) if options.get("do_sample") else 0,
-                       options.get("top_k"), options.get("top_p"), seed=0,
-                       stop_token=self.ends, on_token=is_complete, n_vocab=self.tok.n_vocab)
-        ids = itertools.takewhile(lambda i: i not in self.ends, out[0, len(prompt):].tolist())
-        special = self.tok.special.values()
-        ids = [i for i in ids if i not in special]
+        temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0
+        out = generate(self.model, idx, n, temperature, options.get("top_k"), options.get("top_p"),
+                       seed=0, stop_token=self.ends, on_token=is_complete, n_vocab=self.tok.n_vocab)
+        left_out = {*self.ends, *self.tok.special.values()}
+        ids = [i for i in out[0, len(prompt):].tolist() if i not in left_out]
         # As the harness decodes an answer: without the first space, which Llama 2's tokenizer adds.
         text = self.tok.enc.decode(ids) if self.tok.kind == "json" else self.tok.decode(ids)
         for stop in until:

@@ -116,28 +116,31 @@ class ExampleReader:
         index of the task, which is stored in the Example. Raises ValueError for an invalid record.
         """
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
-        is_cloze = {"context", "continuation"} <= row.keys()
-        if is_cloze:
-            row |= dict(question=row["context"], choices=[row["continuation"]], answer=0)
-        if not {"question", "answer"} <= row.keys():
+        answer = 0
+        if {"context", "continuation"} <= row.keys():
+            texts = [get_text(row, "continuation")]
+            delimiter = get_text(row, "delimiter", " ")
+            pairs = self.encode_plain(get_text(row, "context"), texts, delimiter)
+        elif not {"question", "answer"} <= row.keys():
             raise ValueError("expected question and answer, optionally with choices, or context "
                              f"and continuation; its fields are {', '.join(record)}")
-        question = get_text(row, "question")
-        if "choices" in row:
+        elif "choices" in row:
             texts = row["choices"]
-            answer = parse_choice(texts, row["answer"], least=1 if is_cloze else 2)
-            pairs = self.encode(question, texts, get_text(row, "delimiter", " "),
-                                None if is_cloze else self.template)
+            answer = parse_choice(texts, row["answer"])
+            question = get_text(row, "question")
+            delimiter = get_text(row, "delimiter", " ")
+            pairs = (self.encode_chat(question, texts) if self.template
+                     else self.encode_plain(question, texts, delimiter))
         else:
-            text = get_text(row, "answer").lstrip()
-            if not text:
-                raise ValueError("answer: expected a non-empty text")
-            texts = [text]
-            answer = 0
+            question = get_text(row, "question")
+            texts = [get_text(row, "answer").lstrip()]
             default = " " if question == question.rstrip() else ""
-            pairs = [self.encode_answer(question, text, get_text(row, "delimiter", default))]
+            delimiter = get_text(row, "delimiter", default)
+            pairs = [self.encode_answer(question, texts[0], delimiter)]
         start = [] if self.tokenizer.eot_token is None else [self.tokenizer.eot_token]
         pairs = [(before or start, ids) for before, ids in pairs]
+        if not all(texts):
+            raise ValueError("expected an answer, choices or a continuation without an empty text")
         if not all(itertools.chain(*pairs)):
             raise ValueError("the answer, or the text before it, has no token")
         if pairs.count(pairs[answer]) > 1:
@@ -145,29 +148,30 @@ class ExampleReader:
         sequences = [((before + ids)[-self.size - 1:], len(ids)) for before, ids in pairs]
         return Example(task, sequences, [*map(len, texts)], answer)
 
-    def encode(self, question, texts, delimiter, template):
+    def encode_plain(self, question, texts, delimiter):
         """Return a list with (ids of the question, ids of the choice), lists of ints, for each
-        choice. texts: the list of choices. delimiter: text between question and choice. With
-        `template`, a ChatTemplate, the question is a message of the user, and the choice the start
-        of the answer, with the same ids as in training data; `delimiter` is ignored. If `template`
-        is `None`, question + delimiter + choice is encoded as a whole, as in lm-eval; the spaces in
-        between belong to the choice."""
+        choice. texts: the list of choices. delimiter: text between question and choice. question +
+        delimiter + choice is encoded as a whole, as in lm-eval; the spaces in between belong to the
+        choice."""
         encode = self.tokenizer.encode
-        if not template:
-            before = encode(question.rstrip())
-            wholes = [encode(question + delimiter + text) for text in texts]
-            return [(self.tokenizer.start + before, ids[len(before):]) for ids in wholes]
-        ask = functools.partial(template.prompt_ids, [("user", question)], self.tokenizer)
+        before = encode(question.rstrip())
+        wholes = [encode(question + delimiter + text) for text in texts]
+        return [(self.tokenizer.start + before, ids[len(before):]) for ids in wholes]
+
+    def encode_chat(self, question, texts):
+        """Return the same as encode_plain() in the chat template: the question is a message of the
+        user, and each choice the start of the answer, with the same ids as in training data."""
+        ask = functools.partial(self.template.prompt_ids, [("user", question)], self.tokenizer)
         pairs = []
         for text in texts:  # templates write more before an answer: a space, Qwen 3's <think>
-            ids, whole = encode_within(text.lstrip(), encode), ask(answer=text)
+            ids = encode_within(text.lstrip(), self.tokenizer.encode)
+            whole = ask(answer=text)
             first = len(whole) - len(ids) if whole[-len(ids):] == ids else len(ask())
             pairs.append((whole[:first], whole[first:]))
         return pairs
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, ids of the answer and an end), lists of ints, as encode()
-        does for one choice. With self.template, the question and the answer are formatted as a
+        """Return (ids of the question, ids of the answer and an end), lists of ints. With self.template, the question and the answer are formatted as a
         conversation, with the end token of the template. Without a template, `delimiter` is the
         text between question and answer, and the end is a newline."""
         if not self.template:
@@ -183,14 +187,12 @@ class ExampleReader:
         return ids[:first], ids[first:last + 1]
 
 
-def parse_choice(choices, answer, least):
-    """Return the index of the correct choice. choices: a list of at least `least` non-empty texts.
-    answer: one of these texts, or the index. Raises ValueError if choices or answer are invalid."""
-    if not isinstance(choices, list) or len(choices) < least or not all(
-            isinstance(choice, str) and choice for choice in choices):
-        name = "continuation" if least == 1 else "choices"
-        raise ValueError(f"{name}: expected {least} or more non-empty texts, got "
-                         f"{str(choices)[:60]!r}")
+def parse_choice(choices, answer):
+    """Return the index of the correct choice. choices: a list of two or more texts. answer: one of
+    these texts, or the index. Raises ValueError if choices or answer are invalid."""
+    if not (isinstance(choices, list) and len(choices) > 1
+            and all(isinstance(choice, str) for choice in choices)):
+        raise ValueError(f"choices: expected two or more texts, got {str(choices)[:60]!r}")
     if answer in choices:
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
