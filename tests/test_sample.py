@@ -308,7 +308,6 @@ def test_packed_products_are_the_plain_ones(shape, dtype):
     plain, packed = small(**shape).to(dtype), replace_linear_layers(small(**shape).to(dtype))
     idx = random_tokens(2, 16)
     assert torch.allclose(packed(idx), plain(idx), atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
-    assert torch.allclose(packed(idx, idx)[0], plain(idx, idx)[0], atol=1e-3)  # the head's weight
     if dtype == torch.float32:
         out = [generate(m, idx[:, :3], 10, temperature=0) for m in (plain, packed)]
         assert torch.equal(*out)

@@ -15,10 +15,9 @@ class ConcatLinear(nn.Module):
     """Base class of layers for decoding that compute several linear layers with the same input as
     one: x (..., K) -> (..., N), the concatenated outputs. layers: nn.Linear, LoRALinear, or
     nn.Embedding as a tied output layer; either all or none have a bias. Attributes: sizes, a list
-    of the number of outputs of each layer (N in total); bias (N,) or `None`; for q, k, v also
-    parts, a list of the PartOfLinear of each layer, which replace_linear_layers() sets. The
-    constructor calls store(weight) with the concatenated weight (N, K). A subclass must define
-    store() and forward(x)."""
+    of the number of outputs of each layer (N in total); weight (N, K), concatenated; bias (N,) or
+    `None`; for q, k, v also parts, a list of the PartOfLinear of each layer, which
+    replace_linear_layers() sets. A subclass must define forward(x)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -26,7 +25,7 @@ class ConcatLinear(nn.Module):
         self.sizes = [len(weight) for weight in weights]
         biases = [getattr(layer, "bias", None) for layer in layers]
         self.bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-        self.store(torch.cat(weights))
+        self.weight = torch.cat(weights)
 
 
 class PartOfLinear(nn.Module):
@@ -50,22 +49,17 @@ class PackedLinear(ConcatLinear):
     with the same bits.
     """
 
-    def store(self, weight):
-        self.stored = weight
-        if (weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        if (self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16
                 and torch.backends.mkldnn.is_available()
                 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-            self.stored = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
     def forward(self, x):
-        if not self.stored.is_mkldnn:
-            return F.linear(x, self.stored, self.bias)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.stored, self.bias, "none", [], "")
-
-    @property
-    def weight(self):
-        """The concatenated weight (N, K) in the ordinary layout of nn.Linear."""
-        return self.stored.to_dense() if self.stored.is_mkldnn else self.stored
+        if not self.weight.is_mkldnn:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):

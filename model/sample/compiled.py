@@ -163,9 +163,6 @@ class ReductionLinear(ConcatLinear):
     the operations before and after into one loop over the weights. All other inputs, and calls
     outside of a compiled graph, are computed by F.linear."""
 
-    def store(self, weight):
-        self.weight = weight
-
     def forward(self, x):
         is_one_row = x.numel() == x.size(-1)
         if not (is_one_row and x.device.type == "cpu" and torch.compiler.is_compiling()):
