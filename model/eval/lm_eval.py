@@ -108,8 +108,7 @@ class CheckpointLM:
         True, "temperature", "top_k" and "top_p" (default: greedy decoding)."""
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        limits = [options[name] for name in LENGTH_NAMES if options.get(name) is not None]
-        n = limits[0] if limits else MAX_NEW_TOKENS
+        n = next(filter(None, map(options.get, LENGTH_NAMES)), MAX_NEW_TOKENS)
         size = self.model.config.block_size
         n_context = max(size - n, size // 2)
         prompt = (self.tok_encode(text) or [self.eot_token_id])[-n_context:]

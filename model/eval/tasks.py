@@ -116,10 +116,10 @@ class ExampleReader:
         index of the task, which is stored in the Example. Raises ValueError for an invalid record.
         """
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
+        delimiter = get_text(row, "delimiter", " ")
         answer = 0
         if {"context", "continuation"} <= row.keys():
             texts = [get_text(row, "continuation")]
-            delimiter = get_text(row, "delimiter", " ")
             pairs = self.encode_plain(get_text(row, "context"), texts, delimiter)
         elif not {"question", "answer"} <= row.keys():
             raise ValueError("expected question and answer, optionally with choices, or context "
@@ -128,14 +128,13 @@ class ExampleReader:
             texts = row["choices"]
             answer = parse_choice(texts, row["answer"])
             question = get_text(row, "question")
-            delimiter = get_text(row, "delimiter", " ")
             pairs = (self.encode_chat(question, texts) if self.template
                      else self.encode_plain(question, texts, delimiter))
         else:
             question = get_text(row, "question")
             texts = [get_text(row, "answer").lstrip()]
-            default = " " if question == question.rstrip() else ""
-            delimiter = get_text(row, "delimiter", default)
+            if "delimiter" not in row and question != question.rstrip():
+                delimiter = ""
             pairs = [self.encode_answer(question, texts[0], delimiter)]
         start = [] if self.tokenizer.eot_token is None else [self.tokenizer.eot_token]
         pairs = [(before or start, ids) for before, ids in pairs]
@@ -171,9 +170,10 @@ class ExampleReader:
         return pairs
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, ids of the answer and an end), lists of ints. With self.template, the question and the answer are formatted as a
-        conversation, with the end token of the template. Without a template, `delimiter` is the
-        text between question and answer, and the end is a newline."""
+        """Return (ids of the question, ids of the answer and an end), lists of ints. With
+        self.template, the question and the answer are formatted as a conversation, with the end
+        token of the template. Without a template, `delimiter` is the text between question and
+        answer, and the end is a newline."""
         if not self.template:
             before = self.tokenizer.encode(question)
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
