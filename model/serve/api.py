@@ -13,12 +13,13 @@ from train.base.fields import TYPES, base_type, key, parse_value
 
 # Options that change the answer but are not implemented, and values with which they do not.
 UNSUPPORTED_OPTIONS = """
-    best_of echo suffix logit_bias functions function_call presence_penalty frequency_penalty
+    best_of echo logit_bias functions function_call tool_choice presence_penalty frequency_penalty
     repetition_penalty repeat_penalty logprobs top_logprobs prompt_logprobs response_format
     structured_outputs guided_json guided_choice guided_regex guided_grammar json_schema grammar
-    reasoning_effort modalities min_tokens ignore_eos stop_token_ids bad_words""".split()
-NEUTRAL = dict(best_of=1, repetition_penalty=1, repeat_penalty=1, function_call="none",
-               response_format={"type": "text"}, modalities=["text"])
+    reasoning_effort modalities min_tokens ignore_eos stop_token_ids bad_words suffix""".split()
+NEUTRAL = dict(best_of=[1], repetition_penalty=[1], repeat_penalty=[1], modalities=[["text"]],
+               function_call=["none"], tool_choice=["auto", "none"],
+               response_format=[{"type": "text"}])
 
 
 @dataclass
@@ -89,11 +90,10 @@ def parse_options(body):
     is changed: "stop" is removed, and the first of "max_completion_tokens", "max_new_tokens" and
     "n_predict" that is present replaces "max_tokens". Raises APIError for invalid values and for
     options that are not supported."""
-    if (choice := body.get("tool_choice")) not in (None, "", "auto", "none"):
-        raise APIError(400, f"tool_choice: {choice!r:.80}: the model calls no tool", "tool_choice")
     for name in UNSUPPORTED_OPTIONS:
         value = body.get(name)  # "logprobs": 0 asks for those of the text
-        if value and value != NEUTRAL.get(name) or name == "logprobs" and type(value) is int:
+        is_set = value or name == "logprobs" and type(value) is int
+        if is_set and value not in NEUTRAL.get(name, ()):
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM", name)
     for name in ("n_predict", "max_new_tokens", "max_completion_tokens"):
@@ -177,7 +177,7 @@ def encode_messages(body, engine, template, max_new_tokens):
                 message.pop(name, None)
     try:
         turns = parse_messages(messages, "messages")
-        if not any(role != "assistant" for role, _ in turns):
+        if all(role == "assistant" for role, _ in turns):
             raise ValueError("expected at least one that is not the assistant's")
         size = engine.config.block_size
         max_tokens = max(size - max_new_tokens, size // 2)

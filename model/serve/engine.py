@@ -31,7 +31,6 @@ class APIError(Exception):
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
         self.status = status
-        self.message = message
         self.param = param
         self.code = code
 
@@ -39,7 +38,7 @@ class APIError(Exception):
         """Return the JSON object of the response, {"error": {"message", "type", "param", "code"}},
         a dict."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return dict(error=dict(message=self.message, type=kind, param=self.param, code=self.code))
+        return dict(error=dict(message=str(self), type=kind, param=self.param, code=self.code))
 
 
 @dataclass(eq=False)
@@ -112,8 +111,7 @@ class Engine:
             if self.closing:
                 raise APIError(503, "the server is shutting down")
             if len(self.waiting) + len(jobs) > self.max_queue:
-                raise APIError(503, f"the queue is full: {self.max_queue} requests are waiting; "
-                               "try again later")
+                raise APIError(503, f"the queue is full: {self.max_queue} requests are waiting")
             self.waiting.extend(jobs)
             self.changed.notify()
 
@@ -222,5 +220,6 @@ class Engine:
         last = at_end or job.n_generated == job.options.max_tokens
         text = job.detokenizer.add(None if at_end else token, last)
         stopped = at_end or job.detokenizer.stopped
-        if text or last or stopped:
-            job.emit(text, "stop" if stopped else "length" if last else None)
+        finish_reason = "stop" if stopped else "length" if last else None
+        if text or finish_reason:
+            job.emit(text, finish_reason)
