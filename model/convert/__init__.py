@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from data.chat_template import ChatTemplate
 from data.tokenizer_hf import tokenizer_json
-from model.convert.families import FAMILIES, check_family, find_family, write_config, write_fields
+from model.convert.families import FAMILIES, find_family, write_config, write_fields
 from model.convert.foreign import check_complete, read_model
 from model.convert.gguf import export_gguf, pattern_name
 from model.convert.tensors import convert_weights, write_weights
@@ -148,10 +148,10 @@ def export_nanogpt(source, to, precision):
     """Write a Source, without tokenizer and chat template, to the file `to`, a checkpoint for
     nanoGPT's sample.py. precision is ignored: weights keep the dtype. Return a description of the
     file, a text. Raises CheckpointError for options that nanoGPT does not have."""
-    check_family(source.shape, "nanogpt", source.path)
-    weights = write_weights(source.weights, source.shape, "nanogpt")
+    kind = find_family(source.shape, source.path, ["nanogpt"])
+    weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
-    args = write_fields(source.shape, FAMILIES["nanogpt"])
+    args = write_fields(source.shape, FAMILIES[kind])
     save_checkpoint(to, dict(model=weights, model_args=args, iter_num=0, best_val_loss=1e9))
     return "a checkpoint of nanoGPT"
 

@@ -179,7 +179,9 @@ def read_fields(given, family):
     """Return {field: value} for a GPTConfig or MoEConfig. given: the dict in a config.json. family:
     the Family of the model. Raises CheckpointError for options that are not supported, KeyError for
     a missing key, TypeError, ValueError and others for values of a wrong type."""
-    wrong = [f"{k}: {v!r}" for k, v in sorted(given.items()) if not is_supported(k, v, family)]
+    known = USED | ONLY.keys() | set(family.keys.values())
+    wrong = [f"{k}: {v!r}" for k, v in sorted(given.items()) if v != ONLY.get(k, v)
+             or v and k not in known and not HARMLESS.fullmatch(k)]
     if wrong:
         raise CheckpointError(f"{', '.join(wrong)}: not supported")
     c = DEFAULTS | family.defaults | given
@@ -209,15 +211,6 @@ def read_fields(given, family):
     ends = end if isinstance(end, list) else [end]
     return out | dict(bos_id=c.get("bos_token_id"), pad_id=None if pad == -1 else pad,
                       eos_ids=",".join(str(i) for i in ends if i is not None) or None)
-
-
-def is_supported(key, value, family):
-    """Return whether a model with this key in its config.json can be read: the key is read, or it
-    does not change the logits with this value."""
-    if key in ONLY:
-        return value == ONLY[key]
-    return (not value or key in USED or key in family.keys.values()
-            or HARMLESS.fullmatch(key) is not None)
 
 
 def read_attention(c, family, out):
@@ -260,7 +253,7 @@ def read_layers(c, n):
     types = c.get("layer_types")
     letters = default_layers(c, n) if types is None else [LETTERS.get(t) for t in types]
     interval = c.get("no_rope_layer_interval", n + 1)  # SmolLM 3
-    ropes = c.get("no_rope_layers") or [(i + 1) % interval for i in range(n)]
+    ropes = c.get("no_rope_layers") or [(i + 1) % interval > 0 for i in range(n)]
     if None in letters or not len(letters) == len(ropes) == n:
         raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
                               f"full_attention or sliding_attention, and 0 or 1, for {n} layers")
@@ -311,22 +304,18 @@ def upgrade_fields(config_json):
 # -----------------------------------------------------------------------------
 # writing a config.json
 
-def find_family(shape, path):
-    """Return the model_type, one of WRITTEN, whose models in `transformers` compute the same logits
-    as a model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the model, for
-    messages. Raises CheckpointError if there is no such model_type; the message names the options
-    that the most similar one does not have."""
-    kinds = [k for k in WRITTEN if FAMILIES[k].experts == hasattr(shape, "n_experts")]
-    kind = min(kinds, key=lambda k: len(mismatches(shape, FAMILIES[k])))
-    check_family(shape, kind, path)
+def find_family(shape, path, kinds=None):
+    """Return the model_type, a key of FAMILIES, whose models compute the same logits as a model
+    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from
+    (default: all that can be exported to `transformers`). path: of the model, for messages. Raises
+    CheckpointError if there is no such model_type; the message names the options that the most
+    similar one does not have."""
+    is_mixture = hasattr(shape, "n_experts")
+    kinds = kinds or [k for k in WRITTEN if FAMILIES[k].experts == is_mixture]
+    wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds}
+    kind = min(wrong, key=lambda k: len(wrong[k]))
+    refuse(wrong[kind], FAMILIES[kind].architecture, path)
     return kind
-
-
-def check_family(shape, kind, path):
-    """Raise CheckpointError, with all options, if models of the model_type `kind` do not compute
-    the same logits as a model with the configuration `shape`. path: of the model."""
-    family = FAMILIES[kind]
-    refuse(mismatches(shape, family), family.architecture, path)
 
 
 def refuse(wrong, name, path):

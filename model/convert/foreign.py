@@ -124,10 +124,10 @@ def read_folder(folder):
     read_model. Reads config.json, the .safetensors files and, if it exists, tokenizer.json; if this
     file is not supported, prints a message and continues without a tokenizer. Raises
     CheckpointError for an incomplete folder or an unsupported model, DataError for invalid JSON."""
-    if not os.path.exists(os.path.join(folder, "config.json")):
+    path = os.path.join(folder, "config.json")
+    if not os.path.exists(path):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
                               f"as {folder}/ckpt.pt, or a Hugging Face folder")
-    path = os.path.join(folder, "config.json")
     kind, args = read_config(read_json(path), path)
     weights = read_weights(read_shards(folder), kind, folder)
     if args["tie_weights"]:

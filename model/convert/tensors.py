@@ -85,8 +85,7 @@ def rename(name, table, known_only=True):
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
     if known_only and not (new and kind in ("weight", "bias")):
-        raise CheckpointError(f"{name}: unknown to other programs; the model cannot be "
-                              "exported")
+        raise CheckpointError(f"{name}: unknown to other programs, so there is no export")
     return f"{new.format(*numbers)}.{kind}" if new else name
 
 

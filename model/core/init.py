@@ -17,9 +17,9 @@ def fill(model, seed, filled=()):
     """
     tensors = model.state_dict()
     for name, tensor in tensors.items():
-        value = None
-        if name not in filled and not tensor.is_meta:
-            value = model.initial(name, tensor.shape, seed)
+        if name in filled or tensor.is_meta:
+            continue
+        value = model.initial(name, tensor.shape, seed)
         if value is not None:
             tensor.copy_(value)
     return set(tensors)

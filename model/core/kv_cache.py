@@ -104,7 +104,7 @@ class KVCache:
         self.device_lengths += T
         history = None
         if self.config.uses_history:
-            history = self.history.clone() if T == 1 else histories(idx, self.history)
+            history = histories(idx, self.history)
             self.history.copy_(extend_history(history[:, -1:], idx[:, -1:]))
         return positions, history
 

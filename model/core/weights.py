@@ -45,6 +45,7 @@ def inherit_shape(config, model_args):
     """
     taken = {}
     wrong = []
+    is_learned = model_args.get("pos") == "learned"
     own = [f for f in fields(config) if f.metadata.get("shape") and f.name in model_args]
     for f in [*fields(GPTKeys), *own] if model_args else ():
         theirs = model_args.get(f.name, f.default)
@@ -52,8 +53,8 @@ def inherit_shape(config, model_args):
         explicit = config.is_explicit(f.name)
         if theirs == ours or f.name in NOT_SHAPE:
             continue
-        if f.name == "block_size" and (explicit or ours != f.default) and (
-                model_args.get("pos") != "learned" or ours < theirs):
+        is_set = explicit or ours != f.default
+        if f.name == "block_size" and is_set and not (is_learned and ours > theirs):
             # The windows of this run. Shorter ones do not shorten the context of the weights; for
             # longer ones, rotary positions have no weights.
             if ours < theirs:
@@ -144,8 +145,9 @@ def check_must_match(state, config, spec, path):
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
     kind = load_model_type(config.model)
-    names = (*kind.MUST_MATCH_TO_INIT, *(name for name, key in kind.STATISTICS.items()
-                                         if config.eval_only and getattr(config, key, True)))
+    names = [*kind.MUST_MATCH_TO_INIT]
+    if config.eval_only:
+        names += [name for name, key in kind.STATISTICS.items() if getattr(config, key, True)]
     pairs = {name: (old.get(name), new.get(name)) for name in names}
     pairs["tokenizer"] = (state.get("tokenizer"), spec.get("tokenizer"))
     check_same(pairs, path, config.allow_change)
@@ -216,7 +218,7 @@ def read_backbone(path, key="backbone"):
     with torch.device("cpu"):
         state = read_named(path, key, f"; if it has moved, --{key} FILE")
     weights = convert_ddp_state(state["model"])
-    return {**state, "model": weights, "digest": digest(weights)}
+    return state | dict(model=weights, digest=digest(weights))
 
 
 def describe_backbone(path, key, ranks):
