@@ -200,8 +200,10 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     """
     ending = os.path.splitext(to)[1]
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
-    if ending[1:2].isalpha() and ending not in FORMATS:
-        raise CheckpointError(f"--to {to}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
+    is_unknown = ending[1:2].isalpha() and ending not in FORMATS
+    is_other_kind = os.path.isdir(to) if ending in FORMATS else os.path.isfile(to)
+    if is_unknown or is_other_kind or not to:
+        raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
                               "folder (FOLDER/ if it is named like a file)")
     if quantize and (ending != ".gguf" or save_precision != "float32"):
         raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")

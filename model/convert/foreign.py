@@ -153,8 +153,10 @@ def read_shards(folder):
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: expected a weight_map of names and files in this folder")
     tensors = {}
-    for shard in sorted(set(read_json(index)["weight_map"].values())):
-        # basename: never a file outside the folder
-        tensors |= read_safetensors(os.path.join(folder, os.path.basename(shard)))[0]
+    for shard in sorted({os.path.basename(str(name)) for name in weight_map.values()}):
+        tensors |= read_safetensors(os.path.join(folder, shard))[0]  # never outside the folder
     return tensors

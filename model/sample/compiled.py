@@ -133,13 +133,15 @@ class SingleTokenCache:
 class SharedGraphBlock(nn.Module):
     """A wrapper of `block`, a Block of a GPT. If the cache is a SingleTokenCache, forward() calls
     compute_block(), which is compiled once for all layers, and adds the keys and values to
-    cache.new; otherwise it calls the block."""
+    cache.new; otherwise it calls the block. Raises ValueError for arguments in `others`."""
 
     def __init__(self, block):
         super().__init__()
         self.block, self.layer = block, block.attn.layer
 
-    def forward(self, x, ropes, cache, mask=None):
+    def forward(self, x, ropes, cache, mask=None, *others):
+        if others:
+            raise ValueError("--compile: blocks must exchange x only; remove the option")
         if not isinstance(cache, SingleTokenCache):
             return self.block(x, ropes, cache, mask)
         x, new = compute_block(self.block, x, ropes, cache.kv[self.layer], cache.slot, cache.mask)
