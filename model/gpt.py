@@ -410,7 +410,7 @@ class GPT(nn.Module):
         count is 0, bpb if the bytes are 0 (unknown). Raises SetupError for a sum named ppl or bpb.
         sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss", the
         sum of the losses of all targets."""
-        numbers = ModelHooks.numbers(self, sums)
+        numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():
             raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")
         if "bytes" in sums:  # compares models across tokenizers, unlike nats per token
