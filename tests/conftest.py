@@ -39,12 +39,28 @@ if hasattr(signal, "SIGHUP"):
 # the whole suite, on several cores
 
 # These take longest: begun first, so that no worker is left with one of them at the end.
-FIRST = ("test_proofs.py", "test_multinode.py", "test_distributed.py", "test_gpt.py",
-         "test_resume.py", "test_checkpoint_read.py", "test_sample.py", "test_hpo.py",
-         "test_serve.py", "test_checkpoint_write.py", "test_regressions.py", "test_signals.py",
-         "test_environment.py", "test_prepare.py", "test_chat.py", "test_train.py",
-         "test_families.py", "test_layout.py", "test_classifier.py", "test_lora.py",
-         "test_tasks.py", "test_trackers.py", "test_types.py")
+FIRST = ("test_check.py", "test_sae.py", "test_hpo.py", "test_distributed.py",
+         "test_classifier.py", "test_families.py", "test_serve.py", "test_autoencoder.py",
+         "test_hub.py", "test_edits.py", "test_multinode.py", "test_resume.py", "test_proofs.py",
+         "test_gpt.py", "test_layout.py", "test_checkpoint_read.py", "test_scaling.py",
+         "test_memory.py", "test_sharded.py", "test_regressions.py", "test_repeat.py",
+         "test_signals.py", "test_lm_eval.py", "test_checkpoint_write.py", "test_environment.py",
+         "test_grpo.py", "test_crash_points.py", "test_distill.py", "test_gpu_paths.py",
+         "test_plan.py", "test_chat.py", "test_lora.py", "test_ema.py", "test_dry_run.py")
+# Values of -m for the whole suite: the default (pyproject.toml), what .ci/run adds, and both.
+QUICK, CI, BOTH = "not slow and not ci", "ci and not slow", "not slow"
+
+
+def is_part(config):
+    """Return whether the command line selects a part of the tests, by files or -k."""
+    return config.args != config.getini("testpaths") or bool(config.option.keyword)
+
+
+def pytest_configure(config):
+    """Do not leave out the tests marked ci if a part of the tests is selected."""
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist; it has the options of the first
+    if not is_worker and is_part(config) and config.option.markexpr == QUICK:
+        config.option.markexpr = BOTH
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,8 +68,8 @@ def pytest_xdist_auto_num_workers(config):
     """Return the number of test processes for `-n auto`. For the whole suite: three for every two
     cores, up to 8, because a third of its time is waiting for processes. If a part of the tests is
     selected: 0, so that output, debuggers and -x work as usual."""
-    chosen = config.args != config.getini("testpaths") or config.option.keyword
-    if chosen or config.option.markexpr != "not slow" or config.option.capture == "no":
+    if (is_part(config) or config.option.markexpr not in (QUICK, CI, BOTH)
+            or config.option.capture == "no"):
         return 0
     cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
              else os.cpu_count())

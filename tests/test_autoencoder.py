@@ -664,6 +664,7 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
     assert same["val_loss"] == old["val_loss"]
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(134)
 @pytest.mark.parametrize("data, undisturbed, more", [
     slow("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)],
@@ -1045,6 +1046,7 @@ def test_a_negative_correlation_of_repeats_is_a_ceiling_of_0():
     assert features.noise_ceiling([x, x], np.arange(50)) == pytest.approx([1])
 
 
+@pytest.mark.ci
 def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     go(repeats / "data", tmp_path / "out", **SYSTEM | dict(max_iters=60, match_weight=9.0))

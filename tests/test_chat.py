@@ -488,6 +488,7 @@ def exact(out):
     return {line["iter"]: line["val_exact"] for line in lines if "val_exact" in line}
 
 
+@pytest.mark.ci
 def test_exact_is_what_sampling_writes(capitals, learned):
     """val_exact, from one pass over the right answers, is the share that sampling gets right."""
     model, tokenizer = load_model(learned / f"ckpt_{MIDDLE:07}.pt")

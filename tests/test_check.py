@@ -195,6 +195,7 @@ def test_choices_are_repeated_in_the_dimension_in_which_they_were_made():
         x.topk(2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", MODELS)
 def test_the_unedited_repository_passes(model, folder):
     """All checks of a GPT, and the quick ones of the other model types (all with -m slow)."""
@@ -362,6 +363,7 @@ def repository(tmp_path_factory):
     return copy
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_silent_fault_of_a_fork_is_found(fault, folder, repository):
     file, text, edited, name, args = FAULTS[fault]

@@ -831,6 +831,7 @@ def program(labels, out, **changes):
     return Program(labels, out, **TINY | changes).wait()
 
 
+@pytest.mark.ci
 def test_the_readmes_commands(tmp_path, data_dir):
     """A GPT is trained; labelled rows are prepared with its tokenizer; a classifier starts from it,
     ends with its numbers on test data, and is evaluated on another file."""
@@ -1000,6 +1001,7 @@ def test_folds_join_splits_of_other_widths(several, tmp_path):
     assert {arrays[3].shape[1] for arrays in joined} == {6}
 
 
+@pytest.mark.ci
 def test_cross_validation_tests_each_row_once(grouped, tmp_path):
     """The command prints means over the folds of the numbers that the evaluation of each fold's
     checkpoint has, whose rows are those that the run did not see."""
@@ -1024,6 +1026,7 @@ def test_cross_validation_tests_each_row_once(grouped, tmp_path):
             [statistics.fmean(values), statistics.stdev(values)], rel=1e-3)
 
 
+@pytest.mark.ci
 def test_folds_that_cannot_be_made_are_refused(grouped, labels, tmp_path):
     """Also a resume with another fold, and weights that were trained on what is tested now."""
     for folds in (1, 2):
@@ -1077,6 +1080,7 @@ def test_killed_and_resumed_bit_for_bit(trained, labels, tmp_path):
     assert_same(trained, tmp_path / "out")
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(133)
 def test_several_spans_in_folds_are_killed_and_resumed_bit_for_bit(several, tmp_path):
     """kill -9 while a classifier learns several spans of evidence in a fold -> the end is exact,

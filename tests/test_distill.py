@@ -303,6 +303,7 @@ def test_loss_of_own_answers_is_that_of_trl():
     assert float(loss) == pytest.approx(4 * float(expected), rel=1e-4)
 
 
+@pytest.mark.ci
 def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path, capsys):
     """The divergence falls; the result is a chat model, which needs no teacher."""
     last = train(load_config(None, answering | dict(out_dir=str(tmp_path / "out"), max_iters=30,

@@ -80,6 +80,7 @@ def measure_run(folder, name, case):
     return max(r.get("memory_mib", 0) for r in records)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name if name == "classifier" else
                                   pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_the_estimate_is_what_a_run_needs(name, folder):

@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     return prepare_text(tmp_path_factory.mktemp("edits"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.slow)],
                          ids=["quick", "all"])
 @pytest.mark.parametrize("name", EDITS)

@@ -283,6 +283,7 @@ def slow_disk():
     HashingFile.write = write
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(116, 117)
 def test_four_runs_on_a_busy_machine_end_as_alone(tmp_path, data_dir, undisturbed):
     """four runs at once, a process that burns a CPU, a slow disk (at length: test_soak.py) -> all
@@ -326,6 +327,7 @@ def test_threads_spin_as_usual_on_a_quiet_machine(tmp_path, monkeypatch, running
     assert os.environ.get("GOMP_SPINCOUNT") == set_to
 
 
+@pytest.mark.ci
 def test_memory_of_a_step_is_kept_for_the_next():
     """In a process of its own: page faults of allocating and freeing 64 MB again and again."""
     code = """if True:

@@ -241,6 +241,7 @@ def rest(**changes):
         tokenizer="byte", block_size=32) | changes
 
 
+@pytest.mark.ci
 def test_lora_is_trained_and_leaves_as_that_family(folders, data_dir, tmp_path):
     """Adapters on a Gemma and on a Qwen, merged: `transformers` computes our logits."""
     for name in ("gemma3", "qwen3"):
@@ -272,6 +273,7 @@ def test_a_context_that_is_typed_is_kept_though_it_is_the_default(folders):
         assert "n_layer" not in taken and wrong[0].startswith("n_layer: it has 4, the config")
 
 
+@pytest.mark.ci
 def test_all_of_it_is_trained_on_two_ranks_as_on_one(folders, data_dir, tmp_path):
     """FSDP fills each shard with the family's weights; the checkpoint keeps the family."""
     path = folders("gemma3")[0]
@@ -865,6 +867,7 @@ def hub(talker, tmp_path, monkeypatch):
     server.close()
 
 
+@pytest.mark.ci
 def test_a_model_comes_by_its_name_once(hub, talker, tmp_path, monkeypatch, capsys):
     """Then it needs no network; as init_from and for its tokenizer, too."""
     assert sample.main(["--ckpt=hf:some/one", "--chat", "--prompt=Hi", "--device=cpu"]) == 0

@@ -606,6 +606,7 @@ def test_a_subclass_of_adamw_is_checked_too(data_dir, tmp_path, monkeypatch):
         train(load_config(None, options(data_dir, tmp_path, max_iters=2)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["factored", *(pytest.param(kind, marks=pytest.mark.slow)
                                                 for kind in ("lion", "sgd", "plain"))])
 def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):

@@ -342,6 +342,7 @@ def test_dropout_in_bfloat16_on_a_cpu(p):
     assert apply_dropout(x, p, training=False) is x
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_dropout_draws_anew_and_by_the_seed():
     x, compiled = torch.ones(1000, dtype=torch.bfloat16), torch.compile(apply_dropout)
@@ -940,6 +941,7 @@ def graphs():
     torch._dynamo.reset()
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_follows_eager():
     eager, compiled = tiny(n_layer=3), tiny(n_layer=3)
@@ -965,6 +967,7 @@ def test_blocks_share_one_compiled_graph(graphs, how):
         close(grads[name], wanted_grads[name], 1e-5)
 
 
+@pytest.mark.ci
 def test_a_smaller_validation_batch_leaves_the_training_graph_static(graphs):
     gpt = tiny()
     compile_with(gpt, graphs)
@@ -1043,6 +1046,7 @@ def sharded_rank(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.ci
 def test_sharded_blocks_are_compiled(tmp_path):
     """FSDP's hooks stand around every block; also with gradient checkpointing."""
     in_ranks(2, sharded_rank, str(tmp_path))

@@ -73,6 +73,7 @@ def test_batches_of_two_sizes_are_two_static_graphs(compiled_as_on_a_gpu):
     assert len(graphs) == 3 and not graphs.sizes()
 
 
+@pytest.mark.ci
 def test_each_of_many_runs_in_a_process_is_compiled(data_dir, tmp_path, compiled_as_on_a_gpu):
     """A search has trials of more than 8 shapes -> none is in eager mode because of the others."""
     graphs = Graphs()
@@ -293,6 +294,7 @@ def test_collectives_of_fsdp_and_muon(ranks):
     assert sum(found["update"].values()) <= 6, found
 
 
+@pytest.mark.ci
 def test_a_graph_under_ddp_ends_where_its_gradients_are_sent():
     """A block has 28 MB of gradients, a bucket 25: each goes while those below still compute.
     Without the cuts it is one graph: nothing else breaks it."""

@@ -169,6 +169,7 @@ def test_optuna_missing_is_one_line_before_any_work(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ci
 def test_search_finds_narrows_and_retrains(search, tmp_path, capsys):
     code, found = search(SPACE + "stages: [{trials: 4, max_iters: 4}, {trials: 3, narrow: 0.2}]",
                          max_iters=8, warmup_iters=4)
@@ -258,6 +259,7 @@ def test_the_same_search_draws_the_same_trials(search, tmp_path):
     assert [t["params"] for t in search(SPACE, trials(4))[1]] == first
 
 
+@pytest.mark.ci
 def test_two_workers_share_the_trials(tmp_path, data_dir):
     (tmp_path / "space.yaml").write_text(SPACE + "stages: [{trials: 5}, {trials: 2}]")
     command = ["-m", "train.tools.hpo", *arguments(tmp_path, data_dir)]
@@ -274,6 +276,7 @@ def test_two_workers_share_the_trials(tmp_path, data_dir):
     assert all("To train with it: python run_train.py --config" in out for out in outs)
 
 
+@pytest.mark.ci
 def test_hopeless_trials_are_pruned_and_bad_ones_do_not_end_the_search(search, monkeypatch):
     train, calls = hpo.train, []
 

@@ -80,6 +80,7 @@ def test_a_cut_download_is_resumed(hub):
     assert len(starts) == 2 and starts[0] == 0 < starts[1] <= 12_000_000
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name, content", [
     ("config.json", b"<html>Sign in</html>"), ("tokenizer.json", b'{"error": "Not logged in"}'),
     ("config.json", b'{"model_type": "llama", "hidden'), ("chat_template.jinja", b"\xff{{ a }}"),
@@ -115,6 +116,7 @@ def test_wrong_answers_of_several_files_are_removed_at_once(hub):
     local_folder("hf:some/one", weights=False)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", ["{root}/mine", "../../../mine", "{root}/new/mine", "{root}",
                                    "../..", "../../models--other--one/mine"])
 @pytest.mark.parametrize("part", ["etag", "commit"])

@@ -310,6 +310,7 @@ def test_files_of_every_run_import_no_optional_part_at_the_top():
             for n in imports(name, top_level=True) if part(n)] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*PARTS, "train.configs"])
 def test_without_an_optional_part_a_run_is_the_same(name, tmp_path, data_folder):
     """Deleted for real, together with what is built on it, before a quick training."""

@@ -342,6 +342,7 @@ OWN = {
                "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 20, do_sample: false}\n"}
 
 
+@pytest.mark.ci
 def test_tasks_of_a_run_have_the_harness_numbers(folder, trained):
     """Three tasks of 200 rows: accuracies exactly those of `hf` on the exported folder, each log
     probability within 1e-6 of itself."""

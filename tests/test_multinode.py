@@ -127,6 +127,7 @@ def wait_for_step(out, step, process):
 # -----------------------------------------------------------------------------
 # ranks that die, freeze or hang
 
+@pytest.mark.ci
 @pytest.mark.matrix(66, 67, 68, 72)
 def test_killed_ranks_restart_and_a_frozen_one_goes_on(
         data_dir, tmp_path, undisturbed):
@@ -150,6 +151,7 @@ def test_killed_ranks_restart_and_a_frozen_one_goes_on(
     assert_losses_agree(tmp_path, undisturbed, STEPS)
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(65, 69)
 def test_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
     code, output = Job(tmp_path / "said", *arguments(data_dir, tmp_path),
@@ -169,6 +171,7 @@ def test_an_error_in_a_rank_ends_the_job_with_its_traceback(data_dir, tmp_path):
     assert "in max_over_ranks" in of_rank["0"] or "backward" in of_rank["0"]
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(71)
 def test_ranks_leave_when_torchrun_is_killed(data_dir, tmp_path):
     p = start(*arguments(data_dir, tmp_path, max_iters=6 * 10**4), ranks=2)
@@ -218,6 +221,7 @@ def test_sigterm_to_one_rank_stops_all_and_saves(data_dir, tmp_path):
     assert "exitcode  : 143" in output and "[rank" not in output
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(105)
 def test_problems_are_told_once_with_exit_code_2(tmp_path):
     code, output = finish(start("--batch_sise=3", "--batch_size=3", "--n_head=5",
@@ -242,6 +246,7 @@ def start_node(output, host, port, *args):
         "keep_alive_max_attempt=3"])
 
 
+@pytest.mark.ci
 def test_two_nodes_train_and_agree_and_one_goes_on_when_the_other_is_lost(
         data_dir, tmp_path, undisturbed):
     port = free_port()

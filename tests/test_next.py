@@ -86,6 +86,7 @@ def chain(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", [
     "chat chats.jsonl --tokenizer out/hf --block_size 64 --out data/bin/lora",
     "pairs chats.jsonl --reference out/chat/ckpt.pt --out data/bin/pairs",
@@ -170,6 +171,7 @@ def test_paths_in_printed_commands_are_quoted(data_dir, tmp_path, monkeypatch, c
     assert {prefix + name, f"out/{name}", prefix + ckpt} <= {*words}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("data", ["a", "b:0.5,a:0.5"])
 def test_a_classifier_is_evaluated_as_at_the_end_of_its_run(tmp_path, data):
     """With averaged weights, which were the best; of a mixture, the first folder."""

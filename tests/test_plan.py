@@ -84,6 +84,7 @@ def cases():
             yield pytest.param(optimizer, method, world_size, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer, method, world_size", cases())
 def test_the_collectives_of_a_step_are_those_of_the_plan(data_dir, tmp_path, optimizer, method,
                                                          world_size):

@@ -71,6 +71,7 @@ def test_the_verdict_follows_the_interval(mode, moved, verdict):
 # -----------------------------------------------------------------------------
 # runs
 
+@pytest.mark.ci
 def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     """An improvement of half the spread of seeds, with 5 of them, beside a change that does
     nothing but draw anew."""
@@ -137,6 +138,7 @@ def test_where_all_runs_crash_the_exit_code_says_so(go):
     assert code == 1 and [r["verdict"] for r in found] == ["crash"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_stop_ends_the_runs_and_the_same_command_goes_on(go, signum, tmp_path, capsys):
     handler = signal.getsignal(signum)

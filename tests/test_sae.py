@@ -159,6 +159,7 @@ def test_finds_sparse_directions(keys):
     assert numbers["explained_variance"] > 0.8 and numbers["l0"] < 8
 
 
+@pytest.mark.ci
 def test_dead_features_are_counted_and_revived():
     """8 living features cannot write sums of 24 directions; the dead ones come to help."""
     left, revived = (fit(steps=800, auxk=auxk, k=3, kill=40) for auxk in (0, 16))
@@ -657,6 +658,7 @@ def test_evaluation_keeps_what_is_above_the_threshold(keys):
     torch.testing.assert_close(alone, out)
 
 
+@pytest.mark.ci
 def test_gradients_of_thresholds_are_those_of_sae_lens():
     """Its Step and JumpReLU are the autograd functions of arXiv:2407.14435."""
     lens = pytest.importorskip("sae_lens.saes.jumprelu_sae")
@@ -789,6 +791,7 @@ def test_new_activations_resume_bit_for_bit(tmp_path, data_dir, backbone, keys):
     assert_a_kill_changes_nothing(data_dir, tmp_path, **SAE | dict(backbone=str(backbone)) | keys)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("keys, way", [
     slow(RUNS[0], "ddp"), (RUNS[0], "fsdp"), (RUNS[1], "ddp"), slow(RUNS[1], "fsdp"),
     slow(RUNS[3], "ddp"), (RUNS[3], "fsdp")], ids=str)

@@ -323,6 +323,7 @@ def test_a_mask_of_an_edited_trunk_is_not_dropped_in_decoding():
 
 # --- compiled
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shape", [
     dict(n_kv_head=1, qk_norm=True, mlp="relu2", key_offset=True, prev_embedding=True,
          ngram_rows=99),

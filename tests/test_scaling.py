@@ -57,6 +57,7 @@ def test_the_best_size_is_the_papers_and_that_of_a_search(budget):
     assert n == pytest.approx(sizes[LAW.loss(sizes, budget / 6 / sizes).argmin()], rel=1e-3)
 
 
+@pytest.mark.ci
 def test_the_interval_is_as_wide_as_what_other_noise_would_predict(monkeypatch):
     """Its width beside the spread of predictions from runs of fresh noise, known only here."""
     monkeypatch.setattr(scaling, "BOOTSTRAP_FITS", 30)
@@ -127,6 +128,7 @@ SIX = ("--budgets", "2000,500,1000", "--depth", "2,1")
 RUNS = ("--budgets", "2000,500,1000", "--depth", "2,1,3")
 
 
+@pytest.mark.ci
 def test_three_budgets_predict_a_run_of_four_times_the_largest(go, capsys):
     """Of a planted law: the table, the law, the best sizes, the larger run."""
     assert go(*SIX, "--jobs=2", "--check") == 0
@@ -158,6 +160,7 @@ def test_three_budgets_predict_a_run_of_four_times_the_largest(go, capsys):
     assert "--model=planted" in command and "--n_layer=" in command
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(126)
 def test_a_run_that_is_killed_is_a_row_and_no_point(go, capsys):
     """kill -9 of some of the runs a law is fitted to -> they are rows of the table, left out of the
@@ -196,6 +199,7 @@ def test_depths_that_the_configuration_excludes_are_left_out(go, capsys, monkeyp
     assert "FLOPs, depth 1, " in out or "FLOPs, depth 3, " in out
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(126)
 def test_a_stop_keeps_what_is_done_and_the_same_command_goes_on(go, tmp_path, capsys):
     """SIGTERM while models of a law are trained -> exit 143; the same command takes the runs that

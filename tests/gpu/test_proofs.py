@@ -140,6 +140,7 @@ def test_kernels_compile(proofs, name, gpu):
     assert proofs(f"kernels {name}", gpu) > 10
 
 
+@pytest.mark.ci
 def test_attention_never_makes_its_scores(proofs):
     """Heads that share keys, and rows of their own lengths, have kernels that do without."""
     efficient, flash = (f"_scaled_dot_product_{n}_attention" for n in ("efficient", "flash"))
@@ -163,6 +164,7 @@ def test_a_crossing_would_be_seen(proofs):
     assert proofs("a_crossing") == {"aten.index.Tensor": 1}
 
 
+@pytest.mark.ci
 def test_models_are_compiled_whole(proofs):
     """fullgraph, in training (of some a step shows that above) and in evaluation."""
     assert proofs("whole") == {
