@@ -63,6 +63,7 @@ def points(step):
     return pytest.mark.parametrize("step", [step, pytest.param(1, marks=pytest.mark.slow)])
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(130)
 @points(80)
 @pytest.mark.parametrize("case", CASES)
@@ -83,6 +84,7 @@ def test_killed_before_any_file_operation_the_end_is_exact(data_dir, tmp_path, c
         shutil.rmtree(out)
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(130)
 @points(80)
 @pytest.mark.parametrize("how", ["never", "file", "sharded file"])

@@ -362,6 +362,7 @@ def half_precision(options):
     return with_run(options, compute)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype, norm", [("bfloat16", "rms"), ("bfloat16", "layer"),
                                          ("float16", "rms")])  # of which FSDP lost gradients
 def test_fsdp_in_16_bits_is_near_ddp(data_dir, tmp_path, dtype, norm):
@@ -802,6 +803,7 @@ def hangs(data_dir, tmp_path_factory):
         return dict(zip([c[0] for c in cases], pool.map(lambda c: hang(*c), cases), strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(69, 70)
 @pytest.mark.parametrize("place", ["before_step", "eval", "save_open"])
 def test_a_rank_that_hangs_ends_with_the_stacks_of_all(hangs, place):

@@ -985,6 +985,7 @@ def test_a_smaller_validation_batch_leaves_the_training_graph_static(graphs):
     assert dynamic.sizes()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shape", [{}, dict(norm="layer", pos="learned", mlp="gelu", bias=True),
                                    dict(qk_norm=True, mlp="relu2", prev_embedding=True)], ids=str)
 @pytest.mark.parametrize("how", [

@@ -442,6 +442,7 @@ def test_ctrl_c_promises_no_checkpoint(search, capfd):
         "\nstopping after this micro-batch; a second signal quits at once, without saving\n")
 
 
+@pytest.mark.ci
 def test_a_trial_of_a_worker_that_died_does_not_count(tmp_path, data_dir, search):
     (tmp_path / "space.yaml").write_text(SPACE)
     output = tmp_path / "output"

@@ -48,6 +48,7 @@ def hub(tmp_path, monkeypatch):
     server.close()
 
 
+@pytest.mark.ci
 def test_only_the_files_of_a_model_come_and_once(hub):
     small = local_folder("hf:some/one", weights=False)
     assert sorted(os.listdir(small)) == ["config.json", "tokenizer.json"]
@@ -67,6 +68,7 @@ def test_a_module_that_writes_a_file_when_imported_is_no_mirror(hub, tmp_path, m
     assert local_folder("hf:some/one", weights=False)
 
 
+@pytest.mark.ci
 def test_a_cut_download_is_resumed(hub):
     hub.cuts = 1
     try:
@@ -237,6 +239,7 @@ def test_a_name_that_begins_like_this_machine_is_not_trusted(hub, monkeypatch, e
         local_folder("hf:some/one")
 
 
+@pytest.mark.ci
 def test_the_cache_needs_no_network(hub, monkeypatch):
     folder = local_folder("hf:some/one")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -214,6 +214,7 @@ def test_no_test_hook_is_in_the_program():
         assert not re.search(r"\bFAULT\b|PYTEST|\bpytest\b", path.read_text()), path
 
 
+@pytest.mark.ci
 def test_nothing_is_done_at_import():
     """Importing what every run executes writes no file, prints nothing and starts no thread."""
     code = ("import sys, threading; sys.path.insert(0, '.'); import train.train, model.gpt, "
@@ -281,6 +282,7 @@ def python_in(copy, code):
                             env={"PYTHONPATH": ""})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", [
     ["run_train.py", "--print_config"], ["-m", "model.sample", "--help"],
     ["-m", "data.prepare", "--help"], ["-m", "train.tools.plot", "--help"]])

@@ -85,6 +85,7 @@ def quick_and_offline(monkeypatch, tmp_path, folder):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
 
 
+@pytest.mark.ci
 def test_the_harness_agrees(folder, capsys, monkeypatch):
     """Choices with contexts that are too long, rolling texts and greedy answers, as typed: every
     number is that of `hf` within 1e-5."""
@@ -135,6 +136,7 @@ def test_the_harness_agrees_about_a_tokenizer_that_begins_texts(folder, llama, n
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("length", ["max_gen_toks: 9", "max_new_tokens: 9", "max_tokens: 9",
                                     "max_completion_tokens: 9", "max_tokens: 5, max_gen_toks: 9"])
 def test_the_harness_agrees_about_the_length_and_special_tokens_of_answers(folder, llama, length):

@@ -116,6 +116,7 @@ def late_rank(options, late):
     training.train(TrainConfig(**options))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
 def test_a_slow_rank_is_named(data_dir, tmp_path, method):
     changes = dict(n_layer=1, batch_size=2, gradient_accumulation_steps=2, max_iters=16,

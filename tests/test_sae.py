@@ -676,6 +676,7 @@ def test_gradients_of_thresholds_are_those_of_sae_lens():
     assert ours[0].abs().sum() > 0
 
 
+@pytest.mark.ci
 def test_batch_threshold_is_that_of_sae_lens():
     lens = pytest.importorskip("sae_lens.saes.batchtopk_sae")
     pre = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))

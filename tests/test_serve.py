@@ -153,6 +153,7 @@ def request_of(how):
     return {k: v for k, v in how.items() if k not in more} | dict(extra_body=more)
 
 
+@pytest.mark.ci
 def test_fifty_at_once_get_what_each_would_get_alone(server, model, monkeypatch):
     """Other prompts, lengths and settings; in streams and whole; to the end of the context."""
     shapes, forward, submit = [], model.forward, Engine.submit
@@ -1168,6 +1169,7 @@ def test_logits_of_nan_end_their_text_and_no_other(model, monkeypatch):
         assert other.result().choices[0].text == wanted
 
 
+@pytest.mark.ci
 @pytest.mark.alone
 def test_streams_together_are_faster_than_one_by_one():
     """A model that is large enough: reading its weights is most of what a token costs. Four times

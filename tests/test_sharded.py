@@ -50,6 +50,7 @@ def train_in_float32(options):
     return weights_and_logits(options)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("more", [{}, dict(optimizer="muon", muon_weight_decay=0.1)])
 def test_hybrid_sharding_on_four_ranks_equals_ddp(data_dir, tmp_path, more):
     ddp, hsdp = (in_ranks(4, train_in_float32, options(
@@ -440,6 +441,7 @@ def test_a_kill_of_any_rank_at_any_moment_loses_nothing(data_dir, tmp_path, whol
     assert assert_goes_on(data_dir, tmp_path, whole_run) in (step - 2, step)
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(129)
 @pytest.mark.parametrize("error, words", [("enospc", "No space left"), pytest.param(
     "eacces", "denied", marks=pytest.mark.slow)])

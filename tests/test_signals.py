@@ -230,6 +230,7 @@ def test_the_watchdog_ends_a_step_that_never_ends(tmp_path, data_dir):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] in (3, 6)
 
 
+@pytest.mark.ci
 def test_the_watchdog_does_not_count_a_pause(tmp_path, data_dir):
     """SIGSTOP for longer than step_timeout, as Slurm suspends a job -> continues after SIGCONT"""
     program = Program(data_dir, tmp_path / "out", **LONG, step_timeout=0.5)
@@ -242,6 +243,7 @@ def test_the_watchdog_does_not_count_a_pause(tmp_path, data_dir):
     assert program.wait()[0] == 143
 
 
+@pytest.mark.ci
 @pytest.mark.matrix(69)
 def test_the_watchdog_spares_slow_evaluations(tmp_path, data_dir, undisturbed):
     """evaluations and saves that take longer than step_timeout (up to ten times) -> not ended"""

@@ -120,6 +120,7 @@ def test_two_ranks_equal_one(quiz, tmp_path, how, kinds, rows, expected):
     assert len(names) == expected and {n: two[n] for n in names} == {n: one[n] for n in names}
 
 
+@pytest.mark.ci
 def test_a_run_stops_by_a_task_and_keeps_its_best(data_dir, quiz, tmp_path):
     how = MODEL | dict(eval_tasks=quiz.files("cloze"), early_stopping_metric="val_cloze",
                        early_stopping_mode="max", max_iters=40, eval_interval=8, eval_iters=6,

@@ -133,6 +133,7 @@ def offline_records(folder):
             parts = b""
 
 
+@pytest.mark.ci
 def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     run(tmp_path / "a", "wandb", 0, 4, monkeypatch)
@@ -165,6 +166,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert (tmp_path / "a" / "config.yaml").read_text() == "n_layer: 2\n"  # W&B has a file so named
 
 
+@pytest.mark.ci
 def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")

@@ -148,6 +148,7 @@ def test_attention_never_makes_its_scores(proofs):
                                            "GQA": [flash], "GQA, mask": [efficient]}
 
 
+@pytest.mark.ci
 def test_a_training_step_waits_for_nothing(proofs):
     """Of any model: nothing is sent between host and device, and no number is read."""
     found = proofs("train_crossings")
