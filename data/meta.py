@@ -76,7 +76,8 @@ def is_written(folder):
     """Return whether `folder` has a meta.json of write_meta(); other programs write files of this
     name as well."""
     path = Path(folder, "meta.json")
-    return path.is_file() and b'"format_version"' in path.read_bytes()[:30]
+    # os.path.isfile is False in a folder without permission: walk() names the folder.
+    return os.path.isfile(path) and b'"format_version"' in path.read_bytes()[:30]
 
 
 def parse_meta(content):

@@ -11,7 +11,7 @@ import pytest
 from data import prepare
 from data.labels import read_labelled_texts
 from data.prepare import chat, labels, prompts
-from data.records import is_hub_name, parse_records, records
+from data.records import is_hub_name, parse_records, records, walk
 from train.base.errors import DataError, UserError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
@@ -329,3 +329,16 @@ def test_a_system_field_is_the_first_message(name):
     assert chat.to_messages(record)[0] == ("system", "Be brief.")
     record = {name: [{"role": "system", "content": "own"}, *turns], "system": "Be brief."}
     assert [text for _, text in chat.to_messages(record)] == ["own", "a", "b"]
+
+
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir(mode=0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may read everything
+    try:
+        with pytest.raises(DataError, match="locked: cannot be read: Permission denied; make it"):
+            walk(".")
+    finally:
+        os.seteuid(user)
