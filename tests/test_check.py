@@ -241,9 +241,8 @@ FAULTS = {
         "model/sample/compiled.py", "slots[:, None] == self.slot", "slots[:, None] > self.slot",
         "decoding", ()),
     "an export of other weights": (
-        "model/convert/tensors.py", 'LLAMA = ATTENTION | {f"h.{{}}.mlp.{n}"',
-        'LLAMA = ATTENTION | {f"h.{{}}.mlp.{dict(up=\'gate\', gate=\'up\').get(n, n)}"', "export",
-        ()),
+        "model/convert/tensors.py", 'MLP = {f"mlp.{n}"',
+        'MLP = {f"mlp.{dict(up=\'gate\', gate=\'up\').get(n, n)}"', "export", ()),
     "tables that count as products": (
         "model/gpt.py", "if isinstance(m, nn.Embedding)}", "if m is None}", "flops",
         ("--prev_embedding", "true")),

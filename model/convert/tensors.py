@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from train.base.errors import CheckpointError
 from train.base.tensors import find_non_finite
 
-# {our module: module in transformers}; {} is the number of a layer, a second {} the expert's.
 
 def in_layers(prefix, parts):
-    """Return the table of modules in a layer. parts: {name in our layer: name in theirs}."""
+    """Return the table of the modules in each layer, as in NAMES. parts: {name in our layer: name
+    in theirs}. prefix: of their layers, e.g. "model.layers"."""
     return {f"h.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in parts.items()}
 
 
+# Modules in a layer. {} is the number of an expert.
 ATTENTION = {f"attn.{n}": f"self_attn.{n}_proj" for n in "qkvo"}
 NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 QK_NORM = {f"attn.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}
@@ -57,6 +58,8 @@ MODERNBERT = {"wte": "model.embeddings.tok_embeddings", "h.0.ln_1": "model.embed
               "ln_f": "model.final_norm", **in_layers("model.layers", {
                   "ln_1": "attn_norm", "ln_2": "mlp_norm", "attn.qkv": "attn.Wqkv",
                   "attn.o": "attn.Wo", "mlp.glu": "mlp.Wi", "mlp.down": "mlp.Wo"})}
+# {model_type: {our module: module in transformers}}; {} is the number of a layer, a second {} the
+# expert's.
 NAMES = {"llama": LLAMA, "qwen2": LLAMA, "mistral": LLAMA, "smollm3": LLAMA,
          "qwen3": like_llama(NORMS, MLP, QK_NORM), "olmo2": like_llama(MLP, QK_NORM, OUT_NORM),
          "gemma3_text": like_llama(NORMS, MLP, QK_NORM, OUT_NORM,
