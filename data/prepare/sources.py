@@ -143,10 +143,10 @@ def is_data(path, problems, documents):
     name = path.lower().removesuffix(".gz")
     if documents.is_damaged or name.endswith((".jsonl", ".ndjson", ".parquet")):
         return True
-    if name.endswith((".csv", ".tsv")):  # a table that has the column
-        return any(where != path for where, _ in problems)
+    # Reading may have stopped before the first good row of a table that has the column.
+    has_bad_rows = name.endswith((".csv", ".tsv")) and any(where != path for where, _ in problems)
     has_good_records = documents.file.tell() > documents.size
-    return records.has_record_extension(path) and has_good_records
+    return has_bad_rows or records.has_record_extension(path) and has_good_records
 
 
 def read_sources(o, path):
