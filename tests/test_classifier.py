@@ -917,6 +917,20 @@ def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsy
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
+def test_data_that_were_prepared_again_are_noticed(tmp_path, capsys):
+    """Rows that were learned may be for testing there."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(120))
+    folder = prepare(rows, tmp_path / "bin")
+    assert program(folder, tmp_path / "out", max_iters=1)[0] == 0
+    args = ["--ckpt", str(tmp_path / "out" / "ckpt.pt")]
+    for options, is_new in ((), False), (("--force",), False), (
+            ("--force", "--val_fraction", "0.2"), True):
+        prepare(rows, folder, *options) if options else None
+        capsys.readouterr()
+        assert evaluate_main(args) == 0
+        assert ("were prepared again after this run" in capsys.readouterr().out) == is_new
+
+
 def test_two_folders_and_other_classes_are_refused(trained, labels, several, capsys):
     args = ["--ckpt", str(trained / "ckpt.pt"), "--data"]
     assert evaluate_main([*args, str(labels), str(labels)]) == 2

@@ -1,5 +1,6 @@
 """Evaluation of a classifier's checkpoint on test data: metrics, predictions, and a baseline."""
 
+import contextlib
 import json
 import os
 import sys
@@ -13,13 +14,14 @@ from data import labels
 from data.rows import pad_rows
 from data.tokenizer import open_tokenizer
 from model.classifier import metrics
-from model.core.load import EMA, load_model
+from model.core.load import EMA, load_model, saved_config
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
-from train.base.errors import DataError, echo, require
+from train.base.errors import DataError, UserError, echo, require
 from train.base.fields import key, parse_mixture
 from train.base.files import write_text
-from train.distributed import get_device
+from train.distributed import Ranks, get_device
+from train.setup import open_data
 
 
 @dataclass
@@ -46,8 +48,10 @@ def evaluate_checkpoint(args):
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
     # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
-    data_dir = load_checkpoint(args.ckpt)["config"]["data_dir"]
+    state = load_checkpoint(args.ckpt)
+    data_dir = state["config"]["data_dir"]
     own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
+    warn_if_changed(state)
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, columns = load_rows(args, model, tokenizer)
@@ -95,6 +99,16 @@ def evaluate_checkpoint(args):
     write_text(os.path.join(args.out, "metrics.json"), text)
     echo(format_report(report))
     print(f"Wrote {path}; metrics.json has all metrics")
+
+
+def warn_if_changed(state):
+    """Print a warning if the folder of the training data has other training rows than in the run of
+    the checkpoint `state`: rows for testing may then be rows that the model has learned."""
+    with contextlib.suppress(UserError):  # the folder is gone, or has data of another kind
+        data = open_data(saved_config(state["config"]), Ranks())
+        if data.train.fingerprint() != state["data"]:
+            echo(f"warning: the data in {state['config']['data_dir']} were prepared again after "
+                 "this run: the model may have learned rows that are for testing now")
 
 
 def load_rows(args, model, tokenizer):
