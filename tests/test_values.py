@@ -196,6 +196,8 @@ def test_an_option_without_its_file(name):
     with pytest.raises(ConfigError) as refused:
         load_config(overrides=["--n_layer", "1", f"--{name}"])
     assert str(refused.value).splitlines()[1:] == [f"  - command line: --{name}: expected a file"]
+    with pytest.raises(ConfigError, match="cannot be read"):  # of a shell variable that is not set
+        load_config(overrides=["--n_layer", "1", f"--{name}="])
 
 
 THEIRS = dict(fp16=("true", "dtype", "float16"), bf16=("True", "dtype", "bfloat16"),

@@ -314,7 +314,7 @@ def read_settings(path, overrides, problems):
             del given[name]
     path = given.get("config", path)
     settings = read_with_bases(find_file(str(path)), problems) if path is not None else []
-    if given.get("best_config"):  # what a search changed, without its `base`
+    if given.get("best_config") is not None:  # what a search changed, without its `base`
         best = read_yaml(find_file(str(given["best_config"])), problems, GROUP_NAMES)
         settings += [s for s in best if s[0] not in ("base", "data_dir", "out_dir")]
     settings += [option for option in options if option[0] not in ("config", "best_config")]
