@@ -329,6 +329,7 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
     (["--set", "training.seed=7"], "training.seed=7: this command sets seed of each run"),
     (["--set", "seed=1"], "seed=1: this command sets seed of each run"),  # as in the base
     (["--set", "random_seed=7"], "random_seed=7: this command sets seed of each run"),  # an alias
+    (["--set", "output_dir=x"], "output_dir=x: this command sets out_dir of each run"),
     (["--set", "out_dir=x"], "out_dir=x: this command sets out_dir of each run"),
     (["--size", "--out_dir x"], "--out_dir x: this command sets out_dir of each run"),
     (["--jobs", "0"], "--jobs: must be at least 1"),
@@ -339,6 +340,11 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
 def test_what_cannot_be_is_refused_before_any_work(go, args, message, capsys):
     assert go(*args)[0] == 2 and not go.started
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_may_be_named_like_a_key_that_is_refused():
+    text = "data_dir=data/seed init_from=out_dir=3/ckpt.pt"
+    assert repeat.split_settings([text]) == {text: text.split()}
 
 
 def test_no_runs_are_started_under_torchrun(tmp_path, monkeypatch):

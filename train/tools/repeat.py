@@ -15,7 +15,6 @@ has the numbers on the test data, if there are any.
 import itertools
 import math
 import os
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from statistics import fmean, stdev
 from train.base.cli import command, format_table
 from train.base.errors import UserError, echo, printable
 from train.base.fields import key
-from train.config import load_argv
+from train.config import file_of, load_argv, read_settings
 from train.tools.child_runs import ChildRun, train_all
 
 COLUMNS = ("change", "metric", "runs", "mean", "spread", "difference", "low", "high", "seconds",
@@ -176,9 +175,11 @@ def split_settings(texts):
     for text in texts:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        if own := re.search(r"(seed|out_dir)[= ]", text):
-            raise UserError(f"{text}: this command sets {own[1]} of each run")
         arguments = shlex.split(text)
+        _, given = read_settings(None, arguments, problems=[])
+        for name in ("seed", "out_dir"):
+            if name in given and not file_of(given[name][1]):
+                raise UserError(f"{text}: this command sets {name} of each run")
         settings[shlex.join(arguments)] = arguments
     return settings
 
