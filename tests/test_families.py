@@ -318,6 +318,11 @@ def test_what_is_not_known_is_refused_by_name(folders, tmp_path, name, change, n
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("interval", [None, 0])
+def test_a_config_json_may_name_no_interval_of_layers_without_positions(interval):
+    assert families.read_layers(dict(no_rope_layer_interval=interval), 3) == "FFF"
+
+
 def test_long_waves_are_stretched_and_short_ones_are_not():
     """Llama 3's frequencies, wave by wave."""
     plain = 10000.0 ** -(torch.arange(0, 24, 2) / 24)

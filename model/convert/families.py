@@ -252,7 +252,7 @@ def read_layers(c, n):
     Raises CheckpointError for invalid values."""
     types = c.get("layer_types")
     letters = default_layers(c, n) if types is None else [LETTERS.get(t) for t in types]
-    interval = c.get("no_rope_layer_interval", n + 1)  # SmolLM 3
+    interval = c.get("no_rope_layer_interval") or n + 1  # SmolLM 3
     ropes = c.get("no_rope_layers") or [(i + 1) % interval > 0 for i in range(n)]
     if None in letters or not len(letters) == len(ropes) == n:
         raise CheckpointError(f"layer_types: {types!r}, no_rope_layers: {ropes!r}: expected "
