@@ -467,7 +467,7 @@ def warn_of_drift(model, iter_num, ranks, warn):
 
 
 def make_savable(model):
-    """Make the buffers of `model` contiguous, in place, because a checkpoint cannot have expanded
+    """Make the buffers of `model` contiguous, in place, because a resume cannot write to expanded
     tensors. Raise SetupError if the model cannot be saved: a trained parameter is not in
     state_dict(), a tensor in it has a dtype that is not supported, a buffer in it is not finite, or
     an attribute of a module is an optimizer."""

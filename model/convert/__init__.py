@@ -96,7 +96,7 @@ def export_folder(source, to, precision):
     llama.cpp's converter. Files of an earlier model in the folder are deleted or replaced.
     precision: name of the dtype of the weights. Return a description, a text, e.g. "a
     LlamaForCausalLM". Raises CheckpointError for options that no model class of transformers in
-    FAMILIES has, and for values too large for the dtype; DataError for very long tokens."""
+    FAMILIES has, and for values too large for the dtype."""
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token

@@ -37,8 +37,8 @@ def export_gguf(source, to, precision):
     """Write a model, with tokenizer and chat template if it has these, to the GGUF file `to`, for
     llama.cpp. source: a Source. precision: "float32", "float16", "bfloat16" or "q8_0", for most
     matrices; other tensors are float32. Return a description of the file, a text. Raises
-    CheckpointError for models, options and tokenizers that llama.cpp does not have, DataError for
-    very long tokens, and SetupError without the package gguf."""
+    CheckpointError for models, options and tokenizers that llama.cpp does not have, SetupError
+    without the package gguf."""
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
     if kind not in ARCHITECTURES:
@@ -125,7 +125,7 @@ def write_shape(writer, source, arch):
 def write_tokenizer(writer, source):
     """Write the tokenizer (tokens, token types, merges, special tokens) and the chat template, if
     any, of a Source that has a tokenizer to `writer`, a GGUFWriter. Raises CheckpointError for a
-    tokenizer that llama.cpp does not have, DataError for very long tokens."""
+    tokenizer that llama.cpp does not have."""
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template
