@@ -22,6 +22,7 @@ from train.base.fields import parse_value
 from train.base.run_folder import find_newest_checkpoint
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import FIELDS
+from train.dataloader import DataLoader
 from train.train import train
 
 
@@ -232,6 +233,13 @@ def test_weights_without_the_rest_are_not_resumed(out, data_dir):
         with pytest.raises(CheckpointError, match=f"not the rest of a run .no {key}.*--init_from"):
             go(data_dir, out)
     go(data_dir, out.parent / "other", init_from=str(out / "ckpt.pt"), max_iters=2)
+
+
+def test_data_whose_fingerprint_is_none_are_resumed(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(DataLoader, "fingerprint", lambda loader: None)
+    for steps in (1, 2):
+        go(data_dir, tmp_path, max_iters=steps)
+        assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == steps
 
 
 @pytest.mark.matrix(31)

@@ -234,8 +234,8 @@ def check_fits(start, config, data, model, ranks):
 
     def check():
         state = start.state
-        parts = state | {"optimizer": state.get("optimizer") or None}  # {}: deleted by the user
-        missing = [name for name in REQUIRED_KEYS if parts.get(name) is None]
+        missing = [name for name in REQUIRED_KEYS if name not in state
+                   or name == "optimizer" and not state[name]]  # {}: deleted by the user
         remedy = f"to use its weights: --init_from {quote_path(start.path)} and another --out_dir"
         if missing:
             raise CheckpointError(f"{start.path} has weights but not the rest of a run (no "
