@@ -820,6 +820,11 @@ def test_the_name_of_a_pattern_is_none_where_llama_cpp_has_no_such_splitter():
     assert (name(), name(digits)) == ("gpt-2", "smollm")
     assert name(kind="WordPiece") is name(add_prefix_space=True) is name(use_regex=False) is None
     assert name(dict(type="Punctuation")) is None
+    content = dict(model=dict(type="BPE", merges=["a b"]), pre_tokenizer=dict(type="ByteLevel"))
+    for kind, found in (("NFC", "gpt-2"), ("Lowercase", None)):  # which would change the text first
+        parts = dict(type="Sequence", normalizers=[dict(type=kind)])
+        assert [pattern_name(content | dict(normalizer=n)) for n in (dict(type=kind), parts)] == (
+            [found] * 2)
 
 
 def test_layers_with_a_window_are_those_of_the_pattern_in_an_early_gemma_3():

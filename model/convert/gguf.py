@@ -171,6 +171,10 @@ def pattern_name(content):
     *splits, last = splitter.get("pretokenizers", [splitter])
     if model["type"] != "BPE" or last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
+    normalizer = content.get("normalizer") or {}
+    changes = {part.get("type") for part in normalizer.get("normalizers", [normalizer])}
+    if changes - {None, "NFC"}:  # e.g. Lowercase; llama.cpp changes no text, NFC only a few
+        return None
     if splits == [dict(type="Digits", individual_digits=True)]:
         return "smollm"
     uses_regex = last.get("use_regex", True)  # GPT-2's
