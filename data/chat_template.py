@@ -27,7 +27,7 @@ from data.meta import read_meta
 from data.render import render
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
-from data.tokenizer_types import encode_within
+from data.tokenizer_types import data_errors, encode_within
 from train.base.errors import DataError
 
 # The assistant's text is followed by the end-of-text token.
@@ -291,10 +291,12 @@ def builtin_jinja(spec):
     "user", "assistant": text with one {} in place of the message}. After an answer, the end of
     text, the only special token in the template, replaces the text after {}. Message texts are
     stripped. A line in a message that looks like the header of a message is escaped with a
-    backslash, so that a message cannot imitate a different role."""
-    around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
+    backslash, so that a message cannot imitate a different role. Raises DataError for an invalid
+    spec."""
+    with data_errors("its chat template is invalid"):
+        around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
+        headers = [prefix.strip("\n") for prefix, _ in around.values()]
     quote = functools.partial(json.dumps, ensure_ascii=False)
-    headers = [prefix.strip("\n") for prefix, _ in around.values()]
     escapes = "".join(" | replace({}, {})".format(quote("\n" + header), quote("\n\\" + header))
                       for header in headers if header)
     content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"

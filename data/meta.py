@@ -84,8 +84,8 @@ def parse_meta(content):
     """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
     fields of Meta are put into `extra`. A missing `model` is derived from `kind`, a key of earlier
     versions; without this, it is "gpt" if there are `sources`. Raises ValueError if `content` is
-    not a dict, or format_version, dtype or vocab_size in it is invalid; other values are not
-    checked."""
+    not a dict, or format_version, dtype, vocab_size or block_size in it is invalid; other values
+    are not checked."""
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     extra = dict(content)
@@ -95,9 +95,10 @@ def parse_meta(content):
         raise ValueError(f"format_version {version!r:.20} of a later ironGPT")
     if content.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {reprlib.repr(content['dtype'])}, expected uint16 or uint32")
-    size = content.get("vocab_size", 1)
-    if type(size) is not int or not 1 <= size <= MAX_ID:
-        raise ValueError(f"vocab_size is {reprlib.repr(size)}, expected 1 to {MAX_ID:,}")
+    for name in ("vocab_size", "block_size"):
+        size = content.get(name, 1)
+        if type(size) is not int or not 1 <= size <= MAX_ID:
+            raise ValueError(f"{name} is {reprlib.repr(size)}, expected 1 to {MAX_ID:,}")
     common = {name: extra.pop(name) for name in COMMON_KEYS if name in extra}
     meta = Meta(**common, extra=extra)
     if meta.model is None:

@@ -1098,9 +1098,13 @@ def test_a_full_disk_keeps_the_file_of_before(tmp_path, trained, capsys, option,
     assert [file.read_text(), *tmp_path.iterdir()] == ["before", file]
 
 
-def test_a_picture_needs_matplotlib(linear, tmp_path, monkeypatch, capsys):
+def test_a_picture_needs_matplotlib_and_a_target(linear, tmp_path, monkeypatch, capsys):
     argv = ["--ckpt", str(linear[0] / "ckpt.pt"), "--plot", str(tmp_path / "r.png")]
+    features.prepare_features(dict(a=np.zeros((40, 4)), b=np.zeros((40, 3))), None,
+                              str(tmp_path / "d"), 0, np.arange(40) // 5)
     pytest.importorskip("matplotlib")
+    assert main([*argv, "--data_dir", str(tmp_path / "d"), "--split", "train"]) == 2
+    assert "train has no correlation to --plot" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(argv) == 2

@@ -726,7 +726,7 @@ def test_a_separator_that_python_takes_for_white_space(tmp_path, separator):
 
 
 def test_blank_lines_part_documents(tmp_path):
-    (tmp_path / "a.txt").write_text("Once,\nno.\n\nTwice\n \n\n\nx\n\n")
+    (tmp_path / "a.txt").write_text("Once,\nno.\n\nTwice\n\xa0\n\n\nx\n\n", "utf-8")
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", ""]) == 0
     assert text_of(tmp_path / "o") == "Once,\nno.|Twice|x|"
     assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--force"]) == 0

@@ -62,8 +62,9 @@ def read_text(path, separator):
                 while block := text.read(READ_BYTES):
                     yield block, False
             else:
-                mark = separator.strip(BLANKS)
-                for is_mark, lines in groupby(text, lambda line: line.strip(BLANKS) == mark):
+                mark = separator.strip() or separator.strip(BLANKS)  # e.g. a form feed
+                for is_mark, lines in groupby(
+                        text, lambda line: mark in (line.strip(), line.strip(BLANKS))):
                     if not is_mark:
                         yield "".join(lines).strip("\r\n"), True
         except UnicodeDecodeError:

@@ -11,7 +11,7 @@ import torch
 from model.autoencoder import data, losses
 from model.core.load import load_model
 from train.base.cli import command
-from train.base.errors import echo, require
+from train.base.errors import DataError, echo, require
 from train.base.fields import key
 from train.base.files import atomic_write, write_text
 from train.evaluate import pack, to_numbers, unpack
@@ -130,6 +130,9 @@ def evaluate_checkpoint(args):
         with atomic_write(args.arrays) as f:
             np.savez(f, **outputs)
     if args.plot:
+        if metrics["correlation"] is None:
+            raise DataError(f"{folder}: {args.split} has no correlation to --plot: "
+                            "targets or predictions are constant, or not recorded")
         draw(fig, *(values.flatten().numpy() for values in tables.values()))
         with atomic_write(args.plot) as f:
             fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)

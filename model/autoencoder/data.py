@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from data.meta import read_meta_for
 from data.rows import open_rows
+from data.tokenizer_types import data_errors
 from model.core.ridge import fit_ridge
 from train.base.errors import ConfigError, DataError
 from train.dataloader import Data, RowLoader
@@ -33,9 +34,10 @@ def read_features_meta(folder):
     """
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, "modalities", "mean", "std").extra
     meta.setdefault("target", None)
-    if any({n: len(v) for n, v in meta[part].items()} != array_dims(meta)
-           for part in ("mean", "std")):
-        raise DataError(f"{folder}: mean or std do not match the arrays; {HOW_TO_PREPARE}")
+    with data_errors(f"{folder}: mean or std do not match the arrays; {HOW_TO_PREPARE}"):
+        for name, n in array_dims(meta).items():
+            if any(part.shape != (n,) for part in scale_of(meta, name)):
+                raise ValueError(name)
     return meta
 
 
