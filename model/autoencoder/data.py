@@ -90,13 +90,14 @@ def open_features(folder, split, spec=None, delays=0):
     if not n:
         raise DataError(f"{folder}: {split} has no rows; choose another --split, or prepare it "
                         "with --val_fraction above 0")
+    runs = open_runs(folder, split) if delays else None
     arrays = []
     for name, d in array_dims(spec).items():
         array = files[name] if name in files else np.full((n, d), np.float32(np.nan))
         if shift_of(meta, name) != shift_of(spec, name):
             array = array + np.subtract(shift_of(meta, name), shift_of(spec, name))
         if delays and name != "target":
-            array = add_delays(array, open_runs(folder, split), delays)
+            array = add_delays(array, runs, delays)
         arrays.append(array)
     if "subjects" in spec:
         is_of = np.equal.outer(files.get("subjects", [None]), spec["subjects"])  # (N, S)

@@ -47,11 +47,11 @@ def evaluate_checkpoint(args):
     checkpoint's folder. Raises UserError if the checkpoint or the data cannot be used."""
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
-    # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
     state = load_checkpoint(args.ckpt)
-    data_dir = state["config"]["data_dir"]
-    own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
     warn_if_changed(state)
+    data_dir = state["config"]["data_dir"]
+    # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
+    own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, columns = load_rows(args, model, tokenizer)
