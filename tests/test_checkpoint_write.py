@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -19,12 +20,12 @@ import types
 
 import pytest
 import torch
-from conftest import full_disk
+from conftest import REPO, full_disk
 from runs import Program, assert_same, assert_same_file, go, metrics, run_program, temporary_files
 
 from train import checkpoint
 from train import train as training
-from train.base import run_folder, tensors
+from train.base import background, tensors
 from train.base.errors import BadNumbers, CheckpointError, CollectiveExit, UserError
 from train.base.files import lock_folder, set_direct
 from train.base.run_folder import RunFolder, numbered_checkpoints, snapshot
@@ -284,16 +285,69 @@ def test_a_disk_full_at_the_last_save_ends_with_the_reason(tmp_path, data_dir):
     assert go(data_dir, out, max_iters=12)["iter_num"] == 12
 
 
-def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path, monkeypatch):
-    given, log = [], types.SimpleNamespace(info=print, warn=print)
-    monkeypatch.setattr(run_folder, "return_freed_memory",
-                        lambda: given.append((tmp_path / "ckpt.pt").exists()))
+def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path):
+    """In a process of its own, with malloc as a run on a CPU has it."""
+    code = f"""if True:
+        import torch, types
+        from train.base.memory import keep_freed_memory, memory_resident
+        from train.base.run_folder import RunFolder
+        keep_freed_memory()
+        state = dict(model={{str(i): torch.ones(1 << 18) for i in range(100)}}, optimizer={{}},
+                     iter_num=1)
+        log = types.SimpleNamespace(info=print, warn=print)
+        folder = RunFolder({str(tmp_path)!r})
+        folder.open()
+        folder.save(state, False, False, log, last=True)
+        before, seen = memory_resident(), []
+        folder.start(lambda copy: seen.append(memory_resident()), state, log)
+        folder.wait()
+        print((seen[0] - before) / 2**20, (memory_resident() - before) / 2**20)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    during, after = map(float, done.stdout.split("\n")[-2].split())
+    assert during > 95 and after < 5, (done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_thread_beside_training_takes_a_small_share_of_the_machine(ranks, monkeypatch):
+    """the pause is in proportion to CPU time and ranks, and ends when somebody waits"""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    times = []
+
+    def work():
+        for _ in range(3):
+            cpu = time.thread_time()
+            while time.thread_time() < cpu + 0.02:
+                pass
+            start = time.perf_counter()
+            background.give_way()
+            times.append(time.perf_counter() - start)
+    thread = background.BackgroundThread(work)
+    thread.start()
+    while len(times) < 2:
+        time.sleep(0.001)
+    thread.wait()
+    assert not thread.is_alive()
+    share = [ranks * 0.02 / (2 * (0.02 + t)) for t in times]  # of 2 cores
+    assert all(0.02 < s <= 0.03 for s in share[:2]) and times[2] < 0.1
+    thread = background.BackgroundThread(work, rests=False)  # as on a GPU
+    thread.start()
+    thread.join()
+    work()  # no such thread
+    assert max(times[3:]) < 0.1
+
+
+def test_a_save_gives_way_to_training_until_it_is_awaited(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    state = dict(model={"w": torch.randn(6 << 20)}, optimizer={}, iter_num=1)
+    log = types.SimpleNamespace(info=print, warn=print)
     with contextlib.closing(RunFolder(str(tmp_path))) as folder:
         folder.open()
-        folder.save(dict(model={"w": torch.ones(3)}, optimizer={}, iter_num=1), False, False, log)
+        folder.save(state, False, False, log)
+        time.sleep(0.5)
+        assert folder.thread.is_alive() and not (tmp_path / "ckpt.pt").exists()
         folder.wait()
-        folder.wait()
-    assert given == [True]
+    assert torch.equal(load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"], state["model"]["w"])
 
 
 def test_a_folder_is_locked_until_the_save_has_ended(tmp_path):
@@ -575,10 +629,17 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeyp
     else:
         monkeypatch.setattr("train.base.run_folder.copy_to_host", fail)
     folder, log = RunFolder(str(tmp_path)), Warnings()
-    state = {"model": {"w": torch.ones(1000)}, "optimizer": {}, "iter_num": 3}
+    state = {"model": {"w": torch.ones(1 << 16)}, "optimizer": {}, "iter_num": 3}
     folder.save(state, False, False, log)
     assert folder.thread is None and not log
-    assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1000
+    assert load_checkpoint(tmp_path / "ckpt.pt")["model"]["w"].sum() == 1 << 16
+
+
+def test_a_copy_that_cannot_be_mapped_is_none(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr("train.base.run_folder.mmap.mmap", fail)
+    assert snapshot({"model": {"w": torch.ones(1 << 16)}}) is None
 
 
 @pytest.mark.matrix(118)

@@ -103,6 +103,10 @@ FAULTS = [
      "initial(name, tensors[name].shape, seed + 1)"),
     ("train/base/memory.py", 'call_libc("mallopt", M_TRIM_THRESHOLD, -1)', "pass"),
     ("train/base/memory.py", 'call_libc("malloc_trim", 0)', "pass"),
+    ("train/base/background.py", "self.is_awaited.wait(", "print("),
+    ("train/base/background.py", "self.is_awaited.set()\n        self.join", "self.join"),
+    ("train/base/tensors.py", "        give_way()\n", ""),
+    ("train/base/run_folder.py", "t.nbytes < MIN_MAPPED_BYTES", "True"),
     # sampling
     ("model/core/generate.py", "ends[:, -1:], right=True)", "ends[:, -1:])"),
     ("model/core/generate.py", "((logits - largest) / temperature)", "(logits / temperature)"),

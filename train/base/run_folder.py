@@ -3,24 +3,25 @@
 
 import contextlib
 import json
+import mmap
 import os
 import pathlib
 import re
 import shutil
-import sys
-import threading
 import time
 
 import torch
 
 from train.base import checkpoint_file as file_format
 from train.base import sharded_file
+from train.base.background import BackgroundThread
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit, quote_path
 from train.base.files import lock_folder, next_free_path, unlock, write_text
-from train.base.memory import memory_available, return_freed_memory
+from train.base.memory import memory_available
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
+MIN_MAPPED_BYTES = 1 << 16  # of a tensor whose copy is a memory map, of which Linux permits 65,530
 # Starts of the names that a run writes. Other names in out_dir may belong to other runs.
 RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.jsonl", "loss.svg",
              "samples.txt", "stacks.txt", "model.safetensors", "tensorboard", "wandb",
@@ -156,7 +157,8 @@ class RunFolder:
         logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}{stall}")
         if last or copy is None:
             return write(state)
-        self.thread = threading.Thread(target=at_low_priority, args=(write, copy))
+        # On a GPU, training leaves cores free.
+        self.thread = BackgroundThread(write, copy, rests=not torch.cuda.is_initialized())
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
@@ -263,9 +265,8 @@ class RunFolder:
     def wait(self):
         """Wait for the save in progress, if any."""
         if self.thread is not None:
-            self.thread.join()
+            self.thread.wait()
             self.thread = None
-            return_freed_memory()
 
     def close(self):
         """Wait for the save in progress, which needs the lock, and release the lock. If open() has
@@ -275,14 +276,6 @@ class RunFolder:
             if self.is_new and self.is_same() and os.listdir(self.path) == [".lock"]:
                 shutil.rmtree(self.path, ignore_errors=True)
             unlock(self.lock)
-
-
-def at_low_priority(f, *args):
-    """Call f(*args). On Linux, first raise the nice value of the current thread by 10, permanently:
-    the thread gets a tenth of a core that training uses, and all of a free core."""
-    if sys.platform == "linux":  # elsewhere nice() changes the whole process
-        os.nice(10)
-    f(*args)
 
 
 # -----------------------------------------------------------------------------
@@ -300,7 +293,7 @@ def snapshot(state):
         return None
     try:
         copy = map_tensors(copy_to_host, state)
-    except (MemoryError, RuntimeError):  # too little pinned memory
+    except (MemoryError, OSError, RuntimeError):  # too little memory, also pinned memory
         return None
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # the copies are complete
@@ -310,7 +303,13 @@ def snapshot(state):
 def copy_to_host(t):
     """Return a copy of the tensor `t` on the CPU, without gradient. If `t` is on a GPU, the copy is
     in pinned memory and asynchronous: it is complete only after torch.cuda.synchronize()."""
-    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    if t.is_cuda or t.nbytes < MIN_MAPPED_BYTES:
+        out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    else:
+        # Not from malloc, which would keep the freed memory. malloc_trim() would also take the
+        # memory that the next step needs, and make this step a fifth longer.
+        memory = mmap.mmap(-1, t.nbytes, access=mmap.ACCESS_COPY)
+        out = torch.frombuffer(memory, dtype=t.dtype).view(t.shape)
     return out.copy_(t.detach(), non_blocking=t.is_cuda)
 
 

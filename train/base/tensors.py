@@ -9,8 +9,10 @@ import os
 import struct
 from contextlib import suppress
 
+import numpy as np
 import torch
 
+from train.base.background import give_way
 from train.base.files import atomic_write, set_direct
 
 BLOCK_BYTES = 1 << 22  # read or written at once
@@ -68,14 +70,17 @@ def find_non_finite(state):
 
 class HashingFile(io.RawIOBase):
     """A file object with a write() that computes a hash of the data and writes them, in blocks, to
-    the binary file `file`, past the page cache where the file system can. It cannot seek;
-    torch.save writes strictly in order. Call finish() after the last write()."""
+    the binary file `file`, past the page cache where the file system can. After each block it gives
+    way to training (train/base/background.py). It cannot seek; torch.save writes strictly in order.
+    Call finish() after the last write()."""
 
     def __init__(self, file):
         self.file = file
         self.sha = hashlib.sha256()
-        self.block = mmap.mmap(-1, BLOCK_BYTES)  # aligned, as direct writes require
-        self.n_bytes = 0                         # in the block
+        # Aligned, as direct writes require. A copy by numpy does not hold the GIL, for which the
+        # training thread would wait.
+        self.block = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+        self.n_bytes = 0  # in the block
         # A third of the CPU time, and the training data stay in the cache (train/LOG.md).
         set_direct(file, True)
 
@@ -103,6 +108,7 @@ class HashingFile(io.RawIOBase):
             self.file.write(block[written:])
             self.file.flush()
         self.n_bytes = 0
+        give_way()
 
     def finish(self):
         """Write the rest and return the SHA-256, a hexadecimal text, of all data."""
