@@ -625,9 +625,9 @@ def test_the_same_injuries_to_the_storages_of_torch(tmp_path, data_dir, storage)
         print(f"  {kind}: {dict(outcomes)}")
 
 
-def measure_a_save(options):
-    """(MiB of this rank before a save, at most during it, seconds of the snapshot, ms of steps
-    before the save, ms of steps while files are written)."""
+def measure_saves(options, n_saves):
+    """(peak memory of this rank in a save, in MiB; seconds of each step; seconds of each save(),
+    until all ranks have a snapshot). A save is before each step 4, 8, ..."""
     import pathlib
     import time
 
@@ -635,41 +635,36 @@ def measure_a_save(options):
 
     from train.train import save, train_step
 
-    def memory(name):
-        text = pathlib.Path("/proc/self/status").read_text()
-        return int(re.search(rf"{name}:\s+(\d+)", text)[1]) / 1024
-
     def compute(run):
-        def steps(condition):
-            times = []
-            while condition(len(times)):
+        steps, stalls = [], []
+        for i in range(4 * n_saves + 2):
+            if i and i % 4 == 0:
+                pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
                 start = time.perf_counter()
-                train_step(run)
-                times.append(1000 * (time.perf_counter() - start))
-            return times
-        steps(lambda n: n < 3)
-        alone = steps(lambda n: n < 5)
-        before = memory("VmRSS")
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-        start = time.perf_counter()
-        save(run)
-        stall = time.perf_counter() - start
-        during = steps(lambda n: n < 5)
+                save(run)
+                torch.distributed.barrier()
+                stalls.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            train_step(run)
+            steps.append(time.perf_counter() - start)
         run.folder.wait()
-        return before, memory("VmHWM"), stall, alone, during
+        peak = re.search(r"VmHWM:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())
+        return int(peak[1]) / 1024, steps, stalls
     return with_run(options, compute)
 
 
 @pytest.mark.slow
 def test_memory_and_steps_during_a_save(tmp_path, data_dir):
     """MODEL_MB: size of the weights, of 4 ranks together."""
-    width = 64 * round((int(os.environ.get("MODEL_MB", 400)) * 1e6 / 4 / 12 / 8) ** 0.5 / 64)
-    ranks = in_ranks(4, measure_a_save, options(
+    width = 64 * round((int(os.environ.get("MODEL_MB", 100)) * 1e6 / 4 / 12 / 8) ** 0.5 / 64)
+    ranks = in_ranks(4, measure_saves, options(
         data_dir, tmp_path, n_layer=8, n_embd=width, n_hidden=4 * width, n_head=8, mlp="gelu",
         block_size=64, max_iters=100, eval_interval=0, save_interval=0, distributed="fsdp"),
-        timeout=540)
-    for before, most, stall, alone, during in ranks:
-        print(f"\n{before:.0f} MiB before, {most:.0f} during the save; save() took {stall:.2f} s; "
-              f"steps {[round(t) for t in alone]}, then {[round(t) for t in during]} ms")
-    most = [rank[1] for rank in ranks]
-    assert most[0] < 1.2 * max(most[1:])
+        8, timeout=540)
+    peaks = [rank[0] for rank in ranks]
+    _, steps, stalls = ranks[0]
+    ratios = [2 * steps[i] / (steps[i - 1] + steps[i + 1]) for i in range(4, len(steps) - 1, 4)]
+    print(f"\n{[round(peak) for peak in peaks]} MiB; save() took {[round(s, 2) for s in stalls]} s"
+          f"; steps beside a save to their neighbours: {[round(r, 2) for r in ratios]}")
+    assert peaks[0] < 1.2 * max(peaks[1:])
+    assert sorted(ratios)[len(ratios) // 2] < 1.1

@@ -396,7 +396,7 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
         try:
             written = gather_objects(result, ranks, ranks.saving)
         except Exception as error:  # a rank was killed
-            written = [f"rank {ranks.rank} does not reach the others: {error}"]
+            folder.lost = written = [f"rank {ranks.rank} does not reach the others: {error}"]
 
         def save_manifest(path):
             folder.save_manifest(path, name, plain, written, links)
@@ -404,7 +404,7 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
             broadcast_from_rank0(lambda: folder.write(save_manifest, log, last), ranks)
         elif ranks.is_main:
             folder.write(save_manifest, log)
-    folder.start(write, own_parts(state, ranks), log, last)
+    folder.start(write, own_parts(state, ranks), log, last, n_writers=ranks.ranks_per_node)
 
 
 def own_parts(state, ranks):
@@ -537,9 +537,9 @@ def select_optimizer_state(optimizer, entries, config, warn):
     config.ema is set.
 
     If an entry is missing, has different keys or is of no parameter in `optimizer`, raise
-    CheckpointError; if config.allow_change is not empty, call warn(text), or in the third case do
-    nothing. Entries that are {} (no gradient yet) are left out, and `entries` may be {} (no step
-    yet).
+    CheckpointError; if config.allow_change is not empty, call warn(text) once, for all entries, or
+    in the third case do nothing. Shapes are not compared. Entries that are {} (no gradient yet) are
+    left out, and `entries` may be {} (no step yet).
     """
     params = named_params(optimizer)
     usable = {}

@@ -416,8 +416,10 @@ class Run:
     def forget_unsaved_best(self):
         """Wait for the save in progress. If a save of ckpt_best.pt failed, restore the previous
         best metric: later evaluations, also after a resume, are then compared with the file that
-        exists. All ranks must call."""
+        exists. RuntimeError if a rank was lost during the save. All ranks must call."""
         self.folder.wait()
+        if self.folder.lost:  # a collective may wait for ranks that wait for this one
+            raise RuntimeError(self.folder.lost[0])
         if distributed.max_over_ranks(int(self.folder.failed), self.ranks):
             self.folder.failed = False
             self.progress.best_metric, self.progress.loss_of_best = self.best_before

@@ -43,8 +43,8 @@ def keep_freed_memory():
 
 
 def return_freed_memory():
-    """Release all unused memory that malloc holds, once, to the operating system, e.g. after
-    writing a copy of a large state. Without effect for C libraries other than glibc."""
+    """Release all unused memory that malloc holds, once, to the operating system. The next step is
+    slower, as it must allocate memory again. Without effect for C libraries other than glibc."""
     call_libc("malloc_trim", 0)
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 
 import torch
@@ -18,7 +19,7 @@ from train.base.background import BackgroundThread
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit, quote_path
 from train.base.files import lock_folder, next_free_path, unlock, write_text
-from train.base.memory import memory_available
+from train.base.memory import memory_available, return_freed_memory
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
 MIN_MAPPED_BYTES = 1 << 16  # of a tensor whose copy is a memory map, of which Linux permits 65,530
@@ -56,6 +57,7 @@ class RunFolder:
         self.thread = None
         self.saves_best = False  # whether the save in progress also writes ckpt_best.pt
         self.failed = False  # a save of ckpt_best.pt in the background failed
+        self.lost = []  # a message, if the save in the background does not reach all ranks
         self.kept = []  # complete folders of shards that no checkpoint names, e.g. copied ones
         self.mirror = None  # of train/options/mirror.py
 
@@ -145,20 +147,22 @@ class RunFolder:
             logger.warn(f"{self.name} was replaced during this run; moved the checkpoints in it to "
                         f"{move_files(self.path, names)}")
 
-    def start(self, write, state, logger, last=False, private=False):
+    def start(self, write, state, logger, last=False, private=False, n_writers=1):
         """Call write(snapshot) in a thread, and return without waiting for it. snapshot: a copy of
         `state`, a nested dict with tensors, on the CPU; if `private`, `state` without a copy:
         nothing may change it then. With `last`, or if memory does not suffice for a snapshot, call
-        write(state) in this thread, before returning. logger: an object with info(text). To be
-        called after prepare(), which waits for the previous thread."""
+        write(state) in this thread, before returning. logger: an object with info(text). n_writers:
+        number of ranks of this machine that call start(). To be called after prepare(), which waits
+        for the previous thread."""
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
         logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}{stall}")
         if last or copy is None:
             return write(state)
-        # On a GPU, training leaves cores free.
-        self.thread = BackgroundThread(write, copy, rests=not torch.cuda.is_initialized())
+        # Beside a GPU, cores are free.
+        n_threads = None if torch.accelerator.is_available() else n_writers
+        self.thread = BackgroundThread(write, copy, n_threads=n_threads)
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
@@ -228,6 +232,8 @@ class RunFolder:
                    for n, t in state["model"].items()}
         description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
         write_safetensors(self.file("model.safetensors"), weights, description)
+        del weights
+        return_freed_memory()
 
     def archive_later_checkpoints(self, progress, log):
         """Prepare the folder for a run that resumes from a given file; progress: state_dict() of
@@ -303,10 +309,10 @@ def snapshot(state):
 def copy_to_host(t):
     """Return a copy of the tensor `t` on the CPU, without gradient. If `t` is on a GPU, the copy is
     in pinned memory and asynchronous: it is complete only after torch.cuda.synchronize()."""
-    if t.is_cuda or t.nbytes < MIN_MAPPED_BYTES:
+    if t.is_cuda or t.nbytes < MIN_MAPPED_BYTES or sys.platform != "linux":
         out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     else:
-        # Not from malloc, which would keep the freed memory. malloc_trim() would also take the
+        # Not from glibc's malloc, which may keep freed memory. malloc_trim() would also take the
         # memory that the next step needs, and make this step a fifth longer.
         memory = mmap.mmap(-1, t.nbytes, access=mmap.ACCESS_COPY)
         out = torch.frombuffer(memory, dtype=t.dtype).view(t.shape)

@@ -93,6 +93,7 @@ class HashingFile(io.RawIOBase):
             self.n_bytes += len(part)
             if self.n_bytes == BLOCK_BYTES:
                 self.write_block()
+                give_way()
         return len(data)
 
     def write_block(self):
@@ -108,7 +109,6 @@ class HashingFile(io.RawIOBase):
             self.file.write(block[written:])
             self.file.flush()
         self.n_bytes = 0
-        give_way()
 
     def finish(self):
         """Write the rest and return the SHA-256, a hexadecimal text, of all data."""
