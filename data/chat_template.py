@@ -71,7 +71,8 @@ def parse_messages(value, name):
 
 def parse_content(content):
     """Return the text of a message's content: a string, or OpenAI's list of parts {"text": string},
-    whose texts are joined. Raises ValueError for any other value."""
+    whose texts are joined without a separator ("" for []); other keys of parts are ignored. Raises
+    ValueError for any other value, e.g. `None`."""
     texts = [content]
     if isinstance(content, list):
         texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]

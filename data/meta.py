@@ -157,6 +157,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_pickle(f):
-    """Return the content of a pickle of builtin types in the open binary file `f`, without running
-    code from it. Raises ValueError for other types; for a damaged pickle any exception."""
+    """Return the content of a pickle in the open binary file `f`, without running code from it.
+    Raises ValueError if the pickle names a class or a function; those of dict, list, tuple, str,
+    int, float, bool and `None` name none. For a damaged pickle, raises any exception."""
     return PlainUnpickler(f).load()

@@ -171,9 +171,10 @@ def check_header(names, columns):
 
 def csv_rows(stream, name, columns):
     """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
-    row is a dict, or a ValueError, not raised, if it is invalid. name: of the file; the extension
-    selects the delimiter. columns, errors: as for check_header; also ValueError for a header that
-    is not UTF-8."""
+    row is {column: text} with all columns, or a ValueError, not raised, if it is invalid. name: of
+    the file; the extension, also before .gz, selects the delimiter. columns: as for check_header,
+    whose errors are raised; also ValueError for a header that is not UTF-8, csv.Error for invalid
+    quotes in it."""
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -292,10 +293,10 @@ def without_nan(record):
 
 
 def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
-    """Yield parse(record) for each good record of `stream`, an iterable of (location, record), in
-    which NaN is replaced by `None`. If a record is a ValueError, or `parse` raises one or a
-    UserError, (location, message) is appended to the list `problems` instead; the generator returns
-    when this list has max_problems entries."""
+    """Yield parse(record) for each good record of `stream`, an iterable of (location, record). NaN
+    among the values of a record, a dict, is replaced by `None` first. If a record is a ValueError,
+    or `parse` raises a ValueError, RecursionError or UserError, (location, message) is appended to
+    the list `problems` instead; the generator returns when this list has max_problems entries."""
     for where, record in stream:
         try:
             if isinstance(record, ValueError):

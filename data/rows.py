@@ -27,11 +27,11 @@ def id_dtype(n_vocab):
 
 def open_rows(folder, split, **limits):
     """Open the files folder/SPLIT_NAME.npy of a split. Return the list of the memory-mapped arrays,
-    one for each keyword argument in `limits`, in the same order. limits: NAME=(shape, low, limit).
-    shape: of a row, i.e. without the first dimension; `None` in it allows any size. Values must be
-    integers with low <= value < limit, or float32 if `limit` is `None` (NaN: a missing value). All
-    arrays must have the same number of rows. Raises DataError if a file is missing or does not fit.
-    """
+    read-only, one for each keyword argument in `limits`, in the same order. limits: NAME=(shape,
+    low, limit). shape: of a row, i.e. without the first dimension; `None` in it allows any size.
+    Values must be integers with low <= value < limit, or finite float32 or NaN (a missing value) if
+    `limit` is `None`; of a large array, only a part of the rows is checked. All arrays must have
+    the same number of rows. Raises DataError if a file is missing or does not fit."""
     arrays = []
     for name, (shape, low, limit) in limits.items():
         path = os.path.join(folder, f"{split}_{name}.npy")

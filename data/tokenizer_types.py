@@ -49,7 +49,7 @@ def split_long_spaces(text):
 def encode_within(text, encode):
     """Return the ids of `text`, which continues an earlier text: encode(text), but without the
     space that some tokenizers add at the start of a text. encode: a function that returns a list or
-    an array of ids."""
+    an array of ids. The result has the same type."""
     for before in "\n", "a":  # a newline can be one token with the start of the text
         start, whole = encode(before), encode(before + text)
         if list(whole[:len(start)]) == list(start):

@@ -314,9 +314,9 @@ class GPT(nn.Module):
     def add_buffers(self, token_bytes):
         """Register buffers that move with the model but are not saved. `ropes`:
         GPTConfig.rope_tables() of the positions 0 to block_size - 1; `None` without rotary
-        positions. `token_bytes` (V,): the number of bytes of each token, from the numpy array
-        token_bytes; all 0 if it is `None`. Both have values also under torch.device("meta"),
-        because they are not initialised later."""
+        positions. `token_bytes` (V,), int64: the number of bytes of each token, from the numpy
+        array token_bytes, of at most V elements; 0 for other rows, or if it is `None`. Both have
+        values also under torch.device("meta"), because they are not initialised later."""
         c = self.config
         ropes = None
         with torch.device("cpu"):

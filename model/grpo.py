@@ -76,14 +76,15 @@ class Keys(chat.FromChatKeys):
 
 class AnsweringGPT(chat.ChatGPT):
     """Base class of a chat model that is trained on answers that it generates: forward(prompts,
-    lengths, row_numbers, sample_numbers) -> (loss, sums).
+    lengths, row_numbers, sample_numbers) -> (loss, sums). Subclasses implement it as
+    compute_loss(), with sample_numbers=None in evaluations.
 
     prompts (B, P): token ids, right-padded; lengths (B,): true lengths; row_numbers (B,): indices
     of the prompts in the data, for reward_function; sample_numbers (B,), in training only: numbers
     that determine the seeds of the answers. Answers are sampled in training and greedy in
     evaluations. The sums are over prompts, whose number is sums["prompts"] or, without it,
-    sums["count"]; numbers() returns means per prompt. The caller must set the attributes keys, a
-    TrainConfig, and reward_function, a RewardFunction.
+    sums["count"] (default: B); numbers() returns means per prompt. The caller must set the
+    attributes keys, a TrainConfig, and reward_function, a RewardFunction.
     """
 
     def first_prompts(self, prompts, lengths, *rest):

@@ -170,13 +170,13 @@ class Annealed(gpt.GPT):
 
 
 def test_before_step_is_called_as_in_a_run(data_dir, monkeypatch, capfd):
-    from train.tools.check import SETTINGS, Settings
+    from train.tools.check import SETTINGS, CheckOptions
     from train.tools.check import check as run_checks
     monkeypatch.setattr(gpt, "build_model", functools.partial(gpt.build_model, kind=Annealed))
     config = load_config(None, TINY | SETTINGS | dict(
         data_dir=str(data_dir), eval_on_start=False, early_stopping_metric="val_loss"))
     names = ["decoding", "weights", "gradients", "loss", "evaluation", "flops"]
-    failed = run_checks(Settings(only=names), config)
+    failed = run_checks(CheckOptions(only=names), config)
     assert not failed and capfd.readouterr().out.count("ok  ") == len(names)
 
 

@@ -70,7 +70,7 @@ def both(folder):
 def collect(path, folder):
     """The Documents of a file."""
     documents = Documents(str(folder / "text"))
-    assert documents.add_file(str(path), prepare_module.Options(field=["text"])) == []
+    assert documents.add_file(str(path), prepare_module.PrepareOptions(field=["text"])) == []
     documents.file.close()
     return documents
 

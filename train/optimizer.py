@@ -133,8 +133,8 @@ def scale_rate(rate, own):
 
 def log_groups(model, groups, muon, log):
     """Log by calls of log(line) how many tensors have weight decay, how many Muon updates (only if
-    `muon` is true), how many have each learning rate, and how many are frozen. groups: the
-    optimizer's parameter groups."""
+    `muon` is true), how many have each peak learning rate (only if there are several), and how many
+    are frozen (only if any are). groups: the optimizer's parameter groups."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]

@@ -28,7 +28,8 @@ MAX_SPIKES_IN_A_ROW = 32
 def on_signals(names, handler):
     """Context manager in which the signals `names` (e.g. ["SIGTERM"]) call handler(number, frame).
     The previous handlers are restored on exit. Signals that are ignored on entry (nohup) are still
-    ignored. Without effect outside the main thread."""
+    ignored. Names that the system does not have (SIGHUP on Windows) are skipped. Without effect
+    outside the main thread."""
     with contextlib.ExitStack() as stack:
         for name in names:
             with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows

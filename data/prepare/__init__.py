@@ -30,7 +30,7 @@ BPE_BYTES = 500_000_000     # of the text from which a tokenizer is trained
 
 
 @dataclass
-class Options(FolderOptions):
+class PrepareOptions(FolderOptions):
     """Turn text into token files: train.bin, val.bin and meta.json."""
     sources: list[str] = key([], f"text, one document per file; records: {SOURCES}; folders of "
                              "text", positional=True, metavar="SOURCE")
@@ -58,8 +58,8 @@ class Options(FolderOptions):
 
 def choose_tokenizer(o):
     """Return the Tokenizer that o.tokenizer names; `None` for char and bpe, which are made from the
-    text later, by make_tokenizer(). o: Options. Raises UserError if the tokenizer cannot be read,
-    or if o.vocab_size is missing for bpe or set for a different tokenizer; SetupError for bpe
+    text later, by make_tokenizer(). o: PrepareOptions. Raises UserError if the tokenizer cannot be
+    read, or if o.vocab_size is missing for bpe or set for a different tokenizer; SetupError for bpe
     without the package rustbpe."""
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
@@ -72,8 +72,8 @@ def make_tokenizer(o, documents):
     """Return a tokenizer made from the text of `documents`, a Documents. If o.tokenizer is "bpe": a
     RankTokenizer of up to o.vocab_size tokens, trained on a sample of about BPE_BYTES (500 MB) or
     less. Otherwise: a CharTokenizer of all characters in the text and, if there are several
-    documents, of the newline, which is written after each. o: Options. Raises SetupError for bpe
-    without the package rustbpe."""
+    documents, of the newline, which is written after each. o: PrepareOptions. Raises SetupError for
+    bpe without the package rustbpe."""
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")
@@ -86,11 +86,12 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
     """Write train.bin, val.bin and meta.json to the folder `out`. Return the content of meta.json,
     a dict. sources: a list of names of files, folders or data sets. tokenizer: a name or path, as
     for the option --tokenizer. log: a function that is called with each line of the report.
-    options: other fields of Options, e.g. val_fraction, force. Raises UserError for sources that
-    cannot be read or have too little text, and the errors of choose_tokenizer and new_folder."""
+    options: other fields of PrepareOptions, e.g. val_fraction, force. Raises UserError for sources
+    that cannot be read or have too little text, and the errors of choose_tokenizer and
+    new_folder."""
     start = time.monotonic()
-    o = Options(sources=[os.path.expanduser(source) for source in sources],
-                out=os.path.expanduser(out), tokenizer=tokenizer or "byte", **options)
+    o = PrepareOptions(sources=[os.path.expanduser(source) for source in sources],
+                       out=os.path.expanduser(out), tokenizer=tokenizer or "byte", **options)
     with new_folder(o.out, "gpt", o.sources, o.force) as folder:
         tokenizer = choose_tokenizer(o)
         documents, skipped = read_sources(o, os.path.join(folder, "text"))
@@ -149,8 +150,8 @@ def ensure_dataset(data_dir):
 
 def run(o):
     """Run the command: prepare o.sources or o.dataset, exactly one of them, in the folder o.out,
-    and print a summary. o: Options; if o.out is empty, the default is written to it, and the source
-    of a dataset that is not in CORPORA is written to o.sources. Raises UserError."""
+    and print a summary. o: PrepareOptions; if o.out is empty, the default is written to it, and the
+    source of a dataset that is not in CORPORA is written to o.sources. Raises UserError."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:
@@ -165,4 +166,4 @@ def run(o):
     report_text(o.out, splits)
 
 
-main = command(Options, run, interrupt_message="interrupted; no tokens were written")
+main = command(PrepareOptions, run, interrupt_message="interrupted; no tokens were written")

@@ -240,8 +240,9 @@ class Classifier(nn.Module):
         return scores, None if ends is None else self.predict_spans(x, ends)
 
     def start_scores(self, x, end):
-        """Return the score (B, T) of each token as the first token of a span that ends with the
-        token `end` (B,); -inf for later tokens. x (B, T, C): states of the tokens."""
+        """Return the score (B, T), float32 logits, of each token as the first token of a span that
+        ends with the token `end` (B,); -inf for later tokens, but not for tokens outside of the
+        text, e.g. of the frame. x (B, T, C): states of the tokens."""
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 

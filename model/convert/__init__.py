@@ -54,8 +54,9 @@ class Source:
 
     @property
     def bos_id(self):
-        """The id that begins texts in other programs: of an imported model its own, otherwise the
-        first one that the tokenizer puts before a text, or the end of text; `None` if unknown."""
+        """The id that begins texts in other programs: the key bos_id if it is set, e.g. by an
+        import, otherwise the first id that the tokenizer puts before a text, or the end of text;
+        `None` if unknown."""
         if self.shape.bos_id is not None or self.tokenizer is None:
             return self.shape.bos_id
         return [*self.tokenizer.start, self.tokenizer.eot_token][0]
@@ -146,8 +147,9 @@ def export_weights(source, to, precision):
 
 def export_nanogpt(source, to, precision):
     """Write a Source, without tokenizer and chat template, to the file `to`, a checkpoint for
-    nanoGPT's sample.py. precision is ignored: weights keep the dtype. Return a description of the
-    file, a text. Raises CheckpointError for options that nanoGPT does not have."""
+    nanoGPT's sample.py. An existing FILE.pt is kept as FILE_prev.pt. precision is ignored: weights
+    keep the dtype. Return a description of the file, a text. Raises CheckpointError for options
+    that nanoGPT does not have, or if the file cannot be written."""
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both

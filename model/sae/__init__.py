@@ -360,7 +360,8 @@ class SAEModel(nn.Module):
 
     def of_layer(self, n):
         """Return a new SAEModel with the autoencoder of layer n only, which is shared with this
-        model and set to eval mode. Raises ConfigError if there is none for layer n."""
+        model and set to eval mode. The backbone is not shared: backbone() loads it anew. Raises
+        ConfigError if there is none for layer n."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])

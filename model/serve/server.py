@@ -39,14 +39,15 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """HTTP server with OpenAI's API. run([listening]) serves requests until a signal.
+    """HTTP server with OpenAI's API. run([listening]) serves requests until SIGINT or SIGTERM, and
+    then closes the engine.
 
     listening: the listening socket. engine: the Engine, which generates the texts. name: of the
     model, for clients. template: the ChatTemplate of the model, or `None`. hosts: names that are
-    accepted in the Host header, in addition to the names of this machine, if `listening` has a
-    loopback address ("*": any); at other addresses all names are accepted. key: the required bearer
-    token, or `None`. origins: other web pages that may send requests from a browser ("*": any).
-    root_path: a path prefix under which all pages are also available.
+    accepted in the Host header, in addition to localhost and the address of `listening`, if that is
+    a loopback address ("*": any); at other addresses all names are accepted. key: the required
+    bearer token, or `None`. origins: other web pages that may send requests from a browser ("*":
+    any). root_path: a path prefix under which all pages are also available.
     """
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),

@@ -150,11 +150,12 @@ def next_free_path(folder, stem, suffix=".pt"):
 
 
 def lock_folder(folder):
-    """Lock `folder` without waiting, and return the open file folder/.lock. unlock(file) releases
-    the lock, as does the end of the process. Raises UserError if the folder is already locked, also
-    by this process; the message names the process that holds the lock. Raises UserError for a full
-    disk, OSError if the file cannot be opened. If the system or the file system has no locks, the
-    file is returned without a lock."""
+    """Lock `folder` without waiting, and return the open file folder/.lock. Keep this file: the
+    lock is released by unlock(file), when the file is closed or garbage-collected, or at the end of
+    the process. Raises UserError if the folder is already locked, also by this process; the message
+    names the process that holds the lock. Raises UserError for a full disk, OSError if the file
+    cannot be opened. If the system or the file system has no locks, the file is returned without a
+    lock."""
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

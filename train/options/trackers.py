@@ -100,9 +100,10 @@ class TensorBoard:
 
 class WandB:
     """Tracker for Weights & Biases; offline if the user is not logged in and WANDB_MODE is not set.
-    log: the run's Logger. system_info: a dict of versions and facts, stored with the run. run_id:
-    id of the W&B run to continue; `None`: a new run. If a resumed run repeats steps, W&B shows
-    both. Attribute `id`: the id of the W&B run."""
+    Files are in out_dir/wandb; the project is in the environment variable WANDB_PROJECT. log: the
+    run's Logger. system_info: a dict of versions and facts, stored with the run. run_id: id of the
+    W&B run to continue; `None`: a new run. If a resumed run repeats steps, W&B shows both.
+    Attribute `id`: the id of the W&B run."""
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):

@@ -492,7 +492,7 @@ def check_keys(case):
     key. A refused value is an effect; the keys in NO_EFFECT_ON_LOSS are left out. Return a text for
     the report. Raises AssertionError with the names of keys without effect."""
     c = case.config
-    own = fields(load_model_type(c.model).Keys or Settings)
+    own = fields(load_model_type(c.model).Keys or CheckOptions)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
     shared = fields(GPTKeys) if isinstance(case.run.raw_model, GPT) and not inherits else ()
     changes = {f.name: [{f.name: v} for v in values] for f in (*own, *shared)
@@ -526,7 +526,7 @@ CHECKS = dict(
 
 
 @dataclass
-class Settings:
+class CheckOptions:
     """Check that a model type still works correctly after an edit of the code."""
     only: list[str] = key([], "a check to run (default: all)", choices=list(CHECKS))
 
@@ -548,7 +548,7 @@ def print_result(case, name):
 
 def check(settings, config):
     """Train a first run of `config`, a TrainConfig, in a temporary folder, run the checks of the
-    model type, and print a line for each: ok, differs or not applicable. settings: Settings;
+    model type, and print a line for each: ok, differs or not applicable. settings: CheckOptions;
     settings.only is the list of checks to run, keys of CHECKS ([]: all). Return the exit code: 1 if
     a check differs or fails with an unexpected exception, otherwise 0. Raises SetupError if the
     first run is refused, AssertionError if it crashes."""
@@ -571,4 +571,4 @@ def load_small(argv):
     return load_config(None, vars(load_config("train/config_test.yaml", argv)) | SETTINGS)
 
 
-main = command(Settings, check, load=load_small)
+main = command(CheckOptions, check, load=load_small)

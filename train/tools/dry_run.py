@@ -34,9 +34,10 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Estimate and print the memory and time of the run that `config`, a TrainConfig, describes. If
-    config.world_size is set, print a plan for that many GPUs instead. Writes nothing. Raises
-    CollectiveExit if the run does not fit into memory. All ranks must call."""
+    """Estimate and print the memory and time of the run that `config`, a TrainConfig, describes, by
+    running parts of a training step. If config.world_size is set, print a plan for that many GPUs
+    instead, without running a step. Writes nothing. Raises CollectiveExit if the run does not fit
+    into memory, but not for a plan. All ranks must call."""
     with distributed.process_group(config) as ranks:
         log = echo if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
