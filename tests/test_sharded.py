@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from runs import assert_same_file, go
 from test_distributed import assert_losses_agree, in_ranks, options, train_run, weights_and_logits
 from test_soak import Warnings
 
-from train import checkpoint
+from train import checkpoint, setup
 from train.base import sharded_file
 from train.base.errors import CheckpointError, ConfigError, UserError
 from train.base.run_folder import RunFolder
@@ -421,6 +422,27 @@ def train_with_faults(options):
 def test_a_kill_of_a_rank_during_a_save_loses_nothing(data_dir, tmp_path, whole_run, fault):
     """kill -9 of a rank during a sharded save -> the last complete checkpoint is used"""
     killed_at(data_dir, tmp_path, whole_run, 2, fault, distributed="fsdp")
+
+
+def test_a_rank_that_does_not_reach_the_others_raises_at_the_next_save(monkeypatch):
+    """before a collective of the training thread; and all ranks of the machine share the pauses"""
+    def fail(*args):
+        raise RuntimeError("Connection closed by peer")
+    started = []
+    folder = types.SimpleNamespace(
+        lost=[], prepare=lambda *args: [], write_shards=lambda *args: ({}, {}),
+        wait=lambda: None, write=lambda *args: None,
+        start=lambda write, *args, n_writers: started.append((write, n_writers)))
+    config = types.SimpleNamespace(saves_shards=lambda world_size: True)
+    state = dict(iter_num=1, model={"w": torch.ones(3)})
+    checkpoint.save(folder, state, config, Ranks(ranks_per_node=3), False, False, None)
+    (write, n_writers), = started
+    monkeypatch.setattr(checkpoint, "gather_objects", fail)
+    write({})
+    assert n_writers == 3
+    monkeypatch.setattr(setup.distributed, "max_over_ranks", lambda *args: pytest.fail("waits"))
+    with pytest.raises(RuntimeError, match="rank 0 does not reach the others: Connection closed"):
+        setup.Run.forget_unsaved_best(types.SimpleNamespace(folder=folder, ranks=None))
 
 
 @pytest.mark.slow

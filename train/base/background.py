@@ -5,23 +5,23 @@ import sys
 import threading
 import time
 
-MAX_SHARE = 0.03  # of the CPU time of all cores, for the threads of all ranks of this machine
-MAX_SECONDS = 30  # with pauses: if the work is then not finished, it continues without
+MAX_SHARE = 0.03  # of the CPU time of the machine, for all BackgroundThreads together
+MAX_SECONDS = 30  # duration of the pauses
 
 
 class BackgroundThread(threading.Thread):
-    """A thread that calls f(*args) after start(), at low priority: on Linux its nice value is 10
-    more. n_threads: how many such threads run on this machine, one per rank that has one; `None`:
-    no pauses, for training that does not need the cores. Work that calls give_way() at intervals
-    pauses, so that together these threads take at most MAX_SHARE of the CPU time, and several steps
-    are a little slower instead of one step much, for MAX_SECONDS. wait() ends the pauses, and waits
-    for the end of f."""
+    """A thread that calls f(*args) at low priority: on Linux, its nice value is increased by 10.
+    f should call give_way() at intervals. The thread then pauses, so that all BackgroundThreads of
+    a machine use at most MAX_SHARE of the CPU time: several training steps are slightly slower,
+    instead of one step much slower. n_threads: number of BackgroundThreads on this machine; `None`:
+    no pauses. The pauses end after MAX_SECONDS. wait() ends them earlier, and returns when f has
+    returned."""
 
     def __init__(self, f, *args, n_threads=None):
         super().__init__(target=f, args=args)
         self.is_awaited = threading.Event()
         n_cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):  # Linux: those of this process
+        if hasattr(os, "sched_getaffinity"):  # Linux: the cores that this process may use
             n_cores = len(os.sched_getaffinity(0))
         self.pause = (n_threads or 0) / (MAX_SHARE * n_cores)  # seconds per second of CPU time
         self.cpu_time = 0.0  # of this thread in seconds, at the last rest()
@@ -33,8 +33,8 @@ class BackgroundThread(threading.Thread):
         super().run()
 
     def rest(self):
-        """Sleep in proportion to the CPU time since the last call, at most until wait() is called.
-        To be called in this thread."""
+        """Sleep in proportion to the CPU time of this thread since the last call. Return earlier if
+        wait() is called. Call it in this thread only."""
         now = time.thread_time()
         seconds = min(self.pause * (now - self.cpu_time), self.end - time.monotonic())
         self.is_awaited.wait(max(0.0, seconds))

@@ -160,7 +160,7 @@ class RunFolder:
         logger.info(f"Saving checkpoint to {os.path.join(self.name, 'ckpt.pt')}{stall}")
         if last or copy is None:
             return write(state)
-        # Beside a GPU, cores are free.
+        # With a GPU, training does not need all cores.
         n_threads = None if torch.accelerator.is_available() else n_writers
         self.thread = BackgroundThread(write, copy, n_threads=n_threads)
         self.thread.start()
@@ -232,7 +232,7 @@ class RunFolder:
                    for n, t in state["model"].items()}
         description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
         write_safetensors(self.file("model.safetensors"), weights, description)
-        del weights
+        del weights  # malloc may keep the memory of the converted ones
         return_freed_memory()
 
     def archive_later_checkpoints(self, progress, log):
