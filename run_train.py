@@ -13,11 +13,11 @@ from train.base.errors import UserError, echo
 
 
 def main(argv):
-    """Run the command with the arguments `argv` (a list of strings, without the program's name):
-    train or, if an option requests it, print the help, the configuration, an estimate or a profile.
-    Return the exit code: 0; 1 after a crash, for non-finite numbers, or if the last checkpoint
-    cannot be saved; 2 for invalid input; 128 + n after signal n. Error messages are printed on
-    stderr. Under torchrun, a run exits the process with this code instead of returning."""
+    """Train, or print the help or an estimate, as `argv` requests, and return the exit code.
+
+    The code is 0; 1 after a crash, for non-finite numbers or a failed last save; 2 for invalid
+    input; 128 + n after signal n. Under torchrun, a run exits the process with the code instead.
+    """
     try:
         # Nothing so far has imported torch, so --help is fast.
         options = [a for a in argv if a not in ("--help", "-h")]

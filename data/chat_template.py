@@ -49,11 +49,13 @@ MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}"
 # messages
 
 def parse_messages(value, name):
-    """Convert a list of messages to [(role, text), ...]; the roles are system, user and assistant.
-    value: a list of dicts, {"role", "content"} or ShareGPT's {"from", "value"}. Role names of other
-    formats (keys of ROLES, e.g. human and gpt) are converted; for contents see parse_content. name:
-    the field of the record that has the list, for error messages. Raises ValueError for any other
-    value, and for a message with "weight": 0, tool calls, or reasoning in a field of its own."""
+    """Convert a list of messages to [(role, text), ...] with the roles system, user and assistant.
+
+    value: dicts {"role", "content"} or ShareGPT's {"from", "value"}, with role names of any format
+    in ROLES, e.g. human and gpt. name: the record's field with the list, for error messages.
+    Raises ValueError for any other value, and for a message with "weight": 0, tool calls, or
+    reasoning in a separate field.
+    """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: expected a list of messages, got {str(value)[:60]!r}")
     turns = []
@@ -70,9 +72,7 @@ def parse_messages(value, name):
 
 
 def parse_content(content):
-    """Return the text of a message's content: a string, or OpenAI's list of parts {"text": string},
-    whose texts are joined without a separator ("" for []); other keys of parts are ignored. Raises
-    ValueError for any other value, e.g. `None`."""
+    """Return the text of a string or OpenAI's list of parts {"text": string}, else ValueError."""
     texts = [content]
     if isinstance(content, list):
         texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]
@@ -86,18 +86,18 @@ def parse_content(content):
 # templates
 
 class ChatTemplate:
-    """A chat format. Converts messages, [(role, text), ...], to the token ids of a prompt
-    (prompt_ids, fit_prompt) or to training data (sequences). Renders like `apply_chat_template` of
-    `transformers`.
+    """A chat format that converts messages to the token ids of prompts and training data.
 
-    spec: a dict (default: DEFAULT_SPEC), {"system", "user", "assistant": text with {} in place of
-    the message}, or for a published model {"jinja": text of the template, "ends": [ids],
-    "bos_token": text and other special tokens}; "ends" must not be empty.
-
-    Attributes: spec; jinja, the Jinja text; ends, the list of ids that end an answer ([] for the
-    built-in template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
+    It renders like `apply_chat_template` of `transformers`.
+    spec: {"system", "user", "assistant": text with {} in place of the message} (default:
+    DEFAULT_SPEC), or of a published model {"jinja": text, "ends": [ids], not empty, "bos_token":
+    text and other special tokens}.
+    Attributes: spec; jinja, the Jinja text; ends, the ids that end an answer ([] for the built-in
+    template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
     implicit_start, the text of bos_token if "bos_token" occurs in the Jinja text, otherwise ""
     (llama.cpp adds this token to prompts for an exported .gguf file).
+    All methods: messages, [(role, text), ...]; variables, {name: text, number or bool}, are further
+    variables of the Jinja template, e.g. enable_thinking.
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
@@ -108,14 +108,14 @@ class ChatTemplate:
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
     def render(self, messages, add_prompt, tokenizer=None, variables=None):
-        """Return the text of messages, [(role, text), ...], in this template.
+        """Return the text of messages in this template.
 
         add_prompt: whether to append the start of the assistant's next answer, i.e. the header.
-        tokenizer: put OPEN_MARK and CLOSE_MARK around the texts of this tokenizer's special tokens
-        in messages and variables, for encode_marked(); `None`: no marks, and the built-in template
-        writes no end of text after an answer. variables: {name: text, number or bool}, further
-        variables of the Jinja template, e.g. enable_thinking. Raises DataError if the template
-        fails, UserError if it exceeds a limit of time or memory, SetupError without jinja2.
+        tokenizer: put marks around the texts of these special tokens in messages and variables, for
+        encode_marked(). `None`: no marks, and no end of text after an answer of the built-in
+        template.
+        Raises DataError if the template fails, UserError if it exceeds a limit of time or memory,
+        SetupError without jinja2.
         """
         mark = functools.partial(mark_special, tokenizer=tokenizer)
         turns = [dict(role=role, content=mark(text)) for role, text in messages]
@@ -127,11 +127,12 @@ class ChatTemplate:
                                                add_generation_prompt=add_prompt))
 
     def render_before(self, messages, answer, tokenizer, variables=None):
-        """Return the text of messages, [(role, text), ...], and of the assistant's next answer, up
-        to but without its first words, `answer`: the prompt, and what the template writes between
-        prompt and answer (a space, or Qwen 3's empty reasoning); the prompt only, if `answer` is
-        empty, is changed by the template, or begins with the first word that is written between.
-        tokenizer (required), variables, errors: as for `render`."""
+        """Return the prompt of messages with the text that the template adds before `answer`.
+
+        Such text is e.g. a space, or Qwen 3's empty reasoning. Only the prompt is returned if
+        `answer` is blank, if the template changes prompt or answer, or if `answer` begins with the
+        first word of such text. tokenizer is required. Errors: as for `render`.
+        """
         prompt = self.render(messages, True, tokenizer, variables)
         marked = mark_special(answer, tokenizer).strip()
         if not marked:
@@ -145,11 +146,13 @@ class ChatTemplate:
         return prompt + between
 
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
-        """Render and encode messages, [(role, text), ...]. Return (rendered text with marks, list
-        of token ids). add_prompt, tokenizer (required), variables, errors: as for `render`. answer:
-        the first words of the next answer, a text that the rendered text ends with (requires
-        add_prompt True); "": none. Also raises DataError as encode_marked(), and if the template
-        forms a special token from texts of messages, e.g. by deleting a word between its halves."""
+        """Render and encode messages; return (rendered text with marks, list of token ids).
+
+        add_prompt, tokenizer (required): as for `render`. answer: first words of the next answer,
+        with which the text then ends (requires add_prompt True); "" for none.
+        Errors: as for `render` and encode_marked(); also DataError if the template forms a special
+        token from texts of messages, e.g. by deleting a word between two halves.
+        """
         if answer:
             text = self.render_before(messages, answer, tokenizer, variables)
             text += mark_special(answer.lstrip(), tokenizer)
@@ -171,23 +174,18 @@ class ChatTemplate:
         return text, ids
 
     def prompt_ids(self, messages, tokenizer, variables=None, answer=""):
-        """Return the list of token ids of a prompt: messages, [(role, text), ...], and the start of
-        the assistant's next answer. answer: the first words of this answer, a text that the model
-        continues; "": none. variables: {name: text, number or bool} for the template. Raises
-        DataError if the template writes nothing; other errors: as for `encode`."""
+        """Return a prompt's token ids, see `encode`; DataError if the template writes nothing."""
         if ids := self.encode(messages, True, tokenizer, variables, answer)[1]:
             return ids
         raise DataError("its chat template writes nothing")
 
     def fit_prompt(self, messages, tokenizer, max_tokens, variables=None):
-        """Return (list of token ids, number of messages left out) of the longest prompt of at most
-        `max_tokens` tokens.
+        """Return (ids, number of messages left out) of the longest prompt that fits max_tokens.
 
-        messages: [(role, text), ...], not empty. If the last message is the assistant's, the prompt
-        ends with it, and the model continues it. The oldest messages are left out, so that the rest
-        begins with a message of the user; system messages at the start, and the last message of the
-        user, are always included, even if the prompt is then longer than `max_tokens`. variables:
-        {name: text, number or bool} for the template. Errors: as for `prompt_ids`.
+        messages: not empty. If the last one is the assistant's, the prompt ends with it, and the
+        model continues it. The oldest messages are left out, and the rest then begins with a user
+        message. System messages at the start and the last user message are always included, even if
+        the prompt is then longer than max_tokens. Errors: as for `prompt_ids`.
         """
         answer = ""
         if messages[-1][0] == "assistant":
@@ -205,15 +203,14 @@ class ChatTemplate:
         return prompt(start), start - n_system
 
     def sequences(self, messages, tokenizer, max_tokens=math.inf):
-        """Return the training sequences of a conversation, [(ids (n,) uint32, mask (n,) uint8),
-        ...].
+        """Return the training sequences [(ids, mask), ...] of a conversation; [] without an answer.
 
-        messages: [(role, text), ...]. The mask is 1 for the tokens to learn: each answer of the
-        assistant and the end token after it, each in one sequence only. There is one sequence; or
-        several, each from the first message on, if the template writes an earlier answer
-        differently when a message follows (e.g. without the reasoning); or [] if there is no
-        answer. Messages after the last answer are left out, as well as messages after the first
-        answer to a prompt of more than max_tokens tokens; sequences are not cut to max_tokens.
+        ids (n,) uint32; mask (n,) uint8, 1 for the tokens to learn: each assistant answer and the
+        end token after it, each in one sequence only. There are several sequences, each from the
+        first message on, if the template writes an earlier answer differently when a message
+        follows (e.g. without the reasoning).
+        Messages after the last answer are left out, as well as messages after the first answer to a
+        prompt of more than max_tokens tokens; sequences are not cut to max_tokens.
         Raises DataError for a conversation that the template cannot represent.
         """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
@@ -237,11 +234,12 @@ class ChatTemplate:
         return [(np.array(i, np.uint32), np.array(m, np.uint8)) for i, m in sequences]
 
     def encode_answer(self, messages, tokenizer):
-        """Encode a conversation whose last message is the answer to learn. Return (list of ids of
-        the prompt, list of ids of the answer, n): the first n ids of the answer are to be learned,
-        up to and including the end token; the template may write further tokens after that.
-        messages: [(role, text), ...]. Raises DataError unless the rendered conversation begins with
-        the rendered prompt, followed by the unchanged answer and an end token."""
+        """Return (prompt ids, answer ids, n) of a conversation that ends with the answer to learn.
+
+        The first n answer ids are to be learned, up to and including the end token. Raises
+        DataError unless the rendered text is the prompt, followed by the answer and an end token;
+        changes of characters that squeeze() removes are accepted.
+        """
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
         answer = squeeze(messages[-1][1])
@@ -263,9 +261,11 @@ class ChatTemplate:
         return prompt_ids, answer_ids, n_learned
 
     def end_ids(self, tokenizer):
-        """Return the sorted list of the token ids that end an answer: the ids in self.ends, and the
-        special token that the template writes after an answer, if any; if self.ends is empty, only
-        the id of the end of text, [`None`] if the tokenizer has none. Errors: as for `render`."""
+        """Return the sorted list of token ids that end an answer.
+
+        They are self.ends and the special token that the template writes after an answer, if any;
+        for the built-in template only the end of text, [`None`] if the tokenizer has none.
+        """
         # The model's files may name the end of a document only, and not the end token of the
         # template.
         question, answer = ("user", "?"), ("assistant", "\u00a7")
@@ -280,20 +280,19 @@ class ChatTemplate:
         return sorted(ids)
 
     def with_end_ids(self, tokenizer):
-        """Return a new ChatTemplate whose attribute `ends` is end_ids(tokenizer), for training
-        data. The built-in template, whose `ends` is empty, is returned unchanged."""
+        """Return a copy with end_ids(tokenizer) as `ends`; return the built-in template as is."""
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
 
 
 def builtin_jinja(spec):
-    """Return the Jinja text that renders messages by a spec of the built-in kind, {"system",
-    "user", "assistant": text with one {} in place of the message}. After an answer, the end of
-    text, the only special token in the template, replaces the text after {}. Message texts are
-    stripped. A line in a message that looks like the header of a message is escaped with a
-    backslash, so that a message cannot imitate a different role. Raises DataError for an invalid
-    spec."""
+    """Return the Jinja text of a spec of the built-in kind, texts with one {} like DEFAULT_SPEC.
+
+    After an answer, the end of text replaces the text after {}. Message texts are stripped. A line
+    in a message that looks like a header is escaped with a backslash, so that a message cannot
+    imitate a different role. Raises DataError for an invalid spec.
+    """
     with data_errors("its chat template is invalid"):
         around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
         headers = [prefix.strip("\n") for prefix, _ in around.values()]
@@ -313,14 +312,12 @@ def builtin_jinja(spec):
 
 
 def open_chat_format(source):
-    """Open the tokenizer and the chat template of a model. Return (Tokenizer, block_size,
-    ChatTemplate).
+    """Open a model's tokenizer and chat template; return (Tokenizer, block_size, ChatTemplate).
 
-    source: the path of a checkpoint (.pt), or any other source that `open_tokenizer` accepts, e.g.
-    hf:OWNER/NAME, a folder or gpt2. block_size: the context of a checkpoint in tokens; `None` for
-    other sources. The ChatTemplate is `None` if the source has no chat template. Raises DataError
-    if there is no tokenizer or it cannot be read, CheckpointError for a checkpoint that cannot be
-    read.
+    source: a checkpoint (.pt), or any other source that open_tokenizer() accepts. block_size is a
+    checkpoint's context in tokens, otherwise `None`. The ChatTemplate is `None` if the source has
+    no chat template. Raises DataError if there is no tokenizer or it cannot be read,
+    CheckpointError for a checkpoint that cannot be read.
     """
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
@@ -339,49 +336,45 @@ def open_chat_format(source):
 
 @functools.lru_cache(16)
 def match_any(texts):
-    """Return a compiled regular expression that matches any of `texts`, a tuple of literal texts,
-    the longest first. For an empty tuple it matches nothing."""
+    """Return a compiled pattern of any text in a tuple, the longest first; () matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def mark_special(text, tokenizer):
-    """Return the text of a message, with OPEN_MARK and CLOSE_MARK around the text of each special
-    token of `tokenizer` in it, so that encode_marked() encodes these texts as ordinary text. Marks
-    that `text` already has are removed. tokenizer: `None` to add no marks."""
+    """Return `text` with marks only around the special tokens of `tokenizer` (`None`: no marks)."""
     pattern = match_any(tuple(tokenizer.special) if tokenizer else ())
     return pattern.sub(lambda m: OPEN_MARK + m[0] + CLOSE_MARK, text.translate(WITHOUT_MARKS))
 
 
 def count_special(ids, tokenizer):
-    """Return a Counter {id: number of occurrences} of the special tokens of `tokenizer` in the list
-    `ids`."""
+    """Return a Counter {id: occurrences} of the tokenizer's special tokens in the list `ids`."""
     special = {*tokenizer.special.values()}
     return Counter(i for i in ids if i in special)
 
 
 @functools.lru_cache(128)  # a request has up to 1 MB of messages
 def count_template_special(template, tokenizer, variables, messages, add_prompt):
-    """Return a Counter {id: number of occurrences} of the special tokens that `template`, a
-    ChatTemplate, writes around messages. messages: a tuple of (role, text) without special tokens.
-    add_prompt, variables: as for ChatTemplate.render, but variables is a JSON text, because all
-    arguments are the key of the cache."""
+    """Return a Counter {id: occurrences} of the special tokens that the template itself writes.
+
+    messages: a tuple of (role, text) without special tokens. variables: a JSON text.
+    """
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)
 
 
 def squeeze(text):
-    """Return `text` without white space, backslashes, OPEN_MARK and CLOSE_MARK. Templates may
-    change these characters; without these, the text of a message can be found in a rendered text.
-    """
+    """Return `text` without white space, backslashes and marks, which templates may change."""
     return "".join(text.translate(WITHOUT_MARKS).replace("\\", "").split())
 
 
 def encode_marked(text, tokenizer):
-    """Return the list of token ids of `text`, a result of ChatTemplate.render. Special tokens that
-    the template writes become single ids. Text between OPEN_MARK and CLOSE_MARK, which `render`
-    puts around special tokens in messages, is encoded as ordinary text. Raises DataError for an id
-    outside the vocabulary, and if there is anything but one special token between two marks,
-    because the template then changed the text of a message."""
+    """Return the token ids of a text from ChatTemplate.render().
+
+    Special tokens that the template writes become single ids; text between OPEN_MARK and
+    CLOSE_MARK, i.e. special tokens in messages, is encoded as ordinary text. Raises DataError for
+    an id outside the vocabulary, and if marks enclose anything but one special token: the template
+    has changed it.
+    """
     encode_part = functools.cache(encode_within)  # a text can repeat a special token many times
     first, *parts = MARKED.split(text)  # text, marked text (None: half a mark), ...
     if not {*parts[::2]} <= tokenizer.special.keys():

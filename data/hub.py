@@ -35,8 +35,7 @@ WRITES = {"open": 0, "os.mkdir": 0, "os.link": 1, "os.rename": 1, "os.symlink": 
 
 
 def model_name(path):
-    """Return the name of the model at `path`, for display: OWNER/NAME for hf:OWNER/NAME, the name
-    of a folder, or for a file the name of the folder that contains the file."""
+    """Return the display name of a model: OWNER/NAME of hf:OWNER/NAME, or the folder's name."""
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -44,13 +43,12 @@ def model_name(path):
 
 
 def local_folder(name, weights=True):
-    """Return the local path of a model. name: hf:OWNER/NAME, or a local path.
+    """Return the local path of a model; hf:OWNER/NAME is downloaded into huggingface_hub's cache.
 
-    For hf:OWNER/NAME, return the folder of the model in the cache of huggingface_hub; missing files
-    are downloaded (weights=False: configuration and tokenizer only). For a local path, return
-    `name` with ~ expanded; it may be missing, or be a file. Raises DataError for an invalid name
-    hf:..., a failed download, invalid files, and a model without config.json; SetupError without
-    huggingface_hub or, if weights is True, safetensors.
+    name: hf:OWNER/NAME, or a local path, returned with ~ expanded; it may be missing, or a file.
+    weights: False downloads configuration and tokenizer only. Only missing files are downloaded.
+    Raises DataError for an invalid name hf:..., a failed download, invalid files, and a model
+    without config.json; SetupError without huggingface_hub or, if weights is True, safetensors.
     """
     if not name.startswith("hf:"):
         return os.path.expanduser(name)
@@ -70,10 +68,7 @@ def local_folder(name, weights=True):
 
 
 def check_files(name, folder, ending):
-    """Delete the invalid files of a downloaded model, and raise DataError if any was found. A file
-    is invalid if it is cut off or has wrong content, e.g. the HTML page of a mirror. name: of the
-    model, for the message. folder: the model's folder in the cache. ending: .json, .jinja or
-    .safetensors (SetupError without this package), of the files to check."""
+    """Delete a model's damaged files *ENDING in `folder`, and raise DataError if any was found."""
     invalid = set()
     for path in Path(folder).glob("*" + ending):
         try:
@@ -96,12 +91,13 @@ def check_files(name, folder, ending):
 
 
 def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
-    """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path that it
-    returns, a text. name: of the model or data set, for error messages. function: name of the
-    function, e.g. "snapshot_download". arguments: values of JSON types, with repo_id and without
-    endpoint. max_bytes: limit of the size of each file. Raises DataError if the download fails,
-    exceeds max_bytes or max_seconds, or if HF_ENDPOINT is not an https address (or http to
-    localhost); SetupError without the package."""
+    """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path, a text.
+
+    arguments: values of JSON types, with repo_id and without endpoint. name: for error messages.
+    Raises DataError if the download fails, takes more than max_seconds, or has a file of more than
+    max_bytes, or if HF_ENDPOINT is not an https address (or http to localhost); SetupError without
+    the package.
+    """
     require("huggingface_hub", name)
     endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
     if not re.match(TRUSTED_URL, endpoint):
@@ -120,9 +116,10 @@ def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, 
 
 
 def check_write(folders, event, *args):
-    """Raise PermissionError if an audit event writes outside of all `folders`, a list of Paths, or
-    moves or links a file from outside of these. event, args: name and arguments of the event, as
-    for sys.addaudithook."""
+    """Raise PermissionError if an audit event writes outside of `folders`, a list of Paths.
+
+    Moving or linking a file from outside is refused, too; parents of `folders` can be made.
+    """
     # O_WRONLY is 1, O_RDWR 2; a file that is opened by its number exists.
     if event in WRITES and (event != "open" or args[2] & 3 and not isinstance(args[0], int)):
         new = Path(args[WRITES[event]])
@@ -133,11 +130,13 @@ def check_write(folders, event, *args):
 
 
 def run_download(function, max_bytes, max_seconds, arguments):
-    """Call huggingface_hub.FUNCTION(**arguments) in the child process of `download`. Print the path
-    that is returned; after an error, print the error and exit with code 1. The operating system
-    ends the process after max_seconds or when the parent ends, and limits each file to max_bytes
-    and memory to 16 * max_bytes (at most MAX_MEMORY_BYTES). Only the folder of the repository in
-    the cache, or the argument local_dir, is written."""
+    """Call huggingface_hub.FUNCTION(**arguments) in the child process, and print the returned path.
+
+    After an error, print the error and exit with code 1. On Linux, the system ends the process
+    after max_seconds or when the parent ends, and limits each file to max_bytes and memory to 16 *
+    max_bytes (at most MAX_MEMORY_BYTES). Only the repository's folder and locks in the cache, or
+    the argument local_dir, are written.
+    """
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants
     with contextlib.suppress(ImportError, AttributeError):  # Windows; macOS

@@ -28,9 +28,7 @@ ARRAYS = ("tokens", "lengths", "labels", "spans")
 
 
 class LabelledText(NamedTuple):
-    """A text with an optional label and optional evidence. spans: [(start, end), ...], the parts
-    text[start:end] that support the label; [] without evidence. group: a text; texts of the same
-    group are in the same split. id: the field `id` of the record, or `None`."""
+    """A text with an optional label and optional evidence; spans is [] without evidence."""
     text: str
     label: str | None
     spans: list         # [(start, end)] of the evidence, text[start:end] each
@@ -44,8 +42,10 @@ class LabelledText(NamedTuple):
 
 @dataclass
 class Fields:
-    """Names of the fields of a record with a labelled text, as options of a command. The class
-    attributes are the defaults, so `Fields` can be used in place of an instance."""
+    """Names of the fields of a record with a labelled text, as options of a command.
+
+    The class attributes are the defaults, so `Fields` can be used in place of an instance.
+    """
     text: str = key("text", "field or column with the text", metavar="NAME")
     label: str = key("label", "field with the label", metavar="NAME")
     evidence: str = key("evidence", "field with the words that support the label, or a list",
@@ -60,11 +60,13 @@ class Fields:
 # records
 
 def parse_labelled_text(record, fields):
-    """Return the LabelledText of a record, a dict. Label and group are converted by
-    normalize_label(). The label is `None` if it is missing or empty; spans is [] without evidence.
-    The group is the text itself if fields.group is `None`. fields: a Fields, the names of the
-    record's fields. Raises ValueError for a missing or empty text, a label that is a list, dict or
-    bytes, invalid evidence, and a missing or empty group if fields.group is set."""
+    """Return the LabelledText of a record; the record's field names are in `fields`, a Fields.
+
+    Label and group are converted by normalize_label(). The label is `None` if it is missing or
+    empty; the group is the text itself if fields.group is `None`. Raises ValueError for a missing
+    or empty text, a label that is a list, dict or bytes, invalid evidence, and a missing or empty
+    group.
+    """
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
     if not isinstance(text, str) or not text:
@@ -81,9 +83,7 @@ def parse_labelled_text(record, fields):
 
 
 def normalize_label(text):
-    """Return the name of the class for the text of a label, so that a label gets the same name from
-    all file formats: surrounding white space is removed, 1.0 becomes 1, and True, TRUE, False and
-    FALSE become lower case."""
+    """Return the class name for a label's text: stripped, 1 for 1.0, booleans in lower case."""
     text = text.strip()
     if re.fullmatch(r"-?\d+\.0+", text):
         return text[:text.index(".")]
@@ -91,12 +91,10 @@ def normalize_label(text):
 
 
 def locate_evidence(text, record, fields):
-    """Return the spans of the evidence in `text`, [(start, end), ...], which are the parts
-    text[start:end]; [] if the record has no evidence.
+    """Return the spans of a record's evidence in `text`, [(start, end), ...]; [] without evidence.
 
-    record: a dict. fields: a Fields, the names of the record's fields for words, start and end;
-    each value is a single one or a list. If the record has both start and end, words are ignored.
-    Otherwise the span of words is the first match in `text`, preferably of whole words. Raises
+    The fields for words, start and end have a single value or a list. With both start and end,
+    words are ignored; otherwise a span is the first match of the words, see find_words. Raises
     ValueError for offsets other than integers 0 <= start < end <= len(text), for not as many starts
     as ends (if one is missing: only without words), and for words that do not occur in the text.
     """
@@ -125,9 +123,7 @@ def as_list(value):
 
 
 def find_words(text, part):
-    """Return (start, end) of the first occurrence of the words `part` in `text`, preferably as
-    whole words, otherwise also inside a word. Raises ValueError if `part` does not occur, or is
-    empty or `None`."""
+    """Return the first span of `part` in `text`, preferably of complete words, else ValueError."""
     words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
@@ -137,11 +133,11 @@ def find_words(text, part):
 
 
 def read_labelled_texts(sources, fields=Fields, skip_bad=None):
-    """Read all records and return a list of LabelledTexts. sources: a list of names of files or
-    data sets, or of iterables of (location, record). fields: a Fields, the names of the record's
-    fields. skip_bad: see parse_records(). Raises DataError for bad records, for a source that
-    cannot be read, if there are no rows, and if a name in `fields` that is not a default occurs in
-    no record."""
+    """Read all records of the sources and return a list of LabelledTexts.
+
+    sources, skip_bad: see parse_records(). Raises DataError for bad records, a source that cannot
+    be read, no rows, and a name in `fields` that is not a default and occurs in no record.
+    """
     seen = set()
 
     def parse(record):
@@ -157,8 +153,7 @@ def read_labelled_texts(sources, fields=Fields, skip_bad=None):
 
 
 def warn_if_few(counts):
-    """Print a warning about parts of the data with fewer than FEW_ROWS (30) rows. counts: {name of
-    a split or class: number of rows}."""
+    """Warn of fewer than FEW_ROWS (30) rows in a split or class; counts: {name: number of rows}."""
     if few := [f"{name} has {n}" for name, n in counts.items() if n < FEW_ROWS]:
         echo(f"warning: fewer than {FEW_ROWS} rows ({', '.join(few)}): metrics of so few vary by "
              "10 points and more from one choice of rows to another")
@@ -168,20 +163,19 @@ def warn_if_few(counts):
 # arrays
 
 def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
-    """Convert `rows`, N LabelledTexts with at most S spans each, to arrays. Return a dict:
+    """Convert N LabelledTexts with at most S spans each to a dict of arrays.
 
-        tokens (N, T)     token ids of each text, padded with 0
+        tokens (N, T)     token ids of each text, padded with 0; uint16 or uint32, others int64
         lengths (N,)      number of tokens of each text
         labels (N,)       index of the label in the list `classes`; 0 for a label that is not in it
         spans (N, 2S)     first, last, first, last, ...: tokens of the evidence, padded with -1
         groups (N,)       hash of the group, from which folds are made
 
-    tokens is of uint16 or uint32, the others are of int64. Texts are cut to max_tokens tokens.
-    framed: add the tokens that the tokenizer puts before and after a text, e.g. BERT's [CLS] and
-    [SEP]; these count for lengths, spans and max_tokens. Spans that share a token are merged. spans
-    is -1 for a row without evidence, and for a row in which a span is cut off or has no token.
-    Raises DataError for a text without tokens, and if max_tokens is too small for any token of a
-    text.
+    Texts are cut to max_tokens. framed: add the tokens that the tokenizer puts around a text, e.g.
+    BERT's [CLS] and [SEP]; these count for lengths, spans and max_tokens. Spans that share a token
+    are merged. spans is -1 for a row without evidence, or with a span that is cut off or has no
+    token. Raises DataError for a row without tokens, and if max_tokens is too small for any token
+    of a text.
     """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
@@ -211,8 +205,7 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
 
 
 def merge_spans(spans):
-    """Return [first, last, first, last, ...] in increasing order. spans: an iterable of (first,
-    last), both inclusive; spans that share a position are merged."""
+    """Merge inclusive spans that share a position; return the sorted list [first, last, ...]."""
     merged = []
     for first, last in sorted(spans):
         if merged and first <= merged[-1]:
@@ -223,9 +216,11 @@ def merge_spans(spans):
 
 
 def to_token_span(text, span, ids, token_bytes, tokenizer):
-    """Return (first, last), the indices of the first and the last token that have a part of
-    text[start:end]; last < first if no token has a part of it. span: (start, end) in characters.
-    ids: (n,) the token ids of `text`. token_bytes: (V,) the result of tokenizer.token_bytes()."""
+    """Return (first, last), the indices of the tokens that have a part of text[start:end].
+
+    span: (start, end) in characters. ids (n,): of `text`. token_bytes (V,): from the tokenizer.
+    last < first if no token has a part of it.
+    """
     if tokenizer.kind == "json":
         starts, ends = tokenizer.offsets(text).T  # (n,) each, in characters
         return int(np.searchsorted(ends, span[0], "right")), int(
@@ -236,28 +231,28 @@ def to_token_span(text, span, ids, token_bytes, tokenizer):
 
 
 def read_labels_meta(folder):
-    """Return the Meta of a folder that data.prepare.labels wrote. The dict `extra` in it has task
-    (class, span or joint), classes (list of names), class_counts (training rows per class) and
-    max_tokens (tokens of the longest row). Raises DataError for any other folder."""
+    """Return the Meta of a folder that data.prepare.labels wrote; DataError for any other folder.
+
+    `extra` in it has task (class, span or joint), classes (names), class_counts (training rows per
+    class) and max_tokens (tokens of the longest row).
+    """
     return read_meta_for("classifier", folder, "not a folder of labelled rows; prepare one: python "
                          "-m data.prepare.labels FILE... --out FOLDER, or --example for an example",
                          "task", "classes", "class_counts", "max_tokens")
 
 
 def open_labels(folder, split, spec):
-    """Open the arrays of a split, "train", "val" or "test". Return [tokens (N, T), lengths (N,),
-    labels (N,), spans (N, 2S)], see to_arrays, memory-mapped. spec: a dict {"vocab_size": int,
-    "classes": list of names, ...} of a model: ids must be below vocab_size, and labels below the
-    number of classes. If `spec` has "fold": [k, n], the split is that of open_fold, in memory.
-    Raises DataError for other ids or labels, and for missing files."""
+    """Return a split's [tokens (N, T), lengths (N,), labels (N,), spans (N, 2S)], see to_arrays.
+
+    spec: a model's dict; ids must be below spec["vocab_size"], labels below the number of
+    spec["classes"]. With "fold": [k, n], the split is that of open_fold, in memory; otherwise the
+    arrays are memory-mapped. Raises DataError for other ids or labels, and for missing files.
+    """
     return open_fold(folder, split, spec) if spec.get("fold") else open_split(folder, split, spec)
 
 
 def open_split(folder, split, spec, **more):
-    """Return the memory-mapped arrays of a split as data.prepare.labels wrote it, without
-    cross-validation. folder, split, spec, result, errors: as for open_labels. more: NAME=(shape of
-    a row, low, limit) of further arrays, which are opened by open_rows and appended to the result.
-    """
+    """Return a split's memory-mapped arrays as open_labels, and those in `more` as open_rows."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),
@@ -266,10 +261,12 @@ def open_split(folder, split, spec, **more):
 
 
 def open_fold(folder, split, spec):
-    """Return the arrays of a split for cross-validation, in memory. folder, split, spec, result,
-    errors: as for open_labels. spec["fold"] is [k, n]. The rows of all splits of the folder are
-    divided into n folds by the hash of the group, modulo n. Fold k is "test", fold (k + 1) % n is
-    "val", and the others are "train". Raises DataError if one of the n folds is empty."""
+    """Return a split's arrays for cross-validation, in memory; see open_labels.
+
+    spec["fold"] is [k, n]: the rows of all splits are divided into n folds by the group's hash
+    modulo n. Fold k is "test", fold (k + 1) % n is "val", the others are "train"; DataError for an
+    empty fold.
+    """
     k, n = spec["fold"]
     parts = [open_split(folder, name, spec, groups=((), 0, GROUPS)) for name in SPLITS]
     for i, value in ((0, 0), (3, -1)):  # tokens, spans

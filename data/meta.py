@@ -21,9 +21,10 @@ KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": 
 
 @dataclass
 class Meta:
-    """The contents of meta.json, which describes a folder of prepared data; read_meta returns an
-    instance. extra: {key: value} of all other keys, which only one model type uses; in the file
-    they are at the top level, like the fields of this class. A field that is `None` is not written.
+    """The contents of meta.json, which describes a folder of prepared data.
+
+    A field that is `None` is not written. extra: all other keys, which only one model type uses; in
+    the file they are at the top level.
     """
     model: str | None = None         # the --model that the data are for, if known
     dtype: str | None = None         # of raw token files: uint16 or uint32
@@ -38,8 +39,7 @@ class Meta:
     extra: dict = field(default_factory=dict)
 
     def to_dict(self):
-        """Return the content of meta.json, a dict: the key format_version, the fields that are not
-        `None`, and the keys in `extra`."""
+        """Return the content of meta.json: format_version, fields other than `None`, `extra`."""
         common = {k: v for k, v in vars(self).items() if k != "extra" and v is not None}
         return {"format_version": 1} | common | self.extra
 
@@ -48,15 +48,15 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 
 def write_meta(folder, meta):
-    """Write a Meta to meta.json in `folder`, atomically. Call this after all other files are
-    written, or with `meta.incomplete` True: otherwise the folder counts as complete."""
+    """Write meta.json in `folder` atomically; call this last, or with meta.incomplete True."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 
 def read_meta(folder, allow_incomplete=False):
-    """Return the Meta of meta.json, or of nanoGPT's meta.pkl, in `folder`; an empty Meta() if
-    neither exists. Raises DataError for a damaged file and, unless allow_incomplete is True, if the
-    preparation of the folder was interrupted."""
+    """Return the Meta of meta.json, or of nanoGPT's meta.pkl, in `folder`; Meta() without either.
+
+    Raises DataError for a damaged file and, unless allow_incomplete, an interrupted preparation.
+    """
     for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
@@ -73,19 +73,19 @@ def read_meta(folder, allow_incomplete=False):
 
 
 def is_written(folder):
-    """Return whether `folder` has a meta.json of write_meta(); other programs write files of this
-    name as well."""
+    """Return whether `folder` has a meta.json of write_meta(), not one of another program."""
     path = Path(folder, "meta.json")
     # os.path.isfile is False in a folder without permission: walk() names the folder.
     return os.path.isfile(path) and b'"format_version"' in path.read_bytes()[:30]
 
 
 def parse_meta(content):
-    """Return the Meta of `content`, the loaded value of a meta.json or meta.pkl. Keys that are not
-    fields of Meta are put into `extra`. A missing `model` is derived from `kind`, a key of earlier
-    versions; without this, it is "gpt" if there are `sources`. Raises ValueError if `content` is
-    not a dict, or format_version, dtype, vocab_size or block_size in it is invalid; other values
-    are not checked."""
+    """Return the Meta of the loaded value of a meta.json or meta.pkl.
+
+    Keys that are not fields of Meta are put into `extra`. A missing model is derived from `kind`, a
+    key of earlier versions; without this, it is "gpt" if there are `sources`. Raises ValueError if
+    the value is not a dict, or has an invalid format_version, dtype, vocab_size or block_size.
+    """
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, expected a dictionary")
     extra = dict(content)
@@ -108,9 +108,11 @@ def parse_meta(content):
 
 def read_meta_for(model, folder, how_to_prepare, *keys):
     """Return the Meta of a folder that was prepared for the model type `model`, a value of --model.
-    keys: names of keys that must be present. Raises DataError if a key is missing or the folder is
-    for a different model (an unknown one is accepted), and the errors of read_meta().
-    how_to_prepare: the end of the error message, a text."""
+
+    keys: names that must be present. how_to_prepare: the end of the error message.
+    Raises DataError if a key is missing or the folder is for a different model type (an unknown one
+    is accepted), and as read_meta().
+    """
     meta = read_meta(folder)
     if meta.model not in (None, model):
         raise DataError(f"{folder}: no data for --model {model}{model_hint(folder)}; "
@@ -122,25 +124,24 @@ def read_meta_for(model, folder, how_to_prepare, *keys):
 
 
 def is_prepared(folder):
-    """Return whether a folder has a train.bin, and meta.json, if it exists, does not state that the
-    preparation was interrupted. Raises DataError if both exist and meta.json is damaged."""
+    """Return whether a folder has a train.bin and no meta.json of an interrupted preparation."""
     return (os.path.exists(os.path.join(folder, "train.bin"))
             and not read_meta(folder, allow_incomplete=True).incomplete)
 
 
 def prepared_model(folder):
-    """Return the model type, e.g. "gpt", for which a folder of data was prepared. A folder with a
-    train.bin is always for "gpt"; meta.json is then not read. Otherwise `None` if the model type is
-    unknown. Raises DataError if meta.json is damaged or states that the preparation was
-    interrupted."""
+    """Return the model type for which a folder was prepared, e.g. "gpt", or `None` if unknown.
+
+    It is always "gpt" with a train.bin; meta.json is then not read. Otherwise raises DataError if
+    meta.json is damaged or states that the preparation was interrupted.
+    """
     if os.path.exists(os.path.join(folder, "train.bin")):
         return "gpt"
     return read_meta(folder).model
 
 
 def model_hint(folder):
-    """Return "; it is for --model NAME", the end of an error message about a folder of data, or ""
-    if the model type is unknown. Errors: as for prepared_model."""
+    """Return "; it is for --model NAME" for an error message; "" if the model is unknown."""
     model = prepared_model(folder)
     return f"; it is for --model {model}" if model else ""
 
@@ -149,15 +150,12 @@ def model_hint(folder):
 # pickles
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickler of builtin types, e.g. dict, list, str and int. load() raises ValueError if the
-    pickle names a class or a function, which could run code."""
+    """Unpickler of builtin types; load() raises ValueError for pickled classes and functions."""
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")
 
 
 def load_pickle(f):
-    """Return the content of a pickle in the open binary file `f`, without running code from it.
-    Raises ValueError if the pickle names a class or a function; those of dict, list, tuple, str,
-    int, float, bool and `None` name none. For a damaged pickle, raises any exception."""
+    """Return the content of an open pickle; raise ValueError if it names a class or a function."""
     return PlainUnpickler(f).load()

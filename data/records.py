@@ -39,8 +39,7 @@ EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
-    """Raise a DataError that lists `problems`, [(location, problem), ...] pairs of texts; do
-    nothing if the list is empty. hint: text to append to the message."""
+    """Raise a DataError that lists (location, problem) pairs, if any, and ends with `hint`."""
     lines = [": ".join(problem) for problem in problems]
     if len(lines) > 1:
         lines.insert(0, f"{len(lines)} problems")
@@ -60,30 +59,30 @@ def is_saved(folder):
 
 
 def is_hub_name(source):
-    """Return whether `source` is the name of a data set on the Hugging Face hub: hf:..., or
-    OWNER/NAME that is not an existing path and has no extension of a data file."""
+    """Return whether `source` is a data set's name on the hub, not a file: hf:... or OWNER/NAME."""
     return source.startswith("hf:") or bool(
         re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
         and not re.search(EXTENSIONS, source.lower()))
 
 
 def has_record_extension(path):
-    """Return whether the file `path` has the extension of a file with records, also before .gz."""
+    """Return whether a path has the extension of a file with records, also before .gz."""
     return path.lower().removesuffix(".gz").endswith(RECORD_EXTENSIONS)
 
 
 def open_bytes(path):
-    """Open the file `path`, a string, for reading; return the binary stream. A .gz file is
-    decompressed."""
+    """Return the file `path` as an open binary stream; a .gz file is decompressed."""
     return gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
 
 
 def walk(folder, skipped_names=()):
-    """Return the list of paths of the regular files below `folder`, in an order that is the same on
-    every machine. Left out: hidden files and folders, folders with one of `skipped_names`, folders
-    of prepared data, e.g. of an earlier preparation of `folder`, and links to files outside
-    `folder`, except to files in the hub's cache; the number of these links is printed. Raises
-    DataError for a folder that cannot be read, and if `folder` itself is of prepared data."""
+    """Return the paths of the regular files below `folder`, in the same order on every machine.
+
+    Left out: hidden files and folders, folders with one of skipped_names, folders of prepared data,
+    and links to files outside `folder`, except from a snapshot in the hub's cache to blobs there;
+    the number of these links is printed. Raises DataError for a folder that cannot be read, and if
+    `folder` itself is prepared data.
+    """
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
     if is_written(folder):
@@ -115,8 +114,7 @@ def walk(folder, skipped_names=()):
 # formats: generators of (location, record), with a ValueError for a record that cannot be read
 
 def parse_json(content):
-    """Return the value of `content`, JSON as bytes of UTF-8; or a ValueError, not raised, if it is
-    invalid or too deeply nested."""
+    """Return the value of JSON in UTF-8 bytes, or a ValueError, not raised, if it is invalid."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -124,19 +122,18 @@ def parse_json(content):
 
 
 def json_lines(lines, name, columns=None):
-    """Yield (location, value) for each line that is not blank: the value of the JSON in this line,
-    or a ValueError, not raised, if it is invalid. lines: an iterable of bytes. name: of the file,
-    for the location. columns is ignored."""
+    """Yield (location, parse_json(line)) for each line that is not blank; lines are bytes."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield f"{name}:{number}", parse_json(line)
 
 
 def json_values(stream, name, columns):
-    """Yield (location, value) for each record in the binary stream of a .json file: a list of
-    records, one record, or one record per line. It has one record per line if the first line is a
-    whole record; a later line that is invalid is then yielded as a ValueError, not raised. name: of
-    the file, for the location. columns is ignored. Raises ValueError for other invalid content."""
+    """Yield (location, value) for each record in a .json file: a list, one record, or one per line.
+
+    There is one per line if the first line is a complete record; later invalid lines are yielded as
+    ValueErrors, not raised. Raises ValueError for other invalid content.
+    """
     lines = [stream.readline()]
     while lines[-1].isspace():
         lines.append(stream.readline())
@@ -151,9 +148,7 @@ def json_values(stream, name, columns):
 
 
 def check_columns(names, columns, option="--field"):
-    """Raise ValueError unless `names`, the columns of a table or the fields of a record, contain
-    all of `columns` (`None`: no check). option: the command-line option by which the user chooses
-    columns, for the message."""
+    """Raise ValueError, with the `option` to use, unless `names` has all `columns` (if given)."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
@@ -161,8 +156,7 @@ def check_columns(names, columns, option="--field"):
 
 
 def check_header(names, columns):
-    """Raise ValueError unless a table with the columns `names`, a list, has all of `columns`, and
-    has these only once (`None`: all that it has)."""
+    """Raise ValueError unless `names` has each of `columns` once (`None`: without duplicates)."""
     check_columns(names, columns)
     for name in columns or names:
         if name and names.count(name) > 1:
@@ -170,11 +164,12 @@ def check_header(names, columns):
 
 
 def csv_rows(stream, name, columns):
-    """Yield (location, row) for each row of a table in the binary stream of a .csv or .tsv file. A
-    row is {column: text} with all columns, or a ValueError, not raised, if it is invalid. name: of
-    the file; the extension, also before .gz, selects the delimiter. columns: as for check_header,
-    whose errors are raised; also ValueError for a header that is not UTF-8, csv.Error for invalid
-    quotes in it."""
+    """Yield (location, row) for each row in the binary stream of a .csv or .tsv file.
+
+    A row is {column: text} with all columns, or a ValueError, not raised, if it is invalid. The
+    extension of `name`, also before .gz, selects the delimiter. Raises ValueError as check_header
+    and for a header that is not UTF-8, csv.Error for invalid quotes in it.
+    """
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -204,9 +199,7 @@ def csv_rows(stream, name, columns):
 
 
 def parquet_rows(stream, name, columns):
-    """Yield (location, row as a dict) for each row of the binary stream of a parquet file, reading
-    a thousand rows at a time. name: of the file, for the location. columns: names of the columns to
-    read (`None`: all). Errors: as for check_header, SetupError without the package pyarrow."""
+    """Yield (location, row as a dict) for the rows of a parquet file, an open binary stream."""
     parquet = require("pyarrow.parquet", "reading it")
     with parquet.ParquetFile(stream) as file:
         check_header(file.schema_arrow.names, columns)
@@ -217,9 +210,11 @@ def parquet_rows(stream, name, columns):
 
 def dataset_rows(source):
     """Yield (location, row as a dict) for each row of a data set, read by the package datasets.
+
     source: a saved folder, or a name on the hub, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or
     OWNER/NAME, which is streamed; default split: train. Raises ValueError if it cannot be read,
-    SetupError without the package."""
+    SetupError without the package.
+    """
     is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
     hint = "" if is_known else " (there is no file or folder of this name)"
     datasets = require("datasets", f"reading {source}{hint}")
@@ -243,12 +238,13 @@ READERS = {".json": json_values, ".csv": csv_rows, ".tsv": csv_rows, ".parquet":
 
 
 def records(source, columns=None):
-    """Yield (location, record) for each record of a source: a file, or a data set, as a saved
-    folder or a name on the hub. A file with an unknown extension has one JSON record per line. A
-    record is a dict, or a ValueError, not raised, if it cannot be read. columns: names of columns
-    that a table (.csv, .tsv, .parquet) must have (`None`: any); of a parquet file, only these are
-    read. Raises one of READ_ERRORS if the source cannot be read, SetupError without a package that
-    it needs."""
+    """Yield (location, record) for each record of a file, a saved data set or one on the hub.
+
+    A file with an unknown extension has one JSON record per line. A record is a dict, or a
+    ValueError, not raised, if it cannot be read. columns: names that a table (.csv, .tsv, .parquet)
+    must have (`None`: any); of a parquet file, only these are read. Raises one of READ_ERRORS if
+    the source cannot be read, SetupError without a required package.
+    """
     if os.path.isdir(source) or is_hub_name(source):
         yield from dataset_rows(source)
         return
@@ -265,10 +261,7 @@ def records(source, columns=None):
 # several sources
 
 def source_records(source):
-    """Yield (location, record) like records(source), but raise a DataError that names the source if
-    it is missing or cannot be read, also without a package that it needs. source: also a folder,
-    for the records of all its files with one of RECORD_EXTENSIONS; DataError if it has none. For a
-    single record that cannot be read, `record` is a ValueError."""
+    """Yield (location, record) like records(), also for a folder; all errors are DataErrors."""
     if os.path.isdir(source) and not is_saved(source):
         paths = [path for path in walk(source) if has_record_extension(path)]
         if not paths:
@@ -287,16 +280,18 @@ def source_records(source):
 
 
 def without_nan(record):
-    """Return a copy of `record`, a dict, with `None` in place of NaN, a missing value of pandas."""
+    """Return a copy of a record with `None` in place of NaN, a missing value of pandas."""
     return {name: None if isinstance(value, float) and value != value else value
             for name, value in record.items()}
 
 
 def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
-    """Yield parse(record) for each good record of `stream`, an iterable of (location, record). NaN
-    among the values of a record, a dict, is replaced by `None` first. If a record is a ValueError,
-    or `parse` raises a ValueError, RecursionError or UserError, (location, message) is appended to
-    the list `problems` instead; the generator returns when this list has max_problems entries."""
+    """Yield parse(record) for each good record of `stream`, an iterable of (location, record).
+
+    NaN in a record is replaced by `None` first. A record that is a ValueError, or for which `parse`
+    raises ValueError, RecursionError or UserError, is bad: (location, message) is appended to the
+    list `problems`, and the generator returns when it has max_problems entries.
+    """
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
@@ -311,12 +306,12 @@ def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
 def parse_records(sources, parse, limit=None, skip_bad=None):
     """Yield parse(record) for the records of all sources, at most `limit` results (`None`: all).
 
-    sources: an iterable of names (see records) or of iterables of (location, record). parse: a
-    function that raises ValueError for a bad record. Bad records are reported after the last
-    result. skip_bad True: print the number of bad records and the first one. False: raise a
-    DataError that lists the bad records and names the option --skip_bad; reading stops after
-    MAX_PROBLEMS (20) bad records. `None`: as False, for a command without this option. Raises
-    DataError for a source that cannot be read.
+    sources: names, see source_records, or iterables of (location, record). parse: raises ValueError
+    for a bad record. Bad records are reported after the last result.
+    skip_bad: True prints the number of bad records and the first one. False raises a DataError that
+    lists the bad records and names the option --skip_bad; reading stops after MAX_PROBLEMS (20) bad
+    records. `None`: as False, for a command without this option.
+    Raises DataError for a source that cannot be read.
     """
     bad = []
     streams = (source_records(s) if isinstance(s, str) else s for s in sources)

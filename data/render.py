@@ -29,9 +29,11 @@ MAX_BYTES = 1 << 26     # of the child
 # the process that asks
 
 class Renderer:
-    """A child process that renders Jinja templates with limits on time and memory, by the method
-    render(). The first call starts the process; if it was ended, the next call starts a new one.
-    Thread-safe: calls wait for each other. Raises SetupError without the package jinja2."""
+    """A child process that renders Jinja templates with limits on time and memory.
+
+    Thread-safe: calls wait for each other. render() starts the process if it is not running. Raises
+    SetupError without the package jinja2.
+    """
 
     def __init__(self):
         require("jinja2", "this model's chat template")
@@ -39,9 +41,7 @@ class Renderer:
         self.child = None
 
     def render(self, template, variables):
-        """Return the text that a Jinja template produces. template: the source of the template, a
-        string. variables: {name: value of a JSON type}. Raises DataError if the template fails,
-        UserError if it exceeds the limit of time or memory."""
+        """Return the text that a Jinja template produces, see the function `render`."""
         request = json.dumps([template, variables]).encode() + b"\n"
         with self.lock:
             if self.child is None or self.child.poll() is not None:
@@ -72,16 +72,16 @@ class Renderer:
 
 @functools.cache
 def renderer(pid):
-    """Return the Renderer of this process, which the first call creates. pid: os.getpid(), the key
-    of the cache, so that after a fork the new process does not use the Renderer of the parent."""
+    """Return the Renderer of this process; pid is os.getpid(), so that a fork gets another one."""
     return Renderer()
 
 
 def render(template, variables):
-    """Return the text that a Jinja template produces, in a child process with limits on time and
-    memory. template: the source of the template, a string. variables: {name: value of a JSON type}.
-    Raises DataError if the template fails, UserError if it exceeds the limit of time or memory,
-    SetupError without the package jinja2."""
+    """Return the text that a Jinja template (the source) produces, in a child process with limits.
+
+    variables: {name: value of a JSON type}. Raises DataError if the template fails, UserError if it
+    exceeds the limit of time or memory, SetupError without the package jinja2.
+    """
     return renderer(os.getpid()).render(template, variables)
 
 
@@ -90,8 +90,7 @@ def render(template, variables):
 
 @functools.lru_cache
 def compile_template(text):
-    """Return the sandboxed jinja2.Template of `text` with the options and functions that
-    `transformers` gives to chat templates. Raises jinja2.TemplateError."""
+    """Return the sandboxed jinja2.Template of `text`, with the options of `transformers`."""
     import jinja2
     from jinja2 import ext, sandbox
 
@@ -111,9 +110,11 @@ def compile_template(text):
 
 
 def answer(request):
-    """Render the template of a request in this process. request: a line of JSON, the list [template
-    text, {name: value}]. Return the reply, a list: [text, `None`], or [`None`, error message] if
-    the template fails. Raises MemoryError, which ends the child process."""
+    """Render the template of a request, a JSON text [template, {name: value}].
+
+    Returns [text, `None`], or [`None`, error message] if the template fails. Raises MemoryError,
+    which ends the child process.
+    """
     text, variables = json.loads(request)
     try:
         return [compile_template(text).render(variables), None]
@@ -125,17 +126,14 @@ def answer(request):
 
 
 def set_timers(cpu_seconds, seconds):
-    """Let the operating system end this process after `cpu_seconds` of processor time or `seconds`
-    of real time, even during a long operation in C. The two timers replace earlier ones; 0 cancels
-    a timer. Without effect on Windows."""
+    """Let the system end this process after these processor and real seconds; 0 cancels a timer."""
     if hasattr(signal, "setitimer"):  # POSIX
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main():
-    """Run the child process that renders templates: for each line of standard input, a request in
-    JSON, write a line with the reply to standard output."""
+    """Answer each JSON request on standard input with a JSON reply on standard output."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # POSIX
         import resource
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))

@@ -25,8 +25,7 @@ PREPARE = "make it with `python -m data.prepare FILE.txt --out FOLDER`"
 
 
 def mix64(x):
-    """Return a hash of each number in x, by splitmix64's finalizer (Steele et al. 2014), a
-    bijection. (n,) uint64 -> (n,) uint64."""
+    """Return a bijective hash of x (n,) uint64: splitmix64's finalizer (Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -34,9 +33,7 @@ def mix64(x):
 
 @dataclass
 class Shard:
-    """The place of the tokens in one file: path, dtype, n_tokens (number of tokens), offset (bytes
-    before the first token), and identity, the result of identify() when the file was opened, by
-    which TokenStream notices that the file was changed."""
+    """The place and the dtype of the tokens in one file."""
     path: str
     dtype: np.dtype
     n_tokens: int
@@ -45,17 +42,17 @@ class Shard:
 
 
 def identify(stat):
-    """Return (inode, size, modification time in ns) of `stat`, a result of os.stat. They change if
-    a file is replaced."""
+    """Return (inode, size, mtime in ns) of an os.stat result; they change if a file is replaced."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def find_files(data_dir, split):
-    """Return the sorted list of paths of the token files of a split, e.g. "train"; at least one.
-    data_dir: a file or a glob pattern, in which the text {split} is replaced by the split; or a
-    folder, with SPLIT.bin or, without this file, shards *SPLIT*.bin and *SPLIT*.npy (with no letter
-    before SPLIT; not in a folder prepared for a model type other than gpt). Raises DataError if
-    there is no such file, and for a file or pattern without {split} if the split is not "train".
+    """Return the sorted paths of a split's token files; raise DataError if none is found.
+
+    data_dir: a file or a glob pattern, in which {split} is replaced by the split (required except
+    for "train"); or a folder with SPLIT.bin or, without this file, shards *SPLIT*.bin and
+    *SPLIT*.npy (with no letter before SPLIT; not in a folder prepared for a model type other than
+    gpt).
     """
     if os.path.isdir(data_dir):
         return find_files_in(data_dir, split)
@@ -72,8 +69,7 @@ def find_files(data_dir, split):
 
 
 def find_files_in(folder, split):
-    """Return the sorted list of paths of the token files of a split in a folder. Arguments, errors:
-    as for find_files."""
+    """Return the sorted paths of a split's token files in a folder; see find_files."""
     names = sorted(os.listdir(folder))
     shards = [f"{split}.bin"] if f"{split}.bin" in names else []
     if not shards and prepared_model(folder) in (None, "gpt"):
@@ -88,8 +84,10 @@ def find_files_in(folder, split):
 
 
 def open_npy(path):
-    """Return the array in the .npy file `path`, memory-mapped and read-only. Objects are not
-    unpickled. Raises DataError if the file is missing or damaged."""
+    """Return the array in a .npy file, memory-mapped and read-only.
+
+    Raises DataError if the file is missing or damaged, or has Python objects.
+    """
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
@@ -100,12 +98,13 @@ def open_npy(path):
 
 
 def read_layout(path, f, raw_dtype):
-    """Return (name of the dtype, offset of the tokens in bytes, number of tokens) of a token file.
-    path: a .npy file, a shard of llm.c, or any other file, which has raw tokens of the dtype
-    raw_dtype, e.g. "uint16" (`None`: unknown, uint16 is assumed). f: this file, open in binary
-    mode. Raises DataError for a .npy array that is not one-dimensional or has a dtype other than
-    uint16, uint32, int32 or int64, for an unknown version of llm.c's shards, and the errors of
-    check_raw."""
+    """Return (dtype name, offset of the tokens in bytes, token count) of the token file `path`.
+
+    f: this file, open in binary mode. It is a .npy file, a shard of llm.c, or otherwise raw tokens
+    of raw_dtype (`None`: unknown, uint16 is assumed). Raises DataError for a .npy array that is not
+    one-dimensional and uint16, uint32, int32 or int64, an unknown version of llm.c, and as
+    check_raw.
+    """
     head = f.read(1 << 16)
     if path.endswith(".npy") or head.startswith(b"\x93NUMPY"):
         array = open_npy(path)
@@ -124,8 +123,7 @@ def read_layout(path, f, raw_dtype):
 
 
 def check_raw(path, head, raw_dtype):
-    """Raise DataError if the file `path`, which begins with the bytes `head`, is text, or if its
-    raw tokens seem to be uint32 although raw_dtype is `None`."""
+    """Raise DataError if a raw token file is text, or looks like uint32 and raw_dtype is `None`."""
     if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
         raise DataError(f"{path}: is text, not tokens; {PREPARE}")
     if raw_dtype is None and len(head) >= 128:
@@ -136,10 +134,7 @@ def check_raw(path, head, raw_dtype):
 
 
 def open_shard(path, raw_dtype):
-    """Read the header of the token file `path`, check the size of the file, and return a Shard.
-    raw_dtype: name of the dtype of the tokens in a file without a header, or `None`, see
-    read_layout. Raises DataError for a file that cannot be read, has no tokens, has a different
-    size than the header states, or is not accepted by read_layout."""
+    """Return the Shard of a token file, see read_layout; DataError if it is empty or cut off."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
@@ -157,13 +152,13 @@ def open_shard(path, raw_dtype):
 
 
 def open_stream(data_dir, split, vocab_size=None, least=1):
-    """Open the token files of a split as a TokenStream. data_dir: a folder, a file or a glob
-    pattern, see find_files. vocab_size: ids must be smaller (default: the value in meta.json).
-    least: the smallest accepted number of tokens (block_size + 1).
+    """Open the token files of a split as a TokenStream.
 
-    Raises DataError for missing or damaged files, a number of tokens other than in meta.json or
-    below `least`, and for ids outside the vocabulary. In large files, only samples of the ids are
-    checked here; TokenStream.read() checks all ids that it returns.
+    data_dir: see find_files. vocab_size: ids must be smaller (default: the value in meta.json).
+    least: the smallest accepted token count (block_size + 1).
+    Raises DataError for missing or damaged files, a token count other than in meta.json or below
+    `least`, and ids outside the vocabulary. In large files, only samples of the ids are checked
+    here; TokenStream.read() checks all ids that it returns.
     """
     paths = find_files(data_dir, split)
     metas = {folder: read_meta(folder) for folder in {*map(os.path.dirname, paths)}}
@@ -183,14 +178,13 @@ def open_stream(data_dir, split, vocab_size=None, least=1):
 
 
 class TokenStream:
-    """The tokens of several memory-mapped files as one stream; read(starts, length) returns windows
-    of it. shards: a list of Shards of the same dtype (otherwise DataError). Attributes: n_tokens,
-    dtype, vocab_size (all ids must be smaller; `None`: unknown).
+    """The tokens of several memory-mapped files as one stream.
 
-    Each read maps the necessary files for a short time, so that memory use does not grow with the
-    size of the files. Before each read the files are checked: DataError if one has changed since it
-    was opened. If a file is truncated during a read, or the disk fails, the process is killed by
-    SIGBUS.
+    shards: Shards of the same dtype, otherwise DataError. Attributes: n_tokens, dtype, vocab_size
+    (all ids must be smaller; `None`: unknown).
+    A read maps the necessary files for a short time, so that memory use does not grow with their
+    size. It raises DataError if a file has changed since it was opened. If a file is truncated
+    during a read, or the disk fails, the process is killed by SIGBUS.
     """
 
     def __init__(self, shards, vocab_size=None):
@@ -204,15 +198,16 @@ class TokenStream:
                             f"{', '.join(sorted({str(s.dtype) for s in shards}))}; expected one")
 
     def locate(self, token):
-        """Return (path, offset in tokens): the file that has the token with the index `token` in
-        the stream, and the index of this token in the file."""
+        """Return (path, offset in tokens) of the stream's token with the index `token`."""
         i = int(np.searchsorted(self.firsts, token, "right")) - 1
         return self.shards[i].path, int(token - self.firsts[i])
 
     def check_ids(self):
-        """Raise DataError for an id outside the vocabulary, or if a file has changed. All tokens of
-        a stream of up to CHECKED_WHOLE (64 MiB) are checked; of a larger one, 256 windows of
-        CHECKED_WINDOW tokens, including the first and the last."""
+        """Raise DataError for an id outside the vocabulary, or if a file has changed.
+
+        In a stream above CHECKED_WHOLE (64 MiB), only 256 windows of CHECKED_WINDOW tokens are
+        checked, including the first and the last.
+        """
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE
         length = n if is_small else CHECKED_WINDOW
@@ -220,9 +215,11 @@ class TokenStream:
         self.read(starts, length)
 
     def read(self, starts, length):
-        """Return the windows of ids, an array (n, length) of self.dtype, that begin at the
-        positions `starts`, (n,) int64, in the stream; the windows must be inside the stream (not
-        checked). Raises DataError for an id outside the vocabulary, or if a file has changed."""
+        """Return the windows of ids (n, length), of self.dtype, at positions `starts` (n,) int64.
+
+        Windows must be inside the stream (not checked). Raises DataError for an id outside the
+        vocabulary, or if a file has changed.
+        """
         tokens = self._copy(starts, length)
         limit = self.vocab_size or MAX_ID
         # On a GPU an id outside the embedding kills the process without naming the file.
@@ -234,8 +231,7 @@ class TokenStream:
         return tokens
 
     def _copy(self, starts, length):
-        """Return the windows (n, length) as `read`, but without a check of the ids. Raises
-        DataError if a file has changed."""
+        """Return the windows (n, length) as `read`, but without a check of the ids."""
         rows = np.empty((len(starts), length), self.dtype)
         which = np.searchsorted(self.firsts, starts, "right") - 1  # (n,) index of the shard
         tokens_of = functools.lru_cache(1)(self._map)  # a file is mapped once for all its windows
@@ -250,8 +246,7 @@ class TokenStream:
         return rows
 
     def _map(self, i):
-        """Return the tokens of shard number i, memory-mapped, as an array (n_tokens,). Raises
-        DataError if the file has changed or cannot be read."""
+        """Return the tokens of shard i, memory-mapped; DataError if the file has changed."""
         shard = self.shards[i]
         try:
             if identify(os.stat(shard.path)) != shard.identity:

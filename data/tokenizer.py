@@ -28,10 +28,13 @@ R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikto
 
 
 def open_tokenizer(source) -> Tokenizer:
-    """Return the tokenizer that `source`, a text, names: byte, gpt2, a rank file in tiktoken's
-    format, a folder of prepared data, a Hugging Face folder, hf:OWNER/NAME, or a checkpoint (.pt).
-    Raises DataError if there is no tokenizer or it cannot be read, CheckpointError for a checkpoint
-    that cannot be read, SetupError without a package that it needs."""
+    """Return the tokenizer of a name, file, folder, Hugging Face model or checkpoint.
+
+    source: byte, gpt2, a rank file in tiktoken's format, a folder of prepared data, a Hugging Face
+    folder, hf:OWNER/NAME, or a checkpoint (.pt). Raises DataError if there is no tokenizer or it
+    cannot be read, CheckpointError for a checkpoint that cannot be read, SetupError without a
+    required package.
+    """
     if source == "byte":
         return tokenizer_from_spec({"kind": "byte"})
     if source == "gpt2":
@@ -57,14 +60,12 @@ def open_tokenizer(source) -> Tokenizer:
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer in the file or folder `path`, or if that is `None` the one that `name`
-    names. See open_tokenizer()."""
+    """Return the tokenizer in the file or folder `path` or, by default, open_tokenizer(name)."""
     return open_tokenizer(os.fspath(path or name))
 
 
 def gpt2_ranks():
-    """Return the ranks of GPT-2's tokens, {bytes of a token: rank}. They are read from tiktoken's
-    cache and, if missing, downloaded into it. Raises DataError if the download fails."""
+    """Return GPT-2's {token bytes: rank}, which is downloaded into tiktoken's cache if missing."""
     try:
         return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
     except (OSError, ValueError) as error:
@@ -74,10 +75,11 @@ def gpt2_ranks():
 
 
 def is_same_tokenizer(spec_a, spec_b):
-    """Return whether two tokenizers have the same number of ids, the same id for the end of text,
-    and the same bytes for every id that is special in neither. spec_a, spec_b: dicts of
-    `Tokenizer.spec`; these may differ although the tokenizers are the same, e.g. GPT-2's as a rank
-    file and as a tokenizer.json."""
+    """Return whether two tokenizers, as dicts of `Tokenizer.spec`, have the same ids.
+
+    Compared are the number of ids, the end of text, and the bytes of ids that are special in
+    neither. The dicts may differ, e.g. GPT-2's as a rank file and as a tokenizer.json.
+    """
     if spec_a == spec_b:
         return True
     a, b = tokenizer_from_spec(spec_a), tokenizer_from_spec(spec_b)
@@ -90,11 +92,12 @@ def is_same_tokenizer(spec_a, spec_b):
 # data folders and checkpoints
 
 def load_dataset_tokenizer(data_dir):
-    """Return the tokenizer that meta.json, or nanoGPT's meta.pkl, in a data folder describes;
-    `None` if it describes no tokenizer or does not exist. data_dir: the folder, or a file or glob
-    pattern of training data, see find_files. Raises DataError if the description is damaged, the
-    preparation of the folder was interrupted, or files that match the pattern are in folders with
-    different tokenizers, SetupError without a package that the tokenizer needs."""
+    """Return the tokenizer of a data folder's meta.json or nanoGPT's meta.pkl, or `None`.
+
+    data_dir: the folder, or a file or glob pattern of training data, see find_files. Raises
+    DataError if the description is damaged, the preparation was interrupted, or matching files are
+    in folders with different tokenizers; SetupError without a required package.
+    """
     if os.path.isdir(data_dir):
         return load_folder_tokenizer(data_dir)
     folders = sorted({os.path.dirname(path) or "." for path in find_files(data_dir, "train")})
@@ -128,9 +131,7 @@ def load_folder_tokenizer(folder):
 
 
 def write_tokenizer(folder, tokenizer):
-    """Write the large parts of a Tokenizer's spec (ranks, tokenizer.json) to files in `folder`.
-    Return a dict of keyword arguments for Meta: vocab_size, tokenizer (the spec, with names of
-    these files in place of the parts) and eot_token."""
+    """Write a tokenizer's ranks or tokenizer.json to `folder`; return arguments for Meta."""
     spec = tokenizer.spec()
     for part, name in TOKENIZER_FILES.items():
         if part in spec:
@@ -141,14 +142,12 @@ def write_tokenizer(folder, tokenizer):
 
 
 def find_vocabulary(data_dir, name=None, size=None):
-    """Return (vocabulary size, tokenizer or `None`) for the token files of data_dir, see
-    find_files.
+    """Return (vocabulary size, tokenizer or `None`) for token files; for data_dir see find_files.
 
-    The tokenizer is the one in meta.json or meta.pkl of the data; without this,
-    open_tokenizer(name), or `None` if name is empty. The vocabulary size is the first known one of:
-    `size`, the size of the tokenizer, vocab_size in meta.json, GPT-2's 50257. Raises DataError if
-    `name` is another tokenizer than that of the data, if `size` is smaller than the tokenizer's
-    vocabulary, or if neither a tokenizer nor token files are found.
+    The tokenizer is that of the data's meta.json or meta.pkl; without this, open_tokenizer(name),
+    or `None` if name is empty. The size is the first known one of: `size`, the tokenizer's,
+    vocab_size in meta.json, GPT-2's 50257. Raises DataError if `name` is another tokenizer than
+    that of the data, if `size` is below the tokenizer's, or without a tokenizer and token files.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if name and name != (tokenizer and tokenizer.kind):  # gpt2 is in the data, and not downloaded
@@ -167,17 +166,17 @@ def find_vocabulary(data_dir, name=None, size=None):
 
 
 def saved_formats(state):
-    """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec} of a
-    checkpoint, each `None` if it has none. state: the dict of the checkpoint."""
+    """Return {"tokenizer": spec, "template": spec} of a checkpoint `state`, `None` if missing."""
     spec = state.get("spec") or {}
     return dict(tokenizer=spec.get("tokenizer") or state.get("tokenizer"),
                 template=spec.get("template"))
 
 
 def read_checkpoint_spec(path):
-    """Return {"tokenizer": dict of Tokenizer.spec, "template": dict of ChatTemplate.spec or `None`,
-    "block_size": int or `None`} of the checkpoint file `path`. Raises DataError if the checkpoint
-    has no tokenizer, CheckpointError if it cannot be read."""
+    """Return the saved_formats() of a checkpoint file, and "block_size", an int or `None`.
+
+    Raises DataError if the checkpoint has no tokenizer, CheckpointError if it cannot be read.
+    """
     from train.base.checkpoint_file import load_checkpoint  # imports torch
     state = load_checkpoint(path)
     spec = saved_formats(state)

@@ -18,15 +18,12 @@ ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def token_text(token):
-    """Return the string by which a byte-level vocabulary, e.g. GPT-2's, represents `token`, a bytes
-    object: one printable character for each byte."""
+    """Return the text of `token` (bytes) in a byte-level vocabulary, one character per byte."""
     return "".join(BYTE_CHARACTERS[b] for b in token)
 
 
 def list_merges(ranks):
-    """Return the merges for a tokenizer.json, [(left, right), ...]: all pairs of tokens (bytes)
-    that form a token if concatenated, in the order of the rank of this token. ranks: {bytes of a
-    token: rank}."""
+    """Return the pairs of tokens that form a token, in the order of `ranks`, {bytes: rank}."""
     merges = []
     for token in sorted(ranks, key=ranks.get):
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -68,8 +65,7 @@ def tokenizer_json(tokenizer):
 
 
 def split_at(pattern):
-    """Return the dict of a pre-tokenizer in a tokenizer.json that divides text into the matches of
-    `pattern`, a regular expression, and the text between matches."""
+    """Return the dict of a pre-tokenizer that isolates the matches of a regular expression."""
     return dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
@@ -77,8 +73,7 @@ def split_at(pattern):
 # reading
 
 def read_json(path):
-    """Return the content of a JSON file, an object, as a dict. Raises DataError if the file is
-    missing or invalid, or has a different type of content."""
+    """Return the object in a JSON file; raise DataError if it is missing, invalid or no object."""
     with data_errors(f"{path}: cannot be read"):
         content = json.loads(Path(path).read_text("utf-8"))
     if not isinstance(content, dict):
@@ -87,16 +82,16 @@ def read_json(path):
 
 
 def read_optional_json(folder, name):
-    """Return the content of the JSON file folder/name, an object, as a dict; {} if the file is
-    missing. Raises DataError if the file is invalid."""
+    """Return the object in the JSON file folder/name, like read_json; {} if the file is missing."""
     path = os.path.join(folder, name)
     return read_json(path) if os.path.exists(path) else {}
 
 
 def read_hf_tokenizer(folder):
-    """Return the JsonTokenizer of the Hugging Face model in `folder`, read from tokenizer.json and,
-    if they exist, config.json and tokenizer_config.json. Raises DataError for missing or invalid
-    files, SetupError without the package tokenizers."""
+    """Return the JsonTokenizer of the Hugging Face model in `folder`.
+
+    Raises DataError for missing or invalid files, SetupError without the package tokenizers.
+    """
     path = os.path.join(folder, "tokenizer.json")
     content = read_json(path)
     with data_errors(path):
@@ -109,9 +104,11 @@ def read_hf_tokenizer(folder):
 
 
 def end_of_text(folder, content):
-    """Return the id of the end of text of the Hugging Face model in `folder`, or `None`. It is the
-    id of eos_token in tokenizer_config.json if this is an added token in `content`, the dict of the
-    tokenizer.json; otherwise eos_token_id in config.json (the first, if it is a list)."""
+    """Return the id of a Hugging Face model's end of text, or `None`.
+
+    It is the id of the eos_token in special_tokens(folder) if this is an added token in `content`,
+    the dict of the tokenizer.json; otherwise eos_token_id in config.json (the first of a list).
+    """
     text = special_tokens(folder).get("eos_token")
     for token in content.get("added_tokens") or ():
         if token["content"] == text:
@@ -121,9 +118,10 @@ def end_of_text(folder, content):
 
 
 def special_tokens(folder):
-    """Return {"bos_token": "<s>", ...}: all keys in tokenizer_config.json in `folder` that end with
-    _token, and the texts of these tokens; in older folders, without added_tokens_decoder in this
-    file, also those in special_tokens_map.json. Return {} if the files are missing."""
+    """Return {"bos_token": "<s>", ...}, all texts of keys *_token in tokenizer_config.json.
+
+    In older folders, without added_tokens_decoder, special_tokens_map.json is read as well.
+    """
     config = read_optional_json(folder, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # as transformers does
         config = config | read_optional_json(folder, "special_tokens_map.json")
@@ -133,10 +131,11 @@ def special_tokens(folder):
 
 
 def read_template_spec(folder, tokenizer):
-    """Return the spec of the chat template of the Hugging Face model in `folder`, a dict {"jinja":
-    text, "ends": [ids], "bos_token": text, ...} for ChatTemplate. Return `None` if the model has no
-    chat template, or if `tokenizer` is `None` or has no end of text. Raises DataError for a file
-    that cannot be read."""
+    """Return the spec, for ChatTemplate, of the chat template of a Hugging Face model.
+
+    Returns `None` if the model has no chat template, or if `tokenizer` is `None` or has no end of
+    text. Raises DataError for a file that cannot be read.
+    """
     if tokenizer is None or tokenizer.eot_token is None:
         return None
     text = read_optional_json(folder, "tokenizer_config.json").get("chat_template")

@@ -31,15 +31,12 @@ MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
 
 def clean(text):
-    """Return `text` with lone surrogates, which JSON allows and UTF-8 does not, replaced by U+FFFD.
-    """
+    """Return `text` with lone surrogates, which UTF-8 does not allow, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def split_long_spaces(text):
-    """Yield the parts of `text` when it is divided after every MAX_SPACE_RUN consecutive
-    white-space characters, because tiktoken fails on longer runs. The parts in order are the whole
-    text."""
+    """Yield the parts of `text`, divided after each run of MAX_SPACE_RUN white-space characters."""
     while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
         yield text[:run.end()]
         text = text[run.end():]
@@ -47,9 +44,7 @@ def split_long_spaces(text):
 
 
 def encode_within(text, encode):
-    """Return the ids of `text`, which continues an earlier text: encode(text), but without the
-    space that some tokenizers add at the start of a text. encode: a function that returns a list or
-    an array of ids. The result has the same type."""
+    """Return the ids of `text` as a continuation, without the space that encode(text) may add."""
     for before in "\n", "a":  # a newline can be one token with the start of the text
         start, whole = encode(before), encode(before + text)
         if list(whole[:len(start)]) == list(start):
@@ -59,10 +54,11 @@ def encode_within(text, encode):
 
 @contextlib.contextmanager
 def data_errors(message):
-    """Context manager that converts every exception in the block to a DataError with the text
-    `message`, a colon and the exception. Panics of Rust libraries, which are not subclasses of
-    Exception, are converted, too; KeyboardInterrupt, SystemExit and SetupError, for a missing
-    package, are not."""
+    """Context manager that converts exceptions to DataError with the text "MESSAGE: EXCEPTION".
+
+    Panics of Rust libraries, which are not subclasses of Exception, are converted, too;
+    KeyboardInterrupt, SystemExit and SetupError, for a missing package, are not.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, SetupError):
@@ -72,39 +68,39 @@ def data_errors(message):
 
 
 class Tokenizer:
-    """Base class of the tokenizers: encode(text) -> list of ids, decode(ids) -> text. Attributes:
-    kind (a name), n_vocab (number of ids), eot_token (id of the end of text, or `None`), special
-    ({text: id} of the special tokens), start and end (lists of the ids that belong before a prompt,
-    e.g. Llama's <s>, and after a text, e.g. BERT's [SEP]; encode() does not add them). Subclasses
-    implement encode_array, bytes_of and spec."""
+    """Base class of the tokenizers: encode(text) -> list of ids, decode(ids) -> text.
+
+    Attributes: kind (a name), n_vocab (number of ids), eot_token (id of the end of text, or
+    `None`), special ({text: id} of the special tokens), start and end (ids that belong before a
+    prompt, e.g. Llama's <s>, and after a text, e.g. BERT's [SEP]; encode() does not add them).
+    Subclasses implement encode_array, bytes_of and spec.
+    """
     special = {}
     start = []
     end = []
     nfc = False  # whether text is converted to that Unicode normal form first
 
     def encode(self, text: str) -> list[int]:
-        """Return the list of token ids of `text`; the texts of special tokens in it are encoded as
-        ordinary text. Raises DataError for text that the vocabulary cannot represent."""
+        """Return the token ids of `text`; special tokens in it are encoded as ordinary text.
+
+        Raises DataError for text that the vocabulary cannot represent.
+        """
         return self.encode_array(text).tolist()
 
     def normalize(self, text):
-        """Return `text` without lone surrogates and, if the attribute `nfc` is True, in Unicode's
-        normal form NFC. This is the text that a RankTokenizer encodes."""
+        """Return `text` after clean() and, if `nfc` is True, in Unicode's normal form NFC."""
         return unicodedata.normalize("NFC", clean(text)) if self.nfc else clean(text)
 
     def encode_special(self, text: str) -> list[int]:
-        """Return the list of token ids of `text`; the texts of special tokens in it, e.g.
-        <|endoftext|>, become the ids of these tokens."""
+        """Return the token ids of `text`, in which e.g. <|endoftext|> is a special token."""
         return self.encode_array(text, special=True).tolist()
 
     def begin(self, ids):
-        """Return the list of ids of a prompt: `ids`, a list, preceded by the ids in the attribute
-        `start`, unless `ids` already begins with these."""
+        """Return a prompt's ids, preceded by `start` unless they already begin with it."""
         return ids if ids[:len(self.start)] == self.start else self.start + ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of an iterable of token ids; invalid UTF-8 becomes replacement
-        characters. Raises DataError for an id that is not in the vocabulary."""
+        """Return the text of token ids, U+FFFD for invalid UTF-8; DataError for unknown ids."""
         ids = [int(i) for i in ids]
         if outside := [i for i in ids if not 0 <= i < self.n_vocab]:
             raise DataError(f"token id {outside[0]} is outside the vocabulary of this {self.kind} "
@@ -112,43 +108,44 @@ class Tokenizer:
         return self.decode_known(ids)
 
     def encode_array(self, text, special=False):
-        """Return the token ids of `text` as an array (n,) of integers. special: whether the texts
-        of special tokens in it become the ids of these tokens, and are not encoded as ordinary
-        text. Implemented by subclasses. Raises DataError for text that the vocabulary cannot
-        represent."""
+        """Return the token ids of `text` as an array (n,) of integers.
+
+        special: whether special tokens in it become single ids, and are not encoded as ordinary
+        text. Raises DataError for text that the vocabulary cannot represent.
+        """
 
     def decode_known(self, ids):
-        """Return the text of `ids`, a list of ids in the vocabulary, which are not checked. Called
-        by `decode`. Invalid UTF-8 becomes replacement characters. Subclasses may override it."""
+        """Return the text of ids in the vocabulary, which are not checked; called by `decode`."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
-        """Return the text of the token id `i` as bytes of UTF-8; 0 <= i < n_vocab. Implemented by
-        subclasses."""
+        """Return the text of the token id `i` as bytes of UTF-8; 0 <= i < n_vocab."""
 
     def token_bytes(self):
-        """Return an array (n_vocab,) int64: the number of bytes of text that each id represents; 0
-        for special tokens."""
+        """Return the number of text bytes of each id, (n_vocab,) int64; 0 for special tokens."""
         special = set(self.special.values())
         sizes = (0 if i in special else len(self.bytes_of(i)) for i in range(self.n_vocab))
         return np.fromiter(sizes, np.int64)
 
     def spec(self):
-        """Return a dict of builtin types, from which `tokenizer_from_spec` creates this tokenizer,
-        e.g. for a checkpoint. Implemented by subclasses."""
+        """Return a dict of builtin types from which tokenizer_from_spec creates this tokenizer."""
 
 
 class RankTokenizer(Tokenizer):
-    """Byte pair encoding by tiktoken. Attributes: kind ("byte": one token per byte; "gpt2": the
-    tokenizer of GPT-2; "ranks": any other), ranks, pattern and added (see __init__), enc (the
-    tiktoken.Encoding)."""
+    """Byte pair encoding by tiktoken.
+
+    Attributes: kind ("byte": one token per byte; "gpt2": the tokenizer of GPT-2; "ranks": any
+    other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding).
+    """
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):
-        """kind: "byte", "gpt2" or "ranks". ranks: {bytes of a token: rank}; the rank is the id.
-        pattern: the regular expression that splits text before pairs are merged. added: {text: [id,
-        whether it is special]} of additional tokens; default: only <|endoftext|>, with the id
-        eot_token. eot_token: the id of the end of text, one of the ids in `added`. nfc: convert
-        text to Unicode's normal form NFC first. Raises ValueError for invalid ids or patterns."""
+        """Create a tokenizer from `ranks`, {token bytes: rank}; the rank is the id.
+
+        pattern: the regular expression that splits text before pairs are merged. eot_token: the id
+        of the end of text, one of those in `added`, {text: [id, whether it is special]} of
+        additional tokens (default: only <|endoftext|>). nfc: convert text to Unicode's normal form
+        NFC first. Raises ValueError for invalid ids or patterns.
+        """
         self.kind = kind
         self.ranks = ranks
         self.pattern = pattern
@@ -180,8 +177,7 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the text of the token id `i` as bytes, also for a special token. For an id without
-        a token, which a model may generate, return the byte 0xFF, which is invalid in UTF-8."""
+        """Return the text of id `i` as bytes, also if special; 0xFF (not UTF-8) without a token."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
@@ -198,9 +194,11 @@ class RankTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """A tokenizer with one id per character: id i is chars[i]. Like nanoGPT's, it has no end of
-    text. chars: a string of distinct characters, not empty; otherwise DataError. encode() raises
-    DataError for a text with other characters."""
+    """A tokenizer with one id per character: id i is chars[i].
+
+    Like nanoGPT's, it has no end of text. chars: distinct characters, not empty; otherwise
+    DataError. encode() raises DataError for a text with other characters.
+    """
     kind = "char"
     eot_token = None
 
@@ -228,15 +226,16 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """The tokenizer of a published model, a tokenizer.json, computed by the package tokenizers.
-    Raises SetupError without this package."""
+    """Tokenizer of a published model, a tokenizer.json; SetupError without package tokenizers."""
     kind = "json"
 
     def __init__(self, text, eot_token, n_vocab=0):
-        """text: the content of a tokenizer.json. eot_token: the id of the end of text, or `None`.
-        n_vocab: number of ids of the model, 0 if unknown. A special token with an id of n_vocab or
-        more, except eot_token, does not count for the size of the vocabulary. Raises DataError for
-        an invalid text or eot_token."""
+        """Create a tokenizer from `text`, the content of a tokenizer.json.
+
+        eot_token: the id of the end of text, or `None`. n_vocab: the model's number of ids, 0 if
+        unknown. Special tokens with ids from n_vocab on, except eot_token, do not count for the
+        vocabulary size. Raises DataError for an invalid text or eot_token.
+        """
         tokenizers = require("tokenizers", "this tokenizer.json")
         with data_errors("tokenizer.json: not one that tokenizers reads"):
             self.enc = tokenizers.Tokenizer.from_str(text)
@@ -281,9 +280,7 @@ class JsonTokenizer(Tokenizer):
         return np.array(encoding.ids, np.uint32)
 
     def offsets(self, text):
-        """Return an array (n, 2) int64: for each token of `text`, the index of the first character
-        and the index after the last one. Token and characters may differ, e.g. in upper and lower
-        case."""
+        """Return each token's (start, end) in characters of `text`, an array (n, 2) int64."""
         offsets = self.plain_enc.encode(clean(text), add_special_tokens=False).offsets
         return np.array(offsets, np.int64).reshape(-1, 2)
 
@@ -296,8 +293,7 @@ class JsonTokenizer(Tokenizer):
         return self.enc.decode([*prefix, *ids], skip_special_tokens=False)[len(prefix_text):]
 
     def bytes_of(self, i):
-        """Return the text of the token id `i` as bytes; empty for special tokens and for ids
-        without a token."""
+        """Return the text of id `i` as bytes; empty for special tokens and ids without a token."""
         token = self.enc.id_to_token(i)
         table = byte_table()
         if token is None or token in self.special:
@@ -320,23 +316,19 @@ class JsonTokenizer(Tokenizer):
 
 
 def is_byte_level(content):
-    """Return whether the tokens of a tokenizer.json are bytes, as GPT-2's; otherwise their texts
-    are characters, as SentencePiece's. content: the dict of the tokenizer.json."""
+    """Return whether a tokenizer.json's tokens are bytes, as GPT-2's, and not characters."""
     return "ByteLevel" in json.dumps(content.get("decoder"))
 
 
 def is_byte(token, content):
-    """Return whether `token`, a text, is a byte, which ordinary text needs, so that it is no
-    special token even if it is listed as one. content: the dict of a tokenizer.json."""
+    """Return whether a token's text is a byte, and therefore not special even if listed as such."""
     if is_byte_level(content):
         return token in byte_table()
     return content["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
 
 
 def hide_special(content):
-    """Return a copy of `content`, the dict of a tokenizer.json, with the character HIDDEN before
-    each special token, because Unigram and WordLevel models would otherwise find these tokens in
-    ordinary text. All ids stay the same."""
+    """Return a tokenizer.json's dict with HIDDEN before each special token; ids stay the same."""
     tokens, model = content.get("added_tokens") or [], content["model"]
     special = {token["content"] for token in tokens
                if token["special"] and not is_byte(token["content"], content)}
@@ -359,8 +351,7 @@ def hide_special(content):
 
 
 def find_frame(content):
-    """Return (before, after): the lists of the ids that a tokenizer's post-processor adds before
-    and after every text, [] without one. content: the dict of a tokenizer.json."""
+    """Return (before, after), the ids that a tokenizer.json's post-processor adds around a text."""
     before, after = [], []
     processor = content.get("post_processor") or {}
     for part in processor.get("processors", [processor]):
@@ -378,8 +369,7 @@ def find_frame(content):
 
 @functools.cache
 def byte_table():
-    """Return the dict {printable character: byte as an int} with 256 entries, the inverse of
-    GPT-2's bytes_to_unicode."""
+    """Return {character: byte} with 256 entries, the inverse of GPT-2's bytes_to_unicode."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -389,9 +379,11 @@ def byte_table():
 # specs
 
 def parse_ranks(text, where):
-    """Parse the text of a rank file: lines of `base64 rank`, which include all 256 single bytes.
-    Return {bytes of a token: rank}. where: the path of the file, for error messages. Raises
-    DataError for any other text, and for negative or equal ranks."""
+    """Return {token bytes: rank} of a rank file's text, lines `base64 rank` with all single bytes.
+
+    where: the path, for error messages. Raises DataError for any other text, and for negative or
+    equal ranks.
+    """
     ranks = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -408,25 +400,23 @@ def parse_ranks(text, where):
 
 
 def format_ranks(ranks):
-    """Return the text of a rank file, with a line `base64 rank` for each token, in the order of the
-    ranks. ranks: {bytes of a token: rank}."""
+    """Return a rank file's text for {token bytes: rank}: lines `base64 rank`, sorted by rank."""
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n"
                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def rank_tokenizer(ranks):
-    """Return a RankTokenizer that splits text by GPT-2's pattern. ranks: {bytes of a token: rank}.
-    The id of the end of text follows the highest rank. The kind is "gpt2" if these are GPT-2's
-    ranks, otherwise "ranks"."""
+    """Return a RankTokenizer with GPT-2's pattern for `ranks`, {token bytes: rank}.
+
+    The end of text follows the highest rank. The kind is "gpt2" for GPT-2's ranks, else "ranks".
+    """
     digest = hashlib.sha256(format_ranks(ranks).encode()).hexdigest()
     kind = "gpt2" if digest == R50K_SHA256 else "ranks"
     return RankTokenizer(kind, ranks, GPT2_PATTERN, max(ranks.values()) + 1)
 
 
 def tokenizer_from_spec(spec):
-    """Return the Tokenizer that a result of `Tokenizer.spec` describes. spec: a dict with "kind"
-    (byte, char, gpt2, ranks or json) and further keys of this kind. Raises DataError for an invalid
-    dict, SetupError for a missing package."""
+    """Return the Tokenizer that a dict of `Tokenizer.spec` describes; DataError if invalid."""
     kind = spec.get("kind") if isinstance(spec, dict) else None
     with data_errors(f"tokenizer of kind {kind!r}: broken description"):
         if kind == "byte":

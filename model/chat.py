@@ -31,11 +31,12 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt --chat"
 
 
 def packed_layout(idx, chat):
-    """Return keyword arguments of GPT.trunk() with which conversations in the same row do not
-    affect each other: {"mask": (B, 1, T, T) bool, true where a query sees a key, i.e. the same
-    token or an earlier one of the same conversation; "positions": (B, T), from 0 in each
-    conversation; "history": (B, T), see histories() of model/core/ops.py}. idx (B, T): token ids.
-    chat (B, T): for each token, the number of the conversation in the row."""
+    """Return keyword arguments of GPT.trunk() that isolate the conversations in a row.
+
+    idx (B, T): token ids. chat (B, T): for each token, the conversation's number in the row.
+    Returns "mask" (B, 1, T, T), true where a query sees a key: the same or an earlier token of the
+    conversation; "positions" (B, T), from 0; "history" (B, T), see histories() of model.core.ops.
+    """
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
     is_first = torch.cat((chat[:, :1] - 1, chat[:, :-1]), dim=1) != chat
@@ -47,22 +48,22 @@ def packed_layout(idx, chat):
 
 
 class ChatGPT(GPT):
-    """A GPT that can be trained on text, forward(idx, targets), or on rows that contain several
-    conversations, forward(tokens, mask, chat), see compute_loss().
+    """A GPT that is trained on text or on rows of several conversations, see compute_loss().
 
-    Attributes: template, a ChatTemplate, or `None` if the model was not trained on conversations;
-    row_tokens, the number of tokens T of a row of conversations, 1 for text.
+    Attributes: template, a ChatTemplate, `None` unless the model was trained on conversations;
+    row_tokens, the tokens T per row of conversations, 1 for text.
     """
     template = None
     row_tokens = 1
 
     def compute_loss(self, idx, targets, chat=None):
-        """Return (mean loss, sums {name: 0-dim tensor} for the log). Without `chat`, of text: idx,
-        targets (B, T), as for GPT. With `chat`, of conversations, (B, T + 1) each: idx, token ids;
-        targets, not ids but a mask with 1 for tokens to learn (answers), over which the loss is
-        averaged, and 0 for others; chat, for each token a number that is the same in one
-        conversation and different in the others of the row. In eval mode, sums for conversations
-        include those of count_exact()."""
+        """Return (mean loss, sums {name: 0-dim tensor} for the log) of text or conversations.
+
+        Without `chat`, of text: idx, targets (B, T), as for GPT. With it, (B, T + 1) each:
+        idx: token ids. targets: a mask, not ids: 1 for tokens to learn (answers), 0 for others.
+        chat: a number per token, equal in one conversation and different in the others of the row.
+        In eval mode, the sums for conversations include those of count_exact().
+        """
         if chat is None:
             return super().compute_loss(idx, targets)
         targets = torch.where(targets[:, 1:] == 1, idx[:, 1:], IGNORE)  # (B, T)
@@ -71,11 +72,12 @@ class ChatGPT(GPT):
         return loss, sums if self.training else sums | self.count_exact(x, targets)
 
     def count_exact(self, x, targets):
-        """Count correct predictions in an evaluation. Return {name: 0-dim tensor}: "accuracy", the
-        number of targets that have the largest logit; "answers", the number of answers, i.e. of
-        sequences of consecutive targets; "exact", the number of answers in which every target has
-        the largest logit, so that greedy sampling would generate the answer. x (B, T, C): states
-        after the final norm. targets (B, T): token ids, -1 outside of answers."""
+        """Return counts of correct targets and answers in an evaluation, {name: 0-dim tensor}.
+
+        x (B, T, C): states after the final norm. targets (B, T): token ids, -1 outside answers.
+        "accuracy": targets with the largest logit. "answers": sequences of consecutive targets.
+        "exact": answers in which every target has the largest logit, as in greedy sampling.
+        """
         learned = targets != IGNORE  # (B, T)
         best = torch.stack([self.logits(row).argmax(-1) for row in x])  # one row's logits at a time
         wrong = learned & (best != targets)
@@ -88,21 +90,17 @@ class ChatGPT(GPT):
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return {name: number or `None`} for the log: the numbers of GPT.numbers(); in evaluations
-        of conversations also "accuracy", the share of correct targets, and "exact", the share of
-        answers with correct targets only. `None` without targets. sums: the sums of compute_loss(),
-        added over batches."""
+        """Return GPT.numbers() with, in evaluations of answers, the shares accuracy and exact."""
         numbers = super().numbers(sums)
         if numbers.pop("answers", None):  # None without targets, as the others
             numbers["exact"] = float(sums["exact"] / sums["answers"])
         return numbers
 
     def first_prompts(self, tokens, mask, *rest):
-        """Return a list with the prompt of each row of a batch, which samples of text then
-        continue: the list of the ids before the first answer; [] for a row without an answer.
-        tokens (B, T + 1): ids, or (B, 2, T + 1) for pairs of answers, of which the first is used.
-        mask: of the same shape, 1 for tokens of answers. rest: the other tensors of the batch, not
-        used."""
+        """Return the ids before the first answer in each row; [] for a row without an answer.
+
+        tokens: (B, T + 1), or (B, 2, T + 1), of which the first half is used. mask: 1 for answers.
+        """
         rows = zip(tokens.flatten(1), mask.flatten(1))
         return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
 
@@ -115,8 +113,7 @@ class ChatGPT(GPT):
 
 @dataclass
 class FromChatKeys:
-    """Base class of the configuration keys of model types (dpo, grpo) that continue the training of
-    a chat model, which the key init_from must name."""
+    """Configuration keys of model types that continue the training of a chat model (dpo, grpo)."""
     lora_rank: int = key(0, "train only adapters of this rank; 0: all weights", ge=0)
 
     def problems(self):
@@ -126,11 +123,12 @@ class FromChatKeys:
 
 
 def read_rows_meta(config, model, command, *keys):
-    """Read meta.json and the tokenizer of config.data_dir, a folder with token rows that
-    data.prepare.`command` wrote for the model type `model`, e.g. "chat". Return (Meta, tokenizer,
-    dict), where the dict has vocab_size (the larger one of the data and `config`), tokenizer,
-    template and row_tokens for Data.spec. keys: names of further keys that meta.json must have.
-    Raises DataError if the folder has other data, or rows for a block_size above that of config."""
+    """Return (Meta, tokenizer, dict for Data.spec) of config.data_dir, from data.prepare.`command`.
+
+    model: the model type of the data, e.g. "chat". keys: further keys that meta.json must have.
+    The dict has vocab_size (the larger one of data and config), tokenizer, template and row_tokens.
+    Raises DataError for other data, and for rows with a block_size above that of config.
+    """
     folder = config.data_dir
     option = {"pairs": " --reference CKPT", "prompts": " --tokenizer CKPT"}.get(command, "")
     how = (f"prepare some: python -m data.prepare.{command} FILE...{option} --out "
@@ -147,9 +145,7 @@ def read_rows_meta(config, model, command, *keys):
 
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.chat wrote.
-    A batch is (tokens, mask, chat), (B, T + 1) each, the arguments of ChatGPT. config: a
-    TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be used."""
+    """Return the Data of data.prepare.chat, with batches (tokens, mask, chat), (B, T + 1) each."""
     meta, tokenizer, spec = read_rows_meta(config, "chat", "chat")
     row = (meta.block_size + 1,)
 
@@ -161,8 +157,7 @@ def open_data(config, ranks):
 
 
 def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
-    """Return a model for conversations or, if data.spec has no template, for text. The arguments
-    are those of build_model() of model/gpt.py. Raises DataError if the template fails."""
+    """Return a model for conversations or, if data.spec has no template, for text."""
     model = gpt.build_model(config, data, kind, shape)
     if "template" in data.spec:
         model.template = ChatTemplate(data.spec["template"])
@@ -172,10 +167,12 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Return a list of texts, the samples that a run writes: prompts, each with the greedy answer
-    of `model`, a ChatGPT, of at most config.sample_tokens tokens. The prompts are user messages,
-    the texts in config.sample_prompts; if this list is empty, the first three prompts of the
-    validation data, data.val. Without a template in data.spec, return the samples of a GPT."""
+    """Return the samples that a run writes: prompts, each with the greedy answer of the model.
+
+    The prompts are the user messages config.sample_prompts, by default the first three prompts of
+    data.val. An answer has at most config.sample_tokens tokens. Without a template in data.spec,
+    returns the samples of a GPT.
+    """
     if "template" not in data.spec:
         return gpt.sample(model, data, config)
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
@@ -190,11 +187,12 @@ def sample(model, data, config):
 # conversations
 
 def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **sampling):
-    """Return the answer of `model`, a ChatGPT, to a prompt: a list of at most max_new_tokens token
-    ids, without the end token. ids: the prompt, a list of token ids. on_token: called with a tensor
-    (1,) for each new token, also for the end token; generation ends if it returns true. sampling:
-    the arguments temperature (default 0: greedy), top_k, top_p, min_p and seed of generate().
-    Raises ValueError if the logits are not finite."""
+    """Return the answer of a ChatGPT to the prompt `ids`: token ids without the end token.
+
+    on_token: called with each new token, a tensor (1,), also the end token; true ends the answer.
+    sampling: temperature (default 0: greedy), top_k, top_p, min_p and seed of generate().
+    Raises ValueError if the logits are not finite.
+    """
     ends = model.template.end_ids(tokenizer)
     idx = torch.tensor([ids], device=model.wte.weight.device)
     out = generate(model, idx, max_new_tokens, **dict(temperature=0) | sampling,
@@ -204,14 +202,14 @@ def generate_answer(model, tokenizer, ids, max_new_tokens, on_token=None, **samp
 
 
 def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
-    """Hold a conversation: print the answer of `model`, a ChatGPT, to each text in the iterable
-    `questions`, token by token. max_new_tokens: maximum length of an answer. system: text of the
-    system message, `None` or blank: no such message. sampling: as for generate_answer().
+    """Hold a conversation: print the answer of a ChatGPT to each of the questions, token by token.
 
-    Each prompt contains the system message, the question, and as many of the latest messages as fit
-    in the context with max_new_tokens tokens for the answer (at most half of the context is
-    reserved). If messages are left out, stderr states this. Raises UserError for a question that is
-    longer than the context, and ValueError if the logits are not finite.
+    max_new_tokens: maximum length of an answer; at most half of the context is reserved for it.
+    system: text of the system message; `None` or blank: no such message.
+    sampling: as for generate_answer().
+    A prompt has the system message, the question and the latest messages that fit; stderr states
+    how many are left out. Raises UserError if system message and question exceed the context, and
+    ValueError if the logits are not finite.
     """
     size = model.config.block_size
     max_tokens = max(size - max_new_tokens, size // 2)
@@ -233,9 +231,7 @@ def talk(model, tokenizer, questions, max_new_tokens, system=None, **sampling):
 
 
 def read_questions():
-    """Yield the questions for talk(): the lines of stdin without surrounding white space, until an
-    empty line, the end of the input or Ctrl-C. In a terminal, a prompt "> " is printed before each.
-    """
+    """Yield the lines of stdin, stripped, until an empty line, the end of the input or Ctrl-C."""
     if sys.stdin.isatty():
         print("An empty line ends the conversation.", file=sys.stderr)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -57,18 +57,20 @@ class Keys:
 
 
 class HasTeachers(weights.HoldsFrozen):
-    """Mixin for a GPT whose predictions are compared with the mean distribution of other GPTs, the
-    tuple `frozen`: teachers, or a backbone. reverse: whether the divergence is KL(this model,
-    teachers) instead of KL(teachers, this model)."""
+    """Mixin for a GPT that is compared with the mean distribution of the GPTs in `frozen`.
+
+    reverse: the divergence is KL(this model, teachers) instead of KL(teachers, this model).
+    """
     reverse = False
 
     def compare(self, x, states, targets, weights, temperature=1.0):
-        """Return two sums over all tokens, a float32 tensor (2,): of the KL divergence,
-        KL(teachers, this model) or, if self.reverse, KL(this model, teachers); and of the teachers'
-        cross-entropy. Both are in nats, at the softmax temperature `temperature`; weights (B, T)
-        are factors of the tokens. x (B, T, C): states of this model after the final norm; states: a
-        list of such states of each model in self.frozen, (B, T, C') with the width C' of the model;
-        targets (B, T) int64, -1: not counted in the cross-entropy."""
+        """Return the KL divergence and the teachers' cross-entropy, sums over tokens, float32 (2,).
+
+        x (B, T, C): states of this model after the final norm.
+        states: the same of each model in self.frozen, (B, T, C') with the width C' of that model.
+        targets (B, T) int64: -1 does not count in the cross-entropy. weights (B, T): per token.
+        Both sums are weighted, in nats, and at the softmax temperature `temperature`.
+        """
         # One chunk of logits at a time, recomputed in the backward pass: 2 V numbers per token.
         n = chunk_rows(self.config.padded_vocab_size, x.device.type)
         chunks = zip(*(t.flatten(0, 1).split(n) for t in (x, targets, weights, *states)))
@@ -77,10 +79,7 @@ class HasTeachers(weights.HoldsFrozen):
         return torch.stack(sums).sum(0)
 
     def divergence(self, temperature, x, targets, weights, *states):
-        """Return compare() for a chunk of N tokens, (2,). temperature: the softmax temperature; x
-        (N, C): states of this model after the final norm; targets (N,) int64, -1: not counted in
-        the cross-entropy; weights (N,): factors of the tokens; states: the states of each teacher,
-        (N, C')."""
+        """Return compare() for N tokens: x (N, C); targets, weights (N,); states (N, C') each."""
         V = self.config.vocab_size
         q = F.log_softmax(self.logits(x) / temperature, -1)  # (N, V)
         with torch.no_grad():
@@ -93,18 +92,17 @@ class HasTeachers(weights.HoldsFrozen):
         return (torch.stack((kl, teacher_loss)) * weights).sum(1)
 
     def teacher_flops(self):
-        """Return the FLOPs per token of the forward passes of all teachers together."""
+        """Return the FLOPs per token of all teachers' forward passes."""
         return sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen)
 
 
 class Student(HasTeachers, GPT):
-    """A GPT that is trained on text and on the mean distribution of the teachers. The caller must
-    set the attributes keys, a TrainConfig, and frozen, the tuple of the teachers, each a GPT;
-    without teachers (a loaded checkpoint) it can only generate.
+    """A GPT that is trained on text and on the mean distribution of the teachers.
 
-    The logged numbers include "kl", the mean KL(teachers, student) in nats per token, in training
-    at the softmax temperature distill_temperature, in evaluations at 1; in evaluations also
-    "teacher_loss", the cross-entropy of the teachers.
+    The caller must set keys, a TrainConfig, and frozen, the tuple of teachers, each a GPT; without
+    teachers (a loaded checkpoint) it can only generate.
+    Logged: "kl", the mean KL(teachers, student) in nats per token, at the softmax temperature
+    distill_temperature (1 in evaluations); in evaluations also "teacher_loss", their cross-entropy.
     """
 
     def compute_loss(self, idx, targets):
@@ -129,13 +127,13 @@ class Student(HasTeachers, GPT):
 
 
 class AnsweringStudent(Student, grpo.AnsweringGPT):
-    """A chat model that answers prompts and is trained on the teachers' distribution at each token
-    of the answers: forward(prompts, lengths, row_numbers, sample_numbers), as AnsweringGPT.
+    """A chat model that is trained on the teachers' distribution at each token of sampled answers.
 
-    The loss is T^2 KL(student, teachers) in nats per token of the answers, at the softmax
-    temperature T: distill_temperature in training, 1 in evaluations. Answers are sampled at
-    temperature 1 in training, and greedy in evaluations. The logged numbers are the mean "length"
-    of answers in tokens and "exact", the share of answers that are equal to the reference answer.
+    forward() is that of AnsweringGPT. The loss is T^2 KL(student, teachers) in nats per answer
+    token, at the softmax temperature T = distill_temperature (1 in evaluations). Answers are
+    sampled at temperature 1 in training, greedy in evaluations.
+    Logged: "length", the mean length of answers in tokens; "exact", the share of answers that equal
+    the reference answer.
     """
     reverse = True
 
@@ -151,12 +149,12 @@ class AnsweringStudent(Student, grpo.AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def collect_answers(self, prompts, lengths, row_numbers, sample_numbers):
-        """Generate an answer for each prompt: sampled in training mode, greedy in eval mode. Return
-        (tokens (n, T, 5), weights (n, T), sums {name: 0-dim tensor} for the log: "count" and
-        "length", the number of tokens of answers, "prompts" and "exact"). For the arguments, see
-        AnsweringGPT. The n rows contain prompts with answers. The last dimension of tokens is
-        (token, position, history, target, part), see pack_answers() of model/grpo.py. weights: 1
-        where the target is a token of an answer, 0 elsewhere."""
+        """Generate an answer per prompt; return (tokens (n, T, 5), weights (n, T), sums).
+
+        For the arguments, see AnsweringGPT. Answers are sampled in training mode, else greedy.
+        tokens: see collate_rows() of model/grpo.py. weights: 1 where the target is in an answer.
+        sums {name: 0-dim tensor}: "count" and "length", tokens in answers; "prompts"; "exact".
+        """
         answers = (self.sample_answers(prompts, lengths, sample_numbers) if self.training
                    else self.generate_answers(prompts, lengths))
         exact = sum(map(self.reward_function, row_numbers.tolist(), answers))
@@ -198,9 +196,7 @@ def build_model(config, data):
 
 
 def load_teacher(path, config, n_ids):
-    """Return the model in the checkpoint `path`, in eval mode and without gradients. config: the
-    TrainConfig of the run. Raises CheckpointError unless it is a GPT with at least n_ids token ids
-    and a block_size of at least config.block_size."""
+    """Return the frozen GPT at `path`; CheckpointError below n_ids ids or config.block_size."""
     teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

@@ -37,15 +37,13 @@ class Keys(chat.FromChatKeys):
 class PreferenceGPT(WithAdapters, chat.ChatGPT):
     """A chat model that is trained by DPO: forward(tokens, mask, logps) for B pairs of answers.
 
-    tokens (B, 2, T + 1): token ids of a prompt with the chosen answer, then with the rejected one.
-    mask: of the same shape, 1 for tokens of the answer. logps (B, 2): the log probabilities of both
-    answers under the reference model. The caller must set the attributes keys, a TrainConfig, and
-    reference_digest, the digest() of the weights of the reference model.
-
-    The logged numbers are "chosen", "rejected": the mean implicit rewards dpo_beta * (log
-    probability - logps); "margin": the mean difference chosen - rejected; "accuracy": the share of
-    pairs with a positive difference; in evaluations "exact": the share of chosen answers that
-    greedy sampling would generate.
+    tokens (B, 2, T + 1): ids of a prompt with the chosen answer, then with the rejected one.
+    mask: of the same shape, 1 for tokens of the answer.
+    logps (B, 2): the log probabilities of both answers under the reference model.
+    The caller must set keys, a TrainConfig, and reference_digest, the reference weights' digest().
+    Logged: "chosen" and "rejected", the mean implicit rewards dpo_beta * (log probability - logps);
+    "margin", the mean of chosen - rejected; "accuracy", the share of pairs with a positive margin;
+    in evaluations "exact", the share of chosen answers that greedy sampling generates.
     """
 
     def compute_loss(self, idx, mask, logps):
@@ -63,9 +61,7 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
         return losses.mean(), sums
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, the weights from which training starts (init_from), with
-        the parameter names of this model: in layers with adapters, weight is renamed to base.
-        Raises CheckpointError unless these are the weights of the reference model of the data."""
+        """Return `weights` by this model's names; CheckpointError if not those of the reference."""
         if digest(weights) != self.reference_digest:
             raise CheckpointError("init_from: not the weights with which the pairs were prepared; "
                                   "run data.prepare.pairs with --reference CKPT.pt again")
@@ -76,11 +72,12 @@ class PreferenceGPT(WithAdapters, chat.ChatGPT):
 
 
 def score_answers(model, idx, mask):
-    """Compute the log probabilities of B pairs of answers under `model`, a GPT. Return (x, targets,
-    logps): the states x (2 B, T, C) after the final norm; the next tokens targets (2 B, T), -1
-    outside of answers; the log probability of each answer, logps (2 B,), with gradients. Rows 2 i
-    and 2 i + 1 are the two answers of pair i. idx (B, 2, T + 1): token ids; mask, of the same
-    shape: 1 for tokens of an answer."""
+    """Return (states, targets, log probabilities) of B pairs of answers, with gradients.
+
+    idx (B, 2, T + 1): token ids. mask: of the same shape, 1 for tokens of an answer.
+    Returns the states (2 B, T, C) after the final norm; the next tokens (2 B, T), -1 outside
+    answers; the log probability (2 B,) of each answer. Rows 2 i and 2 i + 1 belong to pair i.
+    """
     idx = idx.flatten(0, 1)  # (2 B, T + 1)
     mask = mask.flatten(0, 1)
     targets = torch.where(mask[:, 1:] == 1, idx[:, 1:], IGNORE)  # (2 B, T)
@@ -91,9 +88,10 @@ def score_answers(model, idx, mask):
 
 
 def sum_answer_logps(model, tokens, mask):
-    """Return the log probabilities of B pairs of answers under `model`, a GPT: a float32 numpy
-    array (B, 2). tokens (B, 2, T + 1): token ids, an int64 numpy array; mask, of the same shape: 1
-    for tokens of an answer. The caller must disable gradients (torch.no_grad)."""
+    """Return the log probabilities (B, 2), a float32 numpy array, of the answers in B pairs.
+
+    tokens, mask: as idx and mask of score_answers(), in numpy. The caller must disable gradients.
+    """
     arrays = (torch.from_numpy(part).to(model.wte.weight.device) for part in (tokens, mask))
     return score_answers(model, *arrays)[2].view(-1, 2).cpu().numpy()
 
@@ -102,10 +100,10 @@ def sum_answer_logps(model, tokens, mask):
 # model interface, see train/system.py
 
 def open_data(config, ranks):
-    """Return the Data of config.data_dir, a folder that data.prepare.pairs wrote. A batch is
-    (tokens, mask, logps), the arguments of PreferenceGPT. config: a TrainConfig; ranks: a Ranks.
-    Raises DataError if the folder cannot be used, or if the log probabilities were computed in a
-    different dtype than the dtype of this run."""
+    """Return the Data of data.prepare.pairs, with batches (tokens, mask, logps), see PreferenceGPT.
+
+    Raises DataError if the folder cannot be used, or if logps were computed in a different dtype.
+    """
     meta, tokenizer, spec = chat.read_rows_meta(config, "dpo", "pairs", "reference")
     width = meta.block_size + 1
     warn_of_differences(meta.extra, config.data_dir, "dpo")

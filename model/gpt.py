@@ -35,10 +35,11 @@ USE = "python -m model.sample --ckpt {out}/ckpt.pt"  # printed at the end of a r
 
 @dataclass
 class GPTConfig(GPTKeys):
-    """The architecture of a GPT: n_layer, n_head, n_embd, block_size, vocab_size, ... GPTKeys in
-    train/base/keys.py defines the fields, with defaults. Where n_kv_head, n_hidden or head_dim is
-    `None`, it is set to n_head, 4 * n_embd or n_embd // n_head. Raises ValueError if vocab_size is
-    missing or if fields contradict each other."""
+    """The architecture of a GPT. The fields are those of GPTKeys (train/base/keys.py).
+
+    n_kv_head, n_hidden and head_dim that are `None` become n_head, 4 * n_embd and n_embd // n_head.
+    Raises ValueError if vocab_size is missing or fields contradict each other.
+    """
 
     def __post_init__(self):
         if self.vocab_size is None:
@@ -52,38 +53,40 @@ class GPTConfig(GPTKeys):
 
     @property
     def padded_vocab_size(self):
-        """Number of rows of the embedding (V): vocab_size rounded up to a multiple of 128, for the
-        efficiency of matrix units."""
+        """Rows of the embedding (V): vocab_size rounded up to a multiple of 128, for efficiency."""
         return (self.vocab_size + 127) // 128 * 128
 
     def layer_type(self, layer):
-        """Return the attention type of the block with index `layer`, a letter: F full attention, W
-        the last `window` tokens; f, w: the same without rotary positions. The field layer_types, a
-        text with one letter per block, is repeated if it is shorter than n_layer."""
+        """Return the attention type of block `layer`, a letter of the repeated layer_types.
+
+        F: full attention, W: the last `window` tokens; f, w: the same without rotary positions.
+        """
         return self.layer_types[layer % len(self.layer_types)]
 
     def rope_tables(self, positions):
-        """Return the cosines and sines of the rotary angles at `positions`, a float tensor (...),
-        as one float32 tensor (n, 2, ..., D / 2): cosines at index 0 of the second dimension, sines
-        at 1. D: the head size. n is 1; it is 2 if window_rope_theta is set: index 1 of the first
-        dimension is then for layers of type W, see rope_index()."""
+        """Return the cosines and sines of the rotary angles at float `positions` (...).
+
+        Shape (n, 2, ..., D / 2), float32: index 0 of dimension 1 has cosines, index 1 sines. n is
+        1, or
+        2 with window_rope_theta: index 1 is then for layers of type W (rope_index).
+        """
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
             tables.append(ops.rope_table(positions, self.head_dim, self.window_rope_theta))
         return torch.stack(tables)
 
     def rope_index(self, layer):
-        """Return the index in the first dimension of rope_tables() for the block with index
-        `layer`: 0, or 1 for type W if window_rope_theta is set; -1 if queries and keys of this
-        block are not rotated."""
+        """Return the index of block `layer` in rope_tables(); -1 without rotary positions."""
         if self.pos != "rope" or self.layer_type(layer).islower():
             return -1
         return int(self.layer_type(layer) == "W" and self.window_rope_theta is not None)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding without random initial values on the meta device, where computing them would
-    import torch._dynamo: more than a second whenever a checkpoint is loaded."""
+    """nn.Embedding without random initial values on the meta device.
+
+    Computing them there imports torch._dynamo: over a second whenever a checkpoint is loaded.
+    """
 
     def reset_parameters(self):
         if not self.weight.is_meta:
@@ -91,10 +94,11 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.Module):
-    """Normalisation of x (..., dim) over the last dimension. kind: "rms" for RMSNorm
-    (arXiv:1910.07467), "layer" for LayerNorm. bias: add a bias (LayerNorm only). weight: False for
-    RMSNorm without a weight. Computed in float32, because in bfloat16 the mean of squares would be
-    too imprecise; the result has the dtype of the input."""
+    """RMSNorm (kind "rms", arXiv:1910.07467) or LayerNorm ("layer") over the last dimension.
+
+    bias: for LayerNorm only. weight: False for RMSNorm without a weight. Computed in float32,
+    because in bfloat16 the mean of squares is too imprecise; the result has the dtype of the input.
+    """
 
     def __init__(self, dim, kind, bias, eps, weight=True):
         super().__init__()
@@ -116,18 +120,18 @@ class Norm(nn.Module):
 
 
 class NormAllHeads(Norm):
-    """RMSNorm of queries or keys x (B, T, H, D) over heads and channels together, as in OLMo 2.
-    dim: H * D."""
+    """RMSNorm of queries or keys (B, T, H, D) over all heads together, as in OLMo 2."""
 
     def forward(self, x):
         return super().forward(x.flatten(2)).view_as(x)
 
 
 def qk_norm(c, n_head):
-    """Return the module that normalises queries or keys (B, T, n_head, D), according to the
-    GPTConfig c: nn.Identity if c.qk_norm is false; otherwise RMSNorm, for c.qk_norm_type "plain"
-    per head without weights, "head" per head with weights, "all" over all heads together with
-    weights."""
+    """Return the norm of queries or keys (B, T, n_head, D); nn.Identity without c.qk_norm.
+
+    c.qk_norm_type: "plain" per head without weights, "head" per head with weights, "all" over all
+    heads together with weights.
+    """
     if not c.qk_norm:
         return nn.Identity()
     if c.qk_norm_type == "all":
@@ -140,19 +144,21 @@ NORM_PLACES = {"pre": ["pre"], "post": ["post"], "both": ["pre", "post"], "strea
 
 
 def stream_norm(c, position):
-    """Return the norm over C channels for one of two places of a block: position "pre", before
-    attention or MLP, or "post", applied to the output of attention or MLP. It is nn.Identity if
-    norm_position of the GPTConfig c ("pre", "post", "both", "stream") has no norm there. "stream"
-    (BERT) has "pre" only, and its output replaces the residual stream."""
+    """Return the norm before ("pre") or after ("post") attention or MLP; else nn.Identity.
+
+    c.norm_position selects. With "stream" (BERT), the output of "pre" replaces the residual stream.
+    """
     if position not in NORM_PLACES[c.norm_position]:
         return nn.Identity()
     return Norm(c.n_embd, c.norm, c.bias, c.norm_eps)
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped queries (arXiv:2305.13245), x (B, T, C) -> (B, T, C), causal
-    unless forward() gets a mask. Includes, depending on `config`, rotary positions, a sliding
-    window, an output norm and dropout. config: a GPTConfig; layer: the index of the block."""
+    """Causal self-attention with grouped queries (arXiv:2305.13245), (B, T, C) -> (B, T, C).
+
+    Depending on `config`, with rotary positions, sliding window, output norm and dropout. layer:
+    the index of the block.
+    """
 
     def __init__(self, config, layer):
         super().__init__()
@@ -174,11 +180,12 @@ class Attention(nn.Module):
         self.out_norm = stream_norm(c, "post")
 
     def forward(self, x, ropes=(), cache=None, mask=None):
-        """Return the output (B, T, C) for x (B, T, C). ropes: GPTConfig.rope_tables() at the T
-        positions, as a tuple of 1 or 2 tensors, each of a shape that apply_rope() accepts; () for
-        models without rotary positions. cache: a KVCache with the earlier tokens, updated in place;
-        start() was called for the T tokens. mask (B or 1, 1, T or 1, T) bool: true where a query
-        sees a key, instead of the causal mask. Raises ValueError for a mask and a cache together.
+        """Return the output (B, T, C) for x (B, T, C).
+
+        ropes: the tables of GPTConfig.rope_tables() at the T positions; () without rotary
+        positions.
+        cache: a KVCache with the earlier tokens, updated in place, after start().
+        mask: (B or 1, 1, T or 1, T) bool instead of the causal mask, true where a query sees a key.
         """
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
@@ -209,10 +216,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward layer of a block, (B, T, C) -> (B, T, C), with dropout and output norm. The
-    field mlp of config, a GPTConfig, selects the activation: swiglu or geglu (gated,
-    arXiv:2002.05202), gelu, or relu2 (squared ReLU, arXiv:2109.08668). geglu and gelu use the tanh
-    approximation of GELU, as GPT-2; geglu_exact and gelu_exact use the exact one, as nanoGPT."""
+    """The feed-forward layer, (B, T, C) -> (B, T, C), with dropout and output norm.
+
+    config.mlp: swiglu, geglu (gated, arXiv:2002.05202), gelu or relu2 (arXiv:2109.08668). geglu and
+    gelu use the tanh approximation, as GPT-2; geglu_exact and gelu_exact do not, as nanoGPT.
+    """
 
     gelu_tanh = functools.partial(F.gelu, approximate="tanh")
     activations = dict(swiglu=F.silu, geglu=gelu_tanh, geglu_exact=F.gelu, gelu=gelu_tanh,
@@ -243,11 +251,12 @@ CHECKPOINTING = {"true": {}, "selective": dict(context_fn=ops.save_matrix_produc
 
 class Block(nn.Module):
     """A transformer block: attention and MLP, each added to the residual stream x (B, T, C).
-    forward(x, *context) -> x, where context are the arguments ropes, cache and mask of
-    Attention.forward(). config: a GPTConfig; layer: the index of the block; mlp: class of the
-    feed-forward layer. compute(x, *context, **of_mlp) is the block without gradient checkpointing,
-    which forward() adds in training if the attribute gradient_checkpointing is not "false"; of_mlp
-    are keyword arguments for the forward() of the feed-forward layer."""
+
+    forward(x, *context) -> x; context: ropes, cache and mask of Attention.forward(). mlp: class of
+    the feed-forward layer. compute(x, *context, **of_mlp) is the block without gradient
+    checkpointing;
+    of_mlp: keyword arguments of the feed-forward layer's forward().
+    """
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
 
@@ -280,11 +289,10 @@ class GPT(nn.Module):
     """A GPT: forward(idx, targets) -> (mean loss, sums); forward(idx) -> logits (B, T, vocab_size).
 
     idx, targets: int64 (B, T); a target of -1 does not count. sums: {name: tensor}, sums over the
-    targets, for the log. trunk() computes the states after the final norm, logits() the logits of
-    states. config: a GPTConfig. seed: of the initial weights. token_bytes (n_vocab,), a numpy
-    array: the number of bytes of each token, for bits per byte in evaluations. is_backbone: the
-    caller uses only trunk(); otherwise SetupError is raised for an encoder (causal: false), which
-    has no logits.
+    targets, for the log. trunk() computes the states after the final norm, logits() the logits.
+    seed: of the initial weights. token_bytes (n_vocab,), a numpy array: the bytes of each token,
+    for bits per byte. is_backbone: only trunk() is used, as is required for an encoder (causal:
+    false).
     """
     block_class = Block  # other model types have other blocks
 
@@ -312,11 +320,12 @@ class GPT(nn.Module):
         self.filled = fill(self, seed)  # by initial(); build_model fills what subclasses add
 
     def add_buffers(self, token_bytes):
-        """Register buffers that move with the model but are not saved. `ropes`:
-        GPTConfig.rope_tables() of the positions 0 to block_size - 1; `None` without rotary
-        positions. `token_bytes` (V,), int64: the number of bytes of each token, from the numpy
-        array token_bytes, of at most V elements; 0 for other rows, or if it is `None`. Both have
-        values also under torch.device("meta"), because they are not initialised later."""
+        """Register the buffers `ropes` and `token_bytes`, which are not saved.
+
+        ropes: rope_tables() of the positions 0 to block_size - 1, or `None`. token_bytes: (V,)
+        int64, 0 where unknown. They have values also under torch.device("meta"), since nothing
+        initialises them later.
+        """
         c = self.config
         ropes = None
         with torch.device("cpu"):
@@ -330,11 +339,12 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", sizes, persistent=False)
 
     def forward(self, idx, targets=None, *others, cache=None, last_only=False):
-        """Return (mean loss, sums), the result of compute_loss(idx, targets, *others), or without
-        `targets` the logits (B, T, vocab_size). idx (B, T): token ids; others: further tensors of a
-        batch, for subclasses. last_only: return only the logits (B, 1, vocab_size) of the last
-        token. cache: a KVCache with the earlier tokens, updated in place; only without targets.
-        Raises ValueError if no block uses the cache."""
+        """Return (mean loss, sums), or without `targets` the logits (B, T, vocab_size).
+
+        idx: (B, T) token ids. others: more tensors of a batch, for subclasses. cache: a KVCache
+        with the earlier tokens, updated in place. last_only: logits (B, 1, vocab_size) of the last
+        token.
+        """
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
@@ -343,14 +353,15 @@ class GPT(nn.Module):
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):
-        """Return (mean loss, {name: sum}) for idx and targets, int64 (B, T): score() of the states
-        of trunk(). Subclasses override this method."""
+        """Return (mean loss, {name: sum}) for idx, targets (B, T). Subclasses override it."""
         return self.score(self.trunk(idx), targets)
 
     def score(self, x, targets):
-        """Return (mean cross-entropy, {name: sum}) of targets (B, T), -1: not counted, predicted
-        from the states x (B, T, C) of trunk(). Sums: "count", the number of targets that count; in
-        eval mode also "bytes", the number of bytes of their text, 0 if unknown."""
+        """Return (mean loss, {name: sum}) of targets (B, T) for the states x (B, T, C) of trunk().
+
+        Sums: "count", the targets that count (not -1); in eval mode "bytes" of their text, 0 if
+        unknown.
+        """
         # (B, T), 0 where the target does not count
         losses = self.loss(x, (self.lm_head or self.wte).weight, targets, self.config.vocab_size)
         counted = targets != ops.IGNORE  # (B, T)
@@ -362,12 +373,12 @@ class GPT(nn.Module):
         return loss, sums
 
     def trunk(self, idx, cache=None, mask=None, positions=None, history=None):
-        """Return the states (B, T, C) of the tokens idx (B, T) after the final norm. cache: a
-        KVCache with the earlier tokens, updated in place, which also gives positions and history.
-        Without a cache: mask, see Attention.forward(), default: causal; positions (B, T), default:
-        from 0; history (B, T): the up to three tokens before each token, encoded by histories() of
-        model/core/ops.py, default: computed from idx. Raises ValueError if T, or with a cache the
-        length of a row, exceeds block_size."""
+        """Return the states (B, T, C) after the final norm for token ids idx (B, T).
+
+        cache: a KVCache with the earlier tokens, updated in place. Without one: mask, of
+        Attention.forward() (default: causal); positions (B, T) (default: from 0); history (B, T),
+        the tokens before each token, as from ops.histories() (default: those in idx).
+        """
         c = self.config
         T = idx.size(1)
         if T > c.block_size:
@@ -398,18 +409,16 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def logits(self, x):
-        """Return the logits (..., vocab_size), float32, for x (..., C), the states of trunk();
-        without the padding of the vocabulary."""
+        """Return the logits (..., vocab_size), float32, for the states x (..., C) of trunk()."""
         z = F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)  # (..., V)
         return ops.finish_logits(z.float())[..., :self.config.vocab_size]
 
     def numbers(self, sums):
-        """Return {name: number or `None`} for the log: every 0-dim sum except "loss" and "count",
-        divided by the count (`None` if the count is 0). If there is a sum "bytes", as in
-        evaluations, "ppl" (perplexity) and "bpb" (bits per byte) replace it; ppl is `None` if the
-        count is 0, bpb if the bytes are 0 (unknown). Raises SetupError for a sum named ppl or bpb.
-        sums: {name: CPU tensor}, those of compute_loss() added over all batches, and "loss", the
-        sum of the losses of all targets."""
+        """Return {name: number or `None`} for the log: each 0-dim sum divided by sums["count"].
+
+        "ppl" (perplexity) and "bpb" (bits per byte) replace a sum "bytes"; `None` if unknown. sums:
+        those of compute_loss() over all batches, and the total "loss".
+        """
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():
             raise SetupError(f"forward(*batch): rename the sum {taken.pop()}, the name is reserved")
@@ -421,10 +430,11 @@ class GPT(nn.Module):
         return numbers
 
     def initial(self, name, shape, seed):
-        """Return the initial value, a tensor of `shape`, of the parameter `name`; `None` if it is
-        not a parameter of a plain GPT: the value from the __init__ of the module is then kept,
-        which is not supported under FSDP. A pure function of (seed, name), so that a sharded model
-        can be initialised one tensor at a time."""
+        """Return the initial value of the parameter `name`, a pure function of (seed, name).
+
+        A sharded model is initialised by it, one tensor at a time. `None` for other parameters than
+        a plain GPT's: these keep the value of their module's __init__, which FSDP does not support.
+        """
         c = self.config
         # GPT-2's scheme: N(0, 0.02); the 2 n_layer projections into the stream are smaller, so that
         # the sum has the variance of one.
@@ -444,18 +454,18 @@ class GPT(nn.Module):
         return torch.ones(shape) if is_norm else normal(name, shape, stds[part], seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor}, from which the training of this model starts
-        (init_from), with learned positions cut to the first block_size rows."""
+        """Return weights to start from, with learned positions cut to block_size rows."""
         if self.wpe is not None and "wpe.weight" in weights:
             weights = weights | {"wpe.weight": weights["wpe.weight"][:self.config.block_size]}
         return weights
 
     def flops_per_unit(self):
-        """Return the FLOPs of training per token, as counted by PaLM (arXiv:2204.02311, appendix
-        B): 6 per weight in a matrix product, and 12 H D per layer and visible token for attention,
-        where all tokens of the sample (or of the window) count as visible, without the causal mask.
-        Forward pass, gradients of inputs and gradients of weights are a third each. The last third
-        is omitted for frozen weights; if all weights are frozen, only the forward pass is counted.
+        """Return the training FLOPs per token, as counted by PaLM (arXiv:2204.02311, appendix B).
+
+        6 per weight in a matrix product, and 12 H D per layer and visible token: all of the sample
+        or window, without the causal mask. A third each is the forward pass, the gradients of
+        inputs and those of weights; frozen weights have no last third, and a frozen model only the
+        first.
         """
         c = self.config
         # Embeddings are lookups, except for a tied one, which is the output layer too.
@@ -477,14 +487,12 @@ class GPT(nn.Module):
 # the model interface, see train/system.py
 
 def build_model(config, data, kind=GPT, shape=GPTConfig):
-    """Return the model of a run, kind(shape(...), seed, token_bytes), with initial weights.
+    """Return the model of a run with initial weights: kind(shape(...), seed, token_bytes).
 
-    config: a TrainConfig; it must have all fields of `shape`. The block_size of the model is
-    config.context, which may be longer than config.block_size, the windows of the run. data: a
-    Data, or an object with the attribute spec, a dict with vocab_size and, for text, the tokenizer;
-    with config.head_samples also the attribute train, the loader of the training data. kind: GPT, a
-    subclass, or a function with the same arguments that returns one. shape: GPTConfig or a
-    subclass.
+    config: a TrainConfig with all fields of `shape`. The model's block_size is config.context, at
+    least the run's windows, config.block_size. data: has the attribute spec, with vocab_size and,
+    for text, the tokenizer; with head_samples also train, the loader. kind: GPT, a subclass, or a
+    function with the same arguments. shape: GPTConfig or a subclass.
     """
     args = {f.name: getattr(config, f.name) for f in fields(shape)}
     token_bytes = None
@@ -502,10 +510,11 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 
 
 def use_sampled_loss(model, n_samples, loader, seed):
-    """Replace the loss of `model`, a GPT, in place, by a SampledCrossEntropy with n_samples ids,
-    sampled with the seed `seed`. The frequencies of the ids are those in the first samples of
-    `loader`, the loader of the training data, about 2^20 tokens. Raises SetupError unless n_samples
-    is smaller than the vocabulary."""
+    """Replace the loss of a GPT by a SampledCrossEntropy with `n_samples` ids, in place.
+
+    The frequencies of ids are those of about 2^20 training tokens. SetupError unless n_samples is
+    smaller than the vocabulary.
+    """
     if n_samples >= model.config.vocab_size:
         raise SetupError(f"head_samples ({n_samples:,}): expected fewer than the "
                          f"{model.config.vocab_size:,} ids of the vocabulary; 0 computes all")

@@ -75,16 +75,16 @@ class Keys(chat.FromChatKeys):
 # the models
 
 class AnsweringGPT(chat.ChatGPT):
-    """Base class of a chat model that is trained on answers that it generates: forward(prompts,
-    lengths, row_numbers, sample_numbers) -> (loss, sums). Subclasses implement it as
-    compute_loss(), with sample_numbers=None in evaluations.
+    """Base class of a chat model that is trained on answers that it generates.
 
-    prompts (B, P): token ids, right-padded; lengths (B,): true lengths; row_numbers (B,): indices
-    of the prompts in the data, for reward_function; sample_numbers (B,), in training only: numbers
-    that determine the seeds of the answers. Answers are sampled in training and greedy in
-    evaluations. The sums are over prompts, whose number is sums["prompts"] or, without it,
-    sums["count"] (default: B); numbers() returns means per prompt. The caller must set the
-    attributes keys, a TrainConfig, and reward_function, a RewardFunction.
+    Called with (prompts, lengths, row_numbers, sample_numbers), it returns (loss, sums); subclasses
+    implement this as compute_loss(), with sample_numbers=None in evaluations.
+    prompts (B, P): token ids, right-padded. lengths (B,): true lengths.
+    row_numbers (B,): indices of the prompts in the data, for reward_function.
+    sample_numbers (B,): numbers that determine the seeds of the answers.
+    Answers are sampled in training, greedy in evaluations. numbers() divides the sums by the number
+    of prompts: sums["prompts"] or, without it, sums["count"] (default: B). The caller must set
+    keys, a TrainConfig, and reward_function, a RewardFunction.
     """
 
     def first_prompts(self, prompts, lengths, *rest):
@@ -96,12 +96,12 @@ class AnsweringGPT(chat.ChatGPT):
         return super().numbers(sums | dict(count=n_prompts))
 
     def sample_answers(self, prompts, lengths, sample_numbers, samples_per_row=1):
-        """Sample samples_per_row answers to each prompt at temperature 1, for a training step.
-        Return them as generate_answers() does, which also describes prompts and lengths. A prompt
-        has one seed, for all answers to it (which usually differ): a function of the seed of the
-        run and of the element of sample_numbers (B,), an int64 tensor, so that the answers do not
-        depend on the batch. Dropout is off during generation; the model is in training mode
-        afterwards."""
+        """Sample samples_per_row answers per prompt at temperature 1, for a training step.
+
+        sample_numbers (B,) int64. For other arguments and the result, see generate_answers().
+        A prompt has one seed for all answers, a function of config.seed and the sample number, so
+        that answers do not depend on the batch. Dropout is off; training mode is set afterwards.
+        """
         seeds = [stable_hash(self.keys.seed, f"answers {g}") for g in sample_numbers.tolist()]
         self.eval()
         answers = self.generate_answers(prompts, lengths, samples_per_row, seeds)
@@ -112,10 +112,12 @@ class AnsweringGPT(chat.ChatGPT):
         return answers
 
     def generate_answers(self, prompts, lengths, samples_per_row=1, seeds=None):
-        """Return a list of B * samples_per_row answers, those to a prompt next to each other. An
-        answer is a list of at most keys.answer_tokens token ids, of which the last may be an end
-        token. prompts (B, P): token ids, right-padded; lengths (B,): true lengths. seeds: a list of
-        B ints, to sample at temperature 1; `None`: greedy. The caller must set eval mode."""
+        """Return B * samples_per_row answers, lists of token ids, consecutive for each prompt.
+
+        prompts (B, P): token ids, right-padded. lengths (B,): true lengths.
+        seeds: B ints, to sample at temperature 1; `None`: greedy.
+        An answer has 1 to keys.answer_tokens ids; the last may be an end token. Requires eval mode.
+        """
         prompts = prompts[:, :int(lengths.max())]
         ends = self.reward_function.ends
         # The ranks of a sharded model must run the same number of forward passes.
@@ -126,12 +128,11 @@ class AnsweringGPT(chat.ChatGPT):
         return [cut_at_end(ids, ends) for ids in out[:, prompts.size(1):].tolist()]
 
     def pack(self, prompts, lengths, answers, weights):
-        """Return [tokens (n, T, 5), weights (n, T)], the result of collate_rows(), on the device of
-        `prompts`. The n rows contain the answers, except those with weight 0, and the prompts of
-        these answers; equal answers to a prompt are stored once, see pack_answers(). If all weights
-        are 0, n is 1, and the row is padding. prompts (B, P): token ids, right-padded; lengths
-        (B,): true lengths; answers: a list of B * K lists of token ids, those to a prompt next to
-        each other; weights (B, K): one for each answer."""
+        """Return [tokens (n, T, 5), weights (n, T)] of collate_rows() on the device of `prompts`.
+
+        prompts, lengths: as for generate_answers(). answers: B * K lists of token ids, likewise.
+        weights (B, K): one per answer, see pack_answers(); if all are 0, n is 1: a row of padding.
+        """
         rows = []
         K = weights.size(1)
         # Windows count places in a row, in which other answers would move the prompt away.
@@ -142,20 +143,17 @@ class AnsweringGPT(chat.ChatGPT):
         return [t.to(prompts.device) for t in collate_rows(rows, self.keys.block_size)]
 
     def flops_per_unit(self):
-        """Return the FLOPs of training per prompt with one answer: 4 / 3 of those of a row, because
-        generation costs one more forward pass."""
+        """Return the FLOPs of training per prompt with one answer, including generation."""
         return super().flops_per_unit() * 4 / 3
 
 
 class PolicyGPT(WithAdapters, AnsweringGPT):
-    """A chat model that is trained on rewards for answers by GRPO: forward(prompts, lengths,
-    row_numbers, sample_numbers), as AnsweringGPT. The caller must also set the attribute ranks, the
-    Ranks of the run.
+    """A chat model that is trained by GRPO on rewards for answers, called as AnsweringGPT.
 
-    The logged numbers are the mean "reward" and "length" (in tokens) of answers. In training also
-    means over groups, the answers to the same prompt: "spread", the standard deviation of the
-    rewards; "best", the highest reward; "flat", the share of groups with equal rewards; and
-    "truncated", the share of answers without an end token.
+    The caller must also set ranks, the Ranks of the run.
+    Logged: the mean "reward" and "length" (in tokens) of answers; in training also "truncated", the
+    share of answers without an end token, and means over groups, the answers to one prompt:
+    "spread", the standard deviation of rewards; "best", the highest; "flat", whether all are equal.
     """
 
     def compute_loss(self, prompts, lengths, row_numbers, sample_numbers=None):
@@ -165,10 +163,11 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         return self.policy_loss(*batch), sums
 
     def policy_loss(self, tokens, weights, count):
-        """Return the loss -sum(weights * ratio) / max(count, 1), a scalar, whose gradient is the
-        policy gradient. ratio (n, T) is 1, with the gradient of the log probabilities of the
-        targets. tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights;
-        count: a 0-dim tensor, the divisor."""
+        """Return -sum(weights * ratio) / max(count, 1), whose gradient is the policy gradient.
+
+        tokens (n, T, 5), weights (n, T): the result of pack(), with advantages as weights.
+        count: 0-dim. ratio (n, T) is 1, with the gradient of the targets' log probabilities.
+        """
         logps = answer_logps(self, tokens)  # (n, T)
         ratio = (logps - logps.detach()).exp()  # of the probabilities after and before: 1
         return -(weights * ratio).sum() / count.clamp(min=1)
@@ -176,11 +175,11 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
     @torch.compiler.disable
     @torch.no_grad()
     def sample_batch(self, prompts, lengths, row_numbers, sample_numbers):
-        """Sample group_size answers per prompt and compute rewards. Return (batch, sums): batch is
-        [tokens (n, T, 5), weights (n, T), count], the arguments of policy_loss(); sums {name: 0-dim
-        tensor}, for the log, are over the prompts; sums["count"] is `count`, the divisor of the
-        loss. For the arguments, see AnsweringGPT. Raises UserError for errors of the reward
-        function."""
+        """Sample group_size answers per prompt; return (arguments of policy_loss(), sums).
+
+        sums {name: 0-dim tensor}: over the prompts, for the log; "count" is the divisor of the
+        loss. Raises UserError for errors of the reward function.
+        """
         c = self.keys
         K = c.group_size
         answers = self.sample_answers(prompts, lengths, sample_numbers, K)
@@ -212,17 +211,14 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
 
     @torch.compiler.disable
     def evaluate_answers(self, prompts, lengths, row_numbers):
-        """Generate a greedy answer for each prompt. Return (loss, sums), for an evaluation: the
-        negative mean reward, and {"reward", "length"}, 0-dim tensors, sums over the prompts.
-        prompts (B, P), lengths (B,), row_numbers (B,): as for forward()."""
+        """Return the negative mean reward of greedy answers, and the sums of reward and length."""
         answers = self.generate_answers(prompts, lengths)
         reward = torch.tensor(float(sum(map(self.reward_function, row_numbers.tolist(), answers))))
         length = torch.tensor(float(sum(map(len, answers))))
         return -reward / len(prompts), dict(reward=reward, length=length)
 
     def flops_per_unit(self):
-        """Return the FLOPs of training per prompt, for group_size answers of the maximum length.
-        The prompt is computed once per group."""
+        """Return the training FLOPs per prompt, for group_size answers of the maximum length."""
         answers = (self.keys.group_size - 1) * self.keys.answer_tokens / self.row_tokens
         return super().flops_per_unit() * (1 + answers)
 
@@ -239,17 +235,16 @@ def cut_at_end(ids, ends):
 # rows with a prompt and several answers
 
 def pack_answers(prompt, answers, weights, max_tokens):
-    """Pack a prompt and answers to it into rows of at most max_tokens tokens. Each row contains the
-    prompt and as many answers as fit, so that the prompt is computed once per row; an answer that
-    is too long gets a longer row. prompt: a list of token ids; answers: a list of such lists;
-    weights: one float for each answer, which applies to all tokens of it.
+    """Pack a prompt and answers to it into rows of at most max_tokens tokens.
 
-    Return a list of rows ([] if all weights are 0); a row is a list of (token, position, history,
-    target, part, weight). history: the encoded tokens before, see histories() of model/core/ops.py.
-    part: 0 for the prompt, at the start of the row; 1, 2, ... for the answers, each of which
-    attends only to the prompt and itself. The part of an answer starts with the last token of the
-    prompt, which predicts the first token of the answer. Answers with weight 0 are left out. Equal
-    answers are stored once, with the sum of the weights.
+    prompt: token ids. answers: lists of token ids. weights: one float per answer.
+    Each row has the prompt and as many answers as fit; an answer that is too long gets a longer
+    row. Answers with weight 0 are left out; equal answers are stored once, with the total weight.
+    Returns a list of rows, [] if all weights are 0. A row is a list of (token, position, history,
+    target, part, weight).
+    history: the encoded tokens before, see histories() of model/core/ops.py.
+    part: 0 for the prompt, at the start of the row; 1, 2, ... for answers, which attend only to the
+    prompt and to themselves, and begin with the prompt's last token, which predicts the next.
     """
     totals = {}  # {answer: sum of the weights}
     for answer, weight in zip(map(tuple, answers), weights):
@@ -269,11 +264,12 @@ def pack_answers(prompt, answers, weights, max_tokens):
 
 
 def collate_rows(rows, max_tokens):
-    """Convert `rows`, as returned by pack_answers(), to tensors. Return (tokens (n, T, 5) int64,
-    weights (n, T) float32). The last dimension of tokens is (token, position, history, target,
-    part). Rows are padded to the same length T, a multiple of WIDTH_MULTIPLE, or max_tokens if that
-    is smaller; no row may be longer than max_tokens. Without rows, n is 1, and the row is padding,
-    which does not change the loss."""
+    """Return rows of pack_answers() as tensors (tokens (n, T, 5) int64, weights (n, T) float32).
+
+    The last dimension of tokens is (token, position, history, target, part). Rows are padded to the
+    same T, a multiple of WIDTH_MULTIPLE, or max_tokens if smaller; no row may be longer than
+    max_tokens. Without rows, the result is one row of padding, which does not change the loss.
+    """
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
@@ -283,17 +279,14 @@ def collate_rows(rows, max_tokens):
 
 
 def answer_states(model, tokens):
-    """Return the states (n, T, C) of `model`, a GPT, after the final norm, for tokens (n, T, 5) of
-    collate_rows(). A prompt attends to itself, an answer to the prompt of the row and itself, not
-    to other answers."""
+    """Return the states (n, T, C) after the final norm for tokens (n, T, 5) of collate_rows()."""
     idx, positions, history, _, part = tokens.unbind(-1)  # (n, T) each
     visible = (part[:, :, None] == part[:, None]) | (part == 0)[:, None]  # (n, T, T)
     return model.trunk(idx, mask=visible.tril()[:, None], positions=positions, history=history)
 
 
 def answer_logps(model, tokens):
-    """Return the log probabilities (n, T), float32, of the targets in tokens (n, T, 5), the result
-    of collate_rows(), under `model`, a GPT; 0 where the target is IGNORE (-1)."""
+    """Return the float32 log probabilities (n, T) of targets in collate_rows() tokens; 0 at -1."""
     x = answer_states(model, tokens)
     targets = tokens[..., 3]
     return token_logprobs(model, x.flatten(0, 1), targets.flatten()).view_as(targets)
@@ -303,15 +296,15 @@ def answer_logps(model, tokens):
 # rewards
 
 class RewardFunction:
-    """Callable (number, ids) -> reward, a finite float. number: index of the prompt in `lines`;
-    ids: the answer, a list of token ids, which `tokenizer` decodes without the end tokens `ends`.
+    """Callable (number, ids) -> reward, a finite float, for an answer to a prompt.
 
-    function: a function (question, answer, row) -> number, reward() of the user's file at `path`;
-    `None`: the reward is 1.0 if the answer without surrounding white space equals the reference
-    answer, else 0.0. The caller must set the attribute `lines`: for each prompt a JSON text with
-    question, answer (reference) and row (the record), as in SPLIT_rows.jsonl. Raises UserError for
-    errors in `function`, or if the result is not finite or larger than MAX_REWARD in absolute
-    value.
+    number: index of the prompt in `lines`.
+    ids: the answer, token ids, which `tokenizer` decodes without the end tokens `ends`.
+    function(question, answer, row) -> number: reward() in the user's file at `path`; `None`: the
+    reward is 1.0 if the answer, stripped, equals the reference answer, else 0.0.
+    The caller must set lines, for each prompt a JSON text with question, answer (reference) and row
+    (the record), as in SPLIT_rows.jsonl. Raises UserError for errors in `function`, and for results
+    that are not finite or exceed MAX_REWARD in absolute value.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -338,11 +331,12 @@ class RewardFunction:
 
 @contextlib.contextmanager
 def user_code(path, context=""):
-    """Return a context manager in which code of the user's file at `path` is called. Any exception
-    except KeyboardInterrupt is raised as a UserError with the line number in the file; `context` is
-    appended to the message. At the end, also after an exception, global settings that the code may
-    change are reset: the working directory and whether gradients are enabled, to the values at the
-    start; PyTorch's default dtype to float32, and its default device to `None` (the CPU)."""
+    """Return a context manager for calls of code in the user's file at `path`.
+
+    Any exception except KeyboardInterrupt is raised as a UserError with the line number in the file
+    and with `context` at the end. Afterwards, the working directory and whether gradients are
+    enabled are restored; PyTorch's default dtype is float32, and the default device is `None`.
+    """
     folder = os.getcwd()
     grad = torch.is_grad_enabled()
     try:
@@ -362,8 +356,7 @@ def user_code(path, context=""):
 
 
 def load_reward(path):
-    """Execute the Python file at `path` and return the function `reward` in it. Raises UserError
-    for any error in the file, and if there is no such function."""
+    """Return the function `reward` of the Python file `path`, executed; UserError for any error."""
     with user_code(path):
         names = runpy.run_path(path)
     if "reward" not in names:
@@ -375,9 +368,7 @@ def load_reward(path):
 # model interface, see train/system.py
 
 class PromptLoader(RowLoader):
-    """RowLoader whose batches are the arguments of AnsweringGPT: prompts (B, P), lengths (B,), row
-    numbers (B,) and, in training, sample numbers (B,). The sample numbers of a prompt are different
-    in each epoch, so that different answers are sampled."""
+    """RowLoader with batches as AnsweringGPT's arguments; sample numbers differ in each epoch."""
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -388,9 +379,7 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, needs_answers):
-    """Return the list of lines, JSON texts, of the file SPLIT_rows.jsonl at `path`. Each has the
-    question, the answer (reference, may be null) and the row (record) of a prompt. Raises DataError
-    if the file or a line is invalid, or if needs_answers is true and a line has no answer."""
+    """Return the JSON lines of the SPLIT_rows.jsonl at `path`; DataError if one is invalid."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         answers = [json.loads(line)["answer"] for line in lines]
@@ -403,11 +392,12 @@ def read_lines(path, needs_answers):
 
 
 def open_prompts(config, ranks, needs_answers):
-    """Return the Data of config.data_dir, a folder that data.prepare.prompts wrote, with
-    PromptLoaders and the additional attribute reward_function, a RewardFunction for exact match.
-    config: a TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be used, if the
-    longest prompt and answer_tokens together exceed block_size, or if needs_answers is true and a
-    prompt has no reference answer. Disables the attention of cuDNN in this process."""
+    """Return the Data of data.prepare.prompts, with PromptLoaders and a reward_function.
+
+    reward_function, an additional attribute, is a RewardFunction for exact match. Raises DataError
+    if the folder cannot be used, if the longest prompt and answer_tokens exceed block_size, or if
+    needs_answers and a reference answer is missing. Disables cuDNN's attention in this process.
+    """
     c = config
     meta, tokenizer, spec = chat.read_rows_meta(c, "grpo", "prompts")
     width = meta.block_size
@@ -437,10 +427,7 @@ def open_prompts(config, ranks, needs_answers):
 
 
 def open_data(config, ranks):
-    """Return the Data of open_prompts(), also with the attribute ranks. config.reward selects the
-    attribute reward_function: "exact" (the answer equals the reference answer), or the path of a
-    Python file, which is executed. Raises DataError for data that cannot be used, and UserError for
-    errors in the file."""
+    """Return the Data of open_prompts() with `ranks` and the reward function of config.reward."""
     data = open_prompts(config, ranks, needs_answers=config.reward == "exact")
     data.ranks = ranks
     data.spec["reward"] = "exact"

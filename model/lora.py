@@ -41,10 +41,12 @@ class Keys:
 # the model
 
 class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
-    """A GPT, for text or conversations, with a frozen backbone and trained adapters of rank r on
-    linear layers. state_dict() has the adapters only. weights: {name: tensor} of the backbone, used
-    without copies; alpha / r: the scale of the adapters; targets: patterns of layer names, see
-    find_layers() of model/core/adapters.py. The other arguments are those of GPT."""
+    """A GPT for text or conversations with a frozen backbone and adapters on linear layers.
+
+    weights: {name: tensor} of the backbone, used without copies. r: rank of the adapters.
+    alpha / r: scale of the adapters. targets: as for find_layers() in model/core/adapters.py.
+    state_dict() has the adapters only.
+    """
 
     def __init__(self, config, seed, token_bytes, weights, r, alpha, targets):
         with torch.device("meta"):
@@ -57,10 +59,11 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 
 
 def load_backbone(config, data, dtype=torch.float32):
-    """Load the checkpoint config.backbone. Return (config, weights): the TrainConfig `config` with
-    the architecture of the backbone, and {name: tensor}. Tensors whose dtype is not `dtype` are
-    converted to float32. Raises CheckpointError if the file cannot be used, or if the SHA-256 of
-    the weights is not data.spec["backbone"], the one at the start of the training run."""
+    """Return (config with the backbone's architecture, {name: tensor}), read from config.backbone.
+
+    Tensors with a dtype other than `dtype` are converted to float32. Raises CheckpointError if the
+    file cannot be used, or if the SHA-256 of the weights is not data.spec["backbone"].
+    """
     path = config.backbone
     state = read_backbone(path)
     if state["digest"] != data.spec["backbone"]:
@@ -94,17 +97,13 @@ def open_data(config, ranks):
 
 
 def open_text(config, ranks):
-    """Return the Data of config.data_dir, a folder with conversations of data.prepare.chat or with
-    token files. config: a TrainConfig; ranks: a Ranks. Raises DataError if the folder cannot be
-    used."""
+    """Return the Data of config.data_dir, conversations of data.prepare.chat or token files."""
     is_chat = prepared_model(config.data_dir) == "chat"
     return (chat.open_data if is_chat else open_token_data)(config, ranks)
 
 
 def build_model(config, data):
-    """Return a LoRA model: the frozen backbone config.backbone with adapters. Raises
-    CheckpointError if the backbone cannot be used, and ConfigError if lora_targets matches no
-    layer."""
+    """Return a LoRA of the backbone config.backbone; ConfigError if lora_targets match no layer."""
     dtype = torch.float32
     # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which

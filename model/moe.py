@@ -1,4 +1,4 @@
-"""A GPT with routed experts (mixture of experts): --config train/configs/moe.yaml
+"""A GPT with routed experts (mixture of experts): --config train/configs/moe.yaml.
 
 Each block has n_experts small MLPs (SwiGLU) instead of one. A router sends every token to
 experts_per_token experts; no token is dropped. By default, the arithmetic is that of
@@ -31,8 +31,7 @@ from train.base.fields import key
 
 @dataclass
 class RouterKeys:
-    """Base class of the configuration keys of models with routers (moe, memory): the weights of the
-    router losses in the training loss."""
+    """Configuration keys of models with routers (moe, memory): the weights of the router losses."""
     load_balance_coef: float = key(0.01, "weight of the load balance loss", ge=0)
     auxiliary_coef: float = key(0.0, "weight of the load's squared distance from uniform", ge=0)
     z_loss_coef: float = key(0.001, "weight of the router logits' squared logsumexp", ge=0)
@@ -63,8 +62,7 @@ class Keys(RouterKeys):
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """Architecture of a GPT with experts: the fields of GPTConfig and of Keys. If expert_hidden is
-    `None`, it is set to n_hidden // (experts_per_token + shared_experts), at least 1."""
+    """Architecture of a GPT with experts; expert_hidden is n_hidden / active experts by default."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,10 +74,9 @@ class MoEConfig(GPTConfig, Keys):
 # router losses
 
 def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
-    """Return the losses of a router, 0-dim tensors {"load_balance", "auxiliary", "z_loss"}. logits
-    (..., E): of the router, for N tokens in all; each token uses the k experts with the largest
-    logits.
+    """Return the losses of a router, 0-dim tensors {"load_balance", "auxiliary", "z_loss"}.
 
+    logits (..., E): of the router, for N tokens in all. k: experts per token, the largest logits.
     With P_i, the mean probability of expert i (softmax of the logits), and f_i, the share of expert
     i in the N k assignments of tokens to experts:
     load_balance = E sum_i f_i P_i (arXiv:2101.03961), which is 1 for a uniform load;
@@ -91,9 +88,7 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 def sequence_losses(logits, load):
-    """Return {"load_balance", "auxiliary", "z_loss"}, tensors (...): the losses of router_losses(),
-    computed separately for each sequence of N tokens. logits (..., N, E): of the router; load (...,
-    E): the result of compute_load()."""
+    """Return router_losses(), (...) each, per sequence of logits (..., N, E) and load (..., E)."""
     logits = logits.float()
     n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
@@ -104,9 +99,7 @@ def sequence_losses(logits, load):
 
 
 def compute_load(chosen, n):
-    """Return the load (..., n): the share of each of n experts in the assignments of tokens to
-    experts, with sum 1. chosen (..., N, k): for each of N tokens, the indices, 0 to n - 1, of the k
-    experts."""
+    """Return each expert's share (..., n) of the assignments, expert indices chosen (..., N, k)."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -114,9 +107,7 @@ def compute_load(chosen, n):
 def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor]],
                                   load_balance_coef: float = 0.01, auxiliary_coef: float = 0.0,
                                   z_loss_coef: float = 0.001) -> torch.Tensor:
-    """Return a 0-dim tensor to add to the training loss: the sum over layers of the router losses,
-    multiplied by the three coefficients. router_losses: a list with the result of router_losses()
-    of each layer; a missing loss counts as 0."""
+    """Return the weighted sum over layers of router losses, 0-dim; a missing loss counts as 0."""
     return sum(load_balance_coef * layer.get("load_balance", 0.0)
                + auxiliary_coef * layer.get("auxiliary", 0.0)
                + z_loss_coef * layer.get("z_loss", 0.0) for layer in router_losses)
@@ -126,12 +117,13 @@ def compute_router_auxiliary_loss(router_losses: Sequence[dict[str, torch.Tensor
 # routing and grouped matrix products
 
 class Router(nn.Linear):
-    """Linear layer that selects k of n groups (e.g. experts) for each token x (..., dim), and
-    computes the weights of these groups. In float32, because rounding would change the selection.
+    """Linear layer that selects k of n groups, e.g. experts, for each token, and weights them.
 
-    normalise: scale the k weights of a token to sum 1. score: "softmax" or "sigmoid", the function
-    of the logits that gives the weights. balanced: create the buffer load_bias (n,), which is added
-    to the weights for the selection only, see move_bias(); otherwise it is `None`.
+    It computes in float32, because rounding changes the selection.
+    normalise: scale the k weights of a token to sum 1.
+    score: the function of the logits that gives the weights, "softmax" or "sigmoid".
+    balanced: create the buffer load_bias (n,), else `None`, see move_bias(); it is added to the
+    weights for the selection only.
     """
     uses_muon = False  # its rows, one per group, are no linear map to orthogonalise
 
@@ -143,8 +135,7 @@ class Router(nn.Linear):
         self.register_buffer("load_bias", torch.zeros(n) if balanced else None)
 
     def forward(self, x):
-        """Return (logits (B, T, n), weights (B, T, k), indices (B, T, k)) for x (B, T, C): the
-        logits of all groups, and the weights and indices of the selected groups."""
+        """Return logits (B, T, n), and weights and indices (B, T, k) of the selected groups."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         p = logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)  # (B, T, n)
@@ -155,9 +146,10 @@ class Router(nn.Linear):
         return logits, p, chosen
 
     def move_bias(self, load, rate):
-        """Update load_bias in place, to balance the load: add `rate` for groups with less than the
-        mean load, subtract it for those with more, then shift all values so that their mean does
-        not change. load (n,): number of tokens per group, over all ranks."""
+        """Move load_bias in place by `rate` per group, to balance the load; the mean stays.
+
+        load (n,): tokens per group over all ranks. Biases rise for groups below the mean load.
+        """
         step = rate * (load.mean() - load).sign()
         # On CUDA without a wait for the step; on MPS such a copy could read freed memory.
         self.load_bias += (step - step.mean()).to(self.load_bias,
@@ -165,10 +157,11 @@ class Router(nn.Linear):
 
 
 class GroupOrder:
-    """Permutation that sorts M rows by group, for GroupedLinear. sort(rows (M, ...)) returns the
-    rows in the order of their groups; unsort(rows) is the inverse. chosen (M,): the group of each
-    row, 0 to n - 1. Attribute ends (n,) int32: for each group, the index after the last row in
-    sorted order."""
+    """Permutation that sorts M rows by group, for GroupedLinear; chosen (M,): groups, 0 to n - 1.
+
+    sort(rows (M, ...)) returns the rows in the order of groups; unsort(rows) is the inverse. ends
+    (n,) int32: for each group, the index after the last row in sorted order.
+    """
 
     def __init__(self, chosen, n):
         in_order, self.order = chosen.sort(stable=True)
@@ -187,8 +180,7 @@ class GroupOrder:
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, each applied to the rows of one group. The parameter weight
-    (n, out, in) is not initialised here."""
+    """n linear layers without biases, one per group of rows; weight (n, out, in) is not filled."""
     uses_muon = True
 
     def __init__(self, n, in_features, out_features):
@@ -196,8 +188,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, out_features, in_features))
 
     def forward(self, x, ends):
-        """Return (M, out): each row of x (M, in), sorted by group, multiplied by weight[group]^T.
-        ends (n,) int32: for each group, the index after the last row, as in GroupOrder."""
+        """Return the outputs (M, out) for x (M, in), sorted by group; ends: see GroupOrder."""
         w = self.weight
         if torch.is_autocast_enabled(x.device.type):  # it does not convert grouped products
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -208,18 +199,18 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable  # the compiler would compile anew for other sizes: at every step
     def loop_over_groups(self, x, w, ends):
-        """Return forward(x, ends) with the weights w (n, out, in), computed by one matrix product
-        per group; used where F.grouped_mm is not supported. The gradient for groups without rows is
-        zero."""
+        """Return forward(x, ends) by one product per group, where F.grouped_mm is unsupported."""
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), w.unbind())])
 
 
 def has_grouped_mm(x, w):
-    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in): `in` and `out` must be
-    multiples of 16 bytes; on a CPU float32 (not in a compiled graph) or bfloat16; on a GPU bfloat16
-    and capability 8.0 or higher. From 9.0 (H100) F.grouped_mm is one kernel, otherwise a loop in
-    C++."""
+    """Return whether F.grouped_mm supports x (M, in) and w (n, out, in).
+
+    `in` and `out` must be multiples of 16 bytes; on a CPU float32 (not in a compiled graph) or
+    bfloat16; on a GPU bfloat16 and capability 8.0 or higher. From 9.0 (H100) F.grouped_mm is one
+    kernel, otherwise a loop in C++.
+    """
     if any(size * x.element_size() % 16 for size in w.shape[1:]):
         return False
     if x.is_cuda:
@@ -231,9 +222,7 @@ def has_grouped_mm(x, w):
 
 
 class Experts(nn.Module):
-    """Mixture of experts, which replaces the MLP of a block: the weighted sum of the outputs of the
-    k experts of a token, plus the output of the shared experts, if any, which are one MLP for all
-    tokens. config: a MoEConfig."""
+    """Mixture of k weighted experts per token, and shared experts, in place of a block's MLP."""
 
     def __init__(self, config):
         super().__init__()
@@ -247,9 +236,7 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x, routed):
-        """Return the output (B, T, C) for x (B, T, C). Appends a tuple to the list `routed`, for
-        the router losses: the router's logits (B, T, E), and chosen (B, T, k), the indices of the
-        selected experts."""
+        """Return y (B, T, C) for x (B, T, C), and append (router logits, chosen) to routed."""
         logits, weights, chosen = self.router(x)
         routed.append((logits, chosen))
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)
@@ -266,10 +253,11 @@ class Experts(nn.Module):
 # the model
 
 class RoutedBlock(Block):
-    """Base class of a Block with a router, which selects k of n groups (e.g. experts) for each
-    token. A subclass must define compute(x, *context) so that it returns (x, (logits (B, T, n),
-    chosen (B, T, k))), where chosen are the indices of the groups. forward() returns only x, and
-    stores the second element as the attribute `routed`, which RoutedGPT reads."""
+    """Base class of a Block with a router, which selects k of n groups (e.g. experts) per token.
+
+    A subclass must define compute(x, *context) -> (x, (logits (B, T, n), chosen (B, T, k))), where
+    chosen are indices of groups. forward() returns x and stores the rest as `routed` for RoutedGPT.
+    """
     compiles_decoding = False
 
     def forward(self, x, *context):
@@ -280,7 +268,7 @@ class RoutedBlock(Block):
 
 
 class MoEBlock(RoutedBlock):
-    """A RoutedBlock whose feed-forward layer is a mixture of Experts. config: a MoEConfig."""
+    """RoutedBlock whose feed-forward layer is a mixture of Experts."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer, mlp=Experts)
@@ -291,19 +279,23 @@ class MoEBlock(RoutedBlock):
 
 
 class RoutedGPT(GPT):
-    """Base class of a GPT whose block_class is a RoutedBlock; config has the fields of RouterKeys.
-    The router losses are added to the loss in training, but not in evaluations. The router losses
-    and the load of the groups (experts) are logged in both."""
+    """Base class of a GPT with router losses, which are added to the loss in training only.
+
+    block_class must be a RoutedBlock; config has the fields of RouterKeys. The router losses and
+    the load of the groups (experts) are logged in training and in evaluations.
+    """
 
     def compute_loss(self, idx, targets):
         return self.add_router_losses(*super().compute_loss(idx, targets))
 
     def add_router_losses(self, loss, sums, n_items=None):
-        """Return (loss, sums) of a batch with the router losses of the last forward pass added:
-        always to the sums, and in training, weighted by the coefficients in config, to the loss.
+        """Return (loss, sums) with the router losses of the last forward pass added.
+
+        They are added always to the sums, and in training, weighted by config, to the loss.
+        n_items (B,): targets per sequence, which weight the sequences' losses in training; default,
+        and always in the sums: equal weights.
         Call it once after each forward pass: it removes the routers' results from the blocks.
-        n_items (B,): the number of targets of each sequence, by which the losses of the sequences
-        are weighted in training; default, and always in the sums: equal weights."""
+        """
         c = self.config
         routed = [block.__dict__.pop("routed") for block in self.h]
         logits, chosen = map(torch.stack, zip(*routed))  # (L, B, T, n), (L, B, T, k)
@@ -323,11 +315,13 @@ class RoutedGPT(GPT):
         return loss, sums
 
     def numbers(self, sums):
-        """Return {name: number, list or `None`} for the log: the numbers of GPT; load_balance (1:
-        uniform), auxiliary and z_loss, means over sequences and layers; use, for each layer a list
-        of the load of each expert relative to a uniform load; use_min and use_max, the lowest and
-        the highest of these loads; in training lm_loss, the loss without the router losses. sums:
-        those of compute_loss(), added over all batches."""
+        """Return {name: number, list or `None`} for the log from sums added over all batches.
+
+        Besides the numbers of GPT: load_balance (1: uniform), auxiliary and z_loss, means over
+        sequences and layers; use, for each layer a list of each expert's load relative to a uniform
+        load; use_min and use_max, the lowest and highest of these loads; in training lm_loss, the
+        loss without router losses.
+        """
         n_tokens = max(1.0, float(sums["routed"][0].sum()))
         use = sums["routed"] * (sums["routed"].size(1) / n_tokens)  # (L, n)
         out = {name: float(sums[name]) / n_tokens
@@ -346,8 +340,7 @@ class RoutedGPT(GPT):
         return super().initial(name, shape, seed)
 
     def flops_per_unit(self):
-        """Return the FLOPs of training per token. Only the k groups (experts) that a token uses are
-        counted."""
+        """Return the FLOPs of training per token, with only the k groups that a token uses."""
         router = next(m for m in self.modules() if isinstance(m, Router))
         grouped = [m.weight for m in self.modules() if isinstance(m, GroupedLinear)]
         # As in GPT: 2 per weight forward, 2 unless the model is frozen, 2 unless the weight is.
@@ -358,8 +351,7 @@ class RoutedGPT(GPT):
 
 
 class MoE(RoutedGPT):
-    """A GPT with routed experts in each block (MoEBlock). If balance_rate is set, after_step()
-    changes the biases of the routers after each optimizer step, to balance the load."""
+    """A GPT with routed experts in each block; with balance_rate, steps move the router biases."""
     block_class = MoEBlock
 
     def after_step(self, it, sums):

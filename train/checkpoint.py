@@ -51,14 +51,12 @@ class Start:
 
     kind: "scratch", "resume" (continue the run of a checkpoint) or "init_from" (a new run that
     starts with the weights of a checkpoint).
-    path: path of the checkpoint, or config.init_from for "init_from"; "" for scratch.
-    state: content of the checkpoint, a dict; `None` for scratch, and after the run has loaded it.
-    The tensors are on the meta device (no values) on ranks other than 0, and on all ranks if the
-    checkpoint is sharded.
+    path: of the checkpoint, or config.init_from for "init_from"; "" for scratch.
+    state: content of the checkpoint; `None` for scratch, and after the run has loaded it. On ranks
+    other than 0, and for a sharded checkpoint, the tensors are on the meta device (no values).
     shards: a Shards, from which each rank reads the values of a sharded checkpoint; otherwise
     `None`.
-    shape: {configuration key: value} of the model's architecture, e.g. n_layer, that the run takes
-    from the weights in place of the values in the configuration.
+    shape: {key: value} of the architecture, e.g. n_layer, used in place of configuration values.
     """
     kind: str = "scratch"
     path: str = ""
@@ -71,21 +69,21 @@ class Start:
 
 
 def weights_module():
-    """Import and return the module model/core/weights.py, which loads the weights of other runs.
-    The import is not at the top of the file, because train/ works without model/ otherwise."""
+    """Return model.core.weights, imported late: train/ can be imported without model/."""
     from model.core import weights
     return weights
 
 
 def find_start(folder, config, ranks, log):
-    """Create and lock `folder` (a RunFolder) and return the Start of the run: the checkpoint that
-    config.resume selects (find_checkpoint), otherwise the weights of config.init_from, otherwise
-    from scratch. With config.mirror, set folder.mirror and first copy its checkpoint if the folder
-    has none or an older one. If a sharded checkpoint in out_dir is damaged, an older one is used.
+    """Create and lock `folder` (a RunFolder), and return the Start of the run.
 
-    log(text): called with messages, on rank 0. All ranks must call. Raises on all ranks:
-    CheckpointError if a checkpoint cannot be used, or if config.eval_only is set and there are no
-    weights to evaluate; UserError if the folder is locked.
+    The Start is the checkpoint that config.resume selects (find_checkpoint), otherwise the weights
+    of config.init_from, otherwise from scratch. If a sharded checkpoint in out_dir is damaged, an
+    older one is used. With config.mirror, set folder.mirror and first copy a newer checkpoint from
+    there.
+    log(text): called with messages on rank 0.
+    All ranks must call. Raises on all ranks: CheckpointError if a checkpoint cannot be used, or if
+    config.eval_only is set and there are no weights; UserError if the folder is locked.
     """
     damaged = {}  # sharded checkpoints, see find_newest_checkpoint()
 
@@ -129,10 +127,7 @@ def find_start(folder, config, ranks, log):
 
 
 def find_damage(start, ranks):
-    """Verify the digests of all files of the checkpoint in `start` (a Start) if it is sharded; each
-    rank reads a part of the files. Return a message about one damaged or missing file, the same on
-    all ranks, or `None` if there is none. A checkpoint in one file is not read: the result is
-    `None`. All ranks must call."""
+    """Return a message if shards of `start` are damaged, otherwise `None`; all ranks must call."""
     if not start.shards:
         return None
     problem = None
@@ -144,17 +139,17 @@ def find_damage(start, ranks):
 
 
 def find_checkpoint(config, log, damaged):
-    """Return the Start for the checkpoint from which the run continues, without its shape; if there
-    is none, a Start from scratch. config.resume is
+    """Return the Start for the checkpoint to resume, without the shape; from scratch without one.
+
+    config.resume is
         auto    the newest checkpoint in out_dir, if any
-        must    the same; CheckpointError if there is none
+        must    the same; CheckpointError without one
         never   no checkpoint; RunFolder.take() moves files of an earlier run to a subfolder
         a path  this checkpoint, a file or a folder with ckpt.pt
     After a restart by torchrun, the newest checkpoint in out_dir takes precedence in all four
     cases.
-
-    log(text): called with messages. damaged: {path: problem} of checkpoints that must not be used.
-    To be called on rank 0 only. Raises CheckpointError.
+    damaged: {path: problem} of checkpoints that must not be used.
+    log(text): called with messages. Call it on rank 0 only. Raises CheckpointError.
     """
     folder = config.out_dir
     if config.resume in ("auto", "must") or restarted_job(folder)[1]:
@@ -179,11 +174,12 @@ def find_checkpoint(config, log, damaged):
 
 
 def load_best(model, folder, config, ranks):
-    """Load the weights of ckpt_best.pt in `folder` (a RunFolder) into `model`, in place; without
-    this file, `model` is unchanged. If config.early_stopping_metric is a number of the averaged
-    weights (--ema), these are loaded instead. Return a text for the log that describes the weights
-    now in `model`: the path of the file, "the running averages (--ema) in PATH" or "the last
-    weights". All ranks must call. Raises CheckpointError."""
+    """Load the weights of ckpt_best.pt, if any, into `model`, in place; return a text for the log.
+
+    If config.early_stopping_metric is a number of the averaged weights (--ema), load these instead.
+    The text is the path, "the running averages (--ema) in PATH" or, without the file, "the last
+    weights". All ranks must call. Raises CheckpointError.
+    """
     path = folder.file("ckpt_best.pt")
 
     def read():
@@ -206,12 +202,14 @@ def load_best(model, folder, config, ranks):
 
 
 def load_weights(model, start, config, spec, ranks, log):
-    """Copy the weights in `start` (a Start of kind "init_from") into `model`, in place; tensors
-    that the checkpoint lacks keep their values. Return whether the checkpoint has all tensors of
-    `model`. config, spec: TrainConfig and Data.spec of the new run. log(text): called with
-    messages, on rank 0. start.state is replaced on rank 0. All ranks must call. Raises
-    CheckpointError, on all ranks, if a shape differs, or if the weights need e.g. a different
-    tokenizer."""
+    """Copy the weights of another run into `model`; return whether they cover all tensors.
+
+    start: of kind "init_from"; start.state is replaced on rank 0.
+    config, spec: TrainConfig and Data.spec of the new run.
+    log(text): called with messages on rank 0.
+    Tensors that the checkpoint lacks keep their values. All ranks must call. Raises CheckpointError
+    on all ranks if a shape differs or, e.g., the tokenizer.
+    """
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)
         start.state = weights_module().adopt_weights(model, start.state, start.path, log)
@@ -226,10 +224,11 @@ def load_weights(model, start, config, spec, ranks, log):
 # whether a checkpoint fits the run
 
 def check_fits(start, config, data, model, ranks):
-    """Raise CheckpointError, on all ranks, if the run of the checkpoint in `start` (a Start) cannot
-    be resumed: the checkpoint is incomplete, `model` has tensors with different names, shapes or
-    dtypes, or the configuration or the data (a Data) have changed. config.allow_change: names of
-    changes that are accepted (see find_changes), or "all". All ranks must call."""
+    """Raise CheckpointError, on all ranks, if the run of `start` cannot be resumed.
+
+    The checkpoint must be complete, `model` must have tensors with equal names, shapes and dtypes,
+    and config.allow_change must have all names in find_changes(), or "all". All ranks must call.
+    """
     expected = model.state_dict()  # of a sharded model, on all ranks
 
     def check():
@@ -252,10 +251,10 @@ def check_fits(start, config, data, model, ranks):
 
 
 def find_changes(state, config, data):
-    """Return {name: (old value, new value)} of everything that affects the results and differs
-    between the run of a checkpoint, `state` (a dict), and this run, with `config` (a TrainConfig)
-    and `data` (a Data). The names are configuration keys, "data" (the fingerprint of the training
-    data) and keys of Data.spec (`None` where a spec does not have the key). {} if nothing differs.
+    """Return {name: (old value, new value)} of changes since a checkpoint that affect the results.
+
+    state: content of the checkpoint. The names are configuration keys, "data" (the fingerprint of
+    the training data) and keys of Data.spec (`None` where a spec does not have the key).
     """
     # Keys that did not exist in the version of the checkpoint had the effect of their defaults.
     changes = {name: values for name, *values in find_differences(
@@ -270,12 +269,13 @@ def find_changes(state, config, data):
 
 
 def find_evaluation_changes(state, config, data, task_metrics=()):
-    """Return what differs between the run of a checkpoint, `state` (a dict), and this run, with
-    `config` (a TrainConfig) and `data` (a Data), so that their best metrics cannot be compared: a
-    list with some of "early_stopping_metric", "early_stopping_mode", "validation data", "validation
-    samples" (per evaluation) and, if early_stopping_metric is in task_metrics, the names of the
-    metrics of task files, "eval_task_rows". What is unknown does not differ, e.g. the validation
-    data of a run without evaluations (eval_interval 0)."""
+    """Return the changes since a checkpoint, names, after which best metrics cannot be compared.
+
+    state: content of the checkpoint; task_metrics: names of the metrics of task files.
+    The names are early_stopping_metric, early_stopping_mode, "validation data", "validation
+    samples" (per evaluation) and, if the metric is in task_metrics, eval_task_rows. Unknown values
+    do not differ, e.g. the validation data of a run without evaluations.
+    """
     names = ["early_stopping_metric", "early_stopping_mode"]
     if config.early_stopping_metric in task_metrics:
         names.append("eval_task_rows")
@@ -294,9 +294,7 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
 
 
 def nearly_equal(a, b):
-    """Return whether two values in Data.spec are equal. Two floats, also inside lists and tuples,
-    are equal if they differ by at most 5% or at most 0.01, because statistics of the data depend
-    slightly on the precision."""
+    """Return whether two values of Data.spec are equal; floats may differ by 5% or by 0.01."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -308,13 +306,11 @@ def nearly_equal(a, b):
 # from a run to a checkpoint
 
 def make_checkpoint(config, data, model, optimizer, parts, ranks):
-    """Return the content of a checkpoint, a dict: nanoGPT's keys (model, optimizer, model_args,
-    iter_num, best_val_loss, config), the state_dict() of each object in `parts` {name: object}, and
-    facts that a resume compares, e.g. a fingerprint of the data. config: TrainConfig; data: Data;
-    parts["progress"]: Progress; ranks: Ranks. All ranks must call. Errors as for make_plain_part().
+    """Return the content of a checkpoint: weights, optimizer state and make_plain_part().
 
     Tensors are not copied: they share memory with `model` and `optimizer`. Exception: of a sharded
-    model, unless config.saves_shards(), they are copies on rank 0, and `None` on other ranks.
+    model, unless config.saves_shards(), they are copies on rank 0, and `None` on other ranks. All
+    ranks must call. Raises CheckpointError as make_plain_part() does.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
@@ -323,9 +319,12 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
 
 
 def make_plain_part(config, data, model, parts, ranks):
-    """Return the content of a checkpoint without weights and optimizer state, a dict. Arguments as
-    for make_checkpoint(). CheckpointError if it has other than plain Python types (check_plain),
-    which loading a checkpoint would refuse."""
+    """Return a checkpoint's content, a dict, without weights and optimizer state.
+
+    parts: {name: object with state_dict()}, among them "progress", a Progress.
+    The dict has nanoGPT's keys (model_args, iter_num, best_val_loss, config), the parts, and facts
+    that a resume compares. Raises CheckpointError if it has other than plain Python types.
+    """
     progress = parts["progress"]
     shape = getattr(model, "config", None)
     own_keys = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in FIELDS}
@@ -351,16 +350,17 @@ def make_plain_part(config, data, model, parts, ranks):
 
 
 def named_params(optimizer):
-    """Return {name: parameter} of all parameters of an optimizer that build_optimizer() returned:
-    each parameter group has the list "names"."""
+    """Return {name: parameter} of an optimizer from build_optimizer(), by the groups' "names"."""
     return {name: p for group in optimizer.param_groups
             for name, p in zip(group["names"], group["params"], strict=True)}
 
 
 def optimizer_state(optimizer):
-    """Return the optimizer's state_dict() with parameter names in place of numbers: {"state":
-    {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}. Tensors are not
-    copied. A parameter that has had no gradient yet has the state {}."""
+    """Return the optimizer's state_dict() with parameter names in place of numbers.
+
+    It is {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}.
+    Tensors are not copied. A parameter that has had no gradient yet has the state {}.
+    """
     groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
               | {"params": list(group["names"])} for group in optimizer.param_groups]
     return {"state": {name: dict(optimizer.state.get(p, {}))
@@ -369,18 +369,18 @@ def optimizer_state(optimizer):
 
 
 def copy_to_rank0(tensor):
-    """Return a copy of the tensor on the CPU on rank 0, `None` on other ranks. A DTensor is
-    gathered: the copy is the whole tensor, and each rank holds it on the device for a moment. All
-    ranks must call, in a process group."""
+    """Return the full tensor as a CPU copy on rank 0, `None` elsewhere; all ranks must call."""
     whole = distributed.full(tensor)
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
 
 
 def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
-    """Save `state`, a result of make_checkpoint(), as ckpt.pt in `folder` (a RunFolder); if
-    `is_best` also as ckpt_best.pt, if `is_numbered` also as ckpt_NNNNNNN.pt. A thread writes a copy
-    of `state`; a failure is only a warning in `log` (a Logger). With `last`, the files are written
-    before this function returns, and a failure raises CollectiveExit. All ranks must call."""
+    """Save `state`, from make_checkpoint(), in `folder` (a RunFolder); all ranks must call.
+
+    The name is ckpt.pt, if `is_best` also ckpt_best.pt, if `is_numbered` also ckpt_NNNNNNN.pt.
+    last: write the files before returning; a failure then raises CollectiveExit. Otherwise a thread
+    writes a copy of `state`, and a failure is only a warning in `log` (a Logger).
+    """
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
         broadcast_from_rank0(
@@ -408,10 +408,11 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
 
 def own_parts(state, ranks):
-    """Return the part of the nested `state` that this rank writes to a sharded checkpoint: {dotted
-    name: [offsets, tensor]}. It has the local shards of DTensors (with HSDP only in the first
-    replica) and, on rank 0, the tensors that are not sharded; empty tensors are left out. offsets:
-    a list of ints, one per dimension: the position of the shard in the whole tensor."""
+    """Return the part of `state` that this rank writes as shards, {dotted name: [offsets, tensor]}.
+
+    It has the local shards of DTensors (with HSDP only in the first replica) and, on rank 0, other
+    tensors; empty ones are left out. offsets: position in the full tensor, an int per dimension.
+    """
     parts = {}
     for name, tensor in named_tensors(state):
         row, is_first = distributed.locate_shard(tensor, ranks)
@@ -421,9 +422,7 @@ def own_parts(state, ranks):
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
-    """Raise BadNumbers, on all ranks, if weights or optimizer state contain NaN or infinity; 0-dim
-    tensors are not checked. iter_num, the step, and path, of the last good checkpoint, are for the
-    message. Each rank checks the local shards. All ranks must call."""
+    """Raise BadNumbers if weights or optimizer state are not finite; all ranks must call."""
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     if name := next(filter(None, gather_objects(find_non_finite(state), ranks)), None):
@@ -432,9 +431,7 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 
 def find_drift(tensors, ranks):
-    """Return the sorted names of the tensors in `tensors` {name: tensor} that are not the same on
-    all ranks: the bits differ, or only some ranks have the tensor. DTensors are not compared. All
-    ranks must call."""
+    """Return the names of unsharded tensors that differ between ranks; all ranks must call."""
     if ranks.world_size == 1:
         return []
     sums = {name: add_bits(t) for name, t in tensors.items() if not is_sharded(t)}
@@ -443,9 +440,7 @@ def find_drift(tensors, ranks):
 
 
 def add_bits(tensor):
-    """Return a checksum of the tensor, an int: the sum of its data, read as signed integers of up
-    to 64 bits, with overflow. It does not depend on the device. Only checksums of tensors with the
-    same shape, dtype and storage offset can be compared."""
+    """Return a checksum of a tensor, comparable at equal shape, dtype and storage offset."""
     flat = tensor.detach().reshape(-1)
     # As int64 if possible: torch copies smaller integers before it adds them.
     is_aligned = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
@@ -454,9 +449,7 @@ def add_bits(tensor):
 
 
 def warn_of_drift(model, iter_num, ranks, warn):
-    """Call warn(text) if trained parameters (requires_grad) or persistent buffers of `model` are
-    not the same on all ranks; DTensors are not compared. iter_num: the step, for the text. All
-    ranks must call."""
+    """Warn if trained weights or persistent buffers differ between ranks; all ranks must call."""
     saved = model.state_dict(keep_vars=True).items()
     if names := find_drift({name: t for name, t in saved if t.requires_grad
                             or not isinstance(t, torch.nn.Parameter)}, ranks):
@@ -467,10 +460,11 @@ def warn_of_drift(model, iter_num, ranks, warn):
 
 
 def make_savable(model):
-    """Make the buffers of `model` contiguous, in place, because a resume cannot write to expanded
-    tensors. Raise SetupError if the model cannot be saved: a trained parameter is not in
-    state_dict(), a tensor in it has a dtype that is not supported, a buffer in it is not finite, or
-    an attribute of a module is an optimizer."""
+    """Raise SetupError if `model` cannot be saved; make buffers contiguous, in place, for a resume.
+
+    It cannot if a trained parameter is not in state_dict(), a tensor there has an unsupported
+    dtype, a buffer there is not finite, or a module has an optimizer as an attribute.
+    """
     state = model.state_dict()
     unsaved = [name for name, p in model.named_parameters()
                if p.requires_grad and name not in state]
@@ -494,9 +488,7 @@ def make_savable(model):
 
 
 def check_plain(value, name):
-    """Raise CheckpointError unless `value`, all parts and the keys of dicts are plain Python types
-    (int, float, bool, str, bytes, `None`, dict, list, tuple, no subclasses), as ckpt.pt requires of
-    everything except tensors. name: name of the value, for the message."""
+    """Raise CheckpointError unless all parts of `value` are plain Python types, not subclasses."""
     plain = int, float, bool, str, bytes, type(None), dict, list, tuple
     for path, part in walk(value):
         for x in (*path[-1:], part):
@@ -510,10 +502,13 @@ def check_plain(value, name):
 # from a checkpoint to a run
 
 def restore(start, config, model, optimizer, parts, ranks, warn):
-    """Load the checkpoint in `start` (a Start of kind "resume") into `model`, `optimizer` and
-    `parts` {name: object with load_state_dict()}, in place, and set start.state to `None`. All
-    ranks must call. CheckpointError if something does not fit; with config.allow_change, optimizer
-    state that is missing or has other keys is newly initialised, and warn(text) is called."""
+    """Load a checkpoint into `model`, `optimizer` and `parts`, in place; all ranks must call.
+
+    start: of kind "resume"; start.state becomes `None`.
+    parts: {name: object with load_state_dict()}.
+    Raises CheckpointError if something does not fit; with config.allow_change, optimizer state that
+    is missing or has other keys is newly initialised, and warn(text) is called.
+    """
     state = start.state
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
@@ -530,16 +525,16 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 
 
 def select_optimizer_state(optimizer, entries, config, warn):
-    """Return the part of `entries`, the optimizer state in a checkpoint {parameter name: {key:
-    value}}, that can be loaded into `optimizer`, in the same format. An entry is selected if it has
-    the same keys (e.g. "exp_avg") as the state of this parameter in `optimizer`, which must exist
-    (see create_state). The key "ema" (moving average) is not compared, and is returned only if
-    config.ema is set.
+    """Return the entries of a checkpoint's optimizer state that can be loaded into `optimizer`.
 
+    entries: {parameter name: {key: value}}; {} if there was no step yet.
+    An entry is selected if it has the same keys (e.g. "exp_avg") as the parameter's state in
+    `optimizer`, which must exist (see create_state). The key "ema" (moving average) is not
+    compared, and is returned only if config.ema is set. Shapes are not compared. Entries that are
+    {} (no gradient yet) are left out.
     If an entry is missing, has different keys or is of no parameter in `optimizer`, raise
     CheckpointError; if config.allow_change is not empty, call warn(text) once, for all entries, or
-    in the third case do nothing. Shapes are not compared. Entries that are {} (no gradient yet) are
-    left out, and `entries` may be {} (no step yet).
+    in the third case do nothing.
     """
     params = named_params(optimizer)
     usable = {}
@@ -564,11 +559,13 @@ def select_optimizer_state(optimizer, entries, config, warn):
 
 
 def restore_optimizer(optimizer, state, ranks, path, shards=None):
-    """Copy `state` {parameter name: {key: value}} into the state of `optimizer`, in place. The
-    optimizer's state must exist (see create_state), except "ema", which is created. State of
-    parameters that are not in `state` is removed: the next step creates it. ranks, shards: as for
-    fill(). path: of the checkpoint, for messages. All ranks must call. CheckpointError if names,
-    shapes or dtypes differ."""
+    """Copy `state`, {parameter name: {key: value}}, into the state of `optimizer`, in place.
+
+    The optimizer's state must exist (see create_state), except "ema", which is created. State of
+    parameters that are not in `state` is removed: the next step creates it.
+    ranks, shards: as for fill(); path: of the checkpoint, for messages.
+    All ranks must call. Raises CheckpointError if names, shapes or dtypes differ.
+    """
     own = {}
     for name, p in named_params(optimizer).items():
         entry = optimizer.state.pop(p, {})
@@ -584,13 +581,12 @@ def restore_optimizer(optimizer, state, ranks, path, shards=None):
 
 
 def fill(own, state, ranks, shards=None, prefix=""):
-    """Copy each tensor in the nested `state` into the tensor of the same name in the nested `own`,
-    in place, one at a time. Tensors in `own` may be DTensors, and `own` may have more tensors.
+    """Copy each tensor in the nested `state` into the one of the same name in `own`, in place.
 
-    Without `shards`, the values are those in `state` on rank 0, which are sent to all ranks. With
-    `shards` (a Shards), each rank reads the rows that it needs from the files, where the name of a
-    tensor is `prefix` + name. Tensors in `state` without values may be on the meta device. All
-    ranks must call.
+    Tensors in `own` may be DTensors, and `own` may have more tensors. Without `shards`, rank 0
+    sends the values in `state` to all ranks, one tensor at a time. With `shards` (a Shards), each
+    rank reads the rows that it needs from the files, where the name of a tensor is `prefix` + name.
+    Tensors in `state` without values may be on the meta device. All ranks must call.
     """
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):
@@ -609,16 +605,16 @@ def fill(own, state, ranks, shards=None, prefix=""):
 
 
 def without_values(state):
-    """Return a copy of a nested state (dicts and lists) with all tensors on the meta device: shape
-    and dtype only."""
+    """Return a copy of a nested state with all tensors on the meta device: shape and dtype only."""
     return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), state)
 
 
 def check_state(optimizer, ranks):
-    """Raise CheckpointError unless a checkpoint would contain the entire state of `optimizer`,
-    which must have done a step. To find out, the state is copied, replaced by newly created state,
-    restored from the copy and compared; afterwards weights and state are as before, gradients are
-    removed. State that is not sharded must be equal on all ranks. All ranks must call."""
+    """Raise CheckpointError unless a checkpoint can hold the entire state of `optimizer`.
+
+    The optimizer must have done a step. State that is not sharded must be equal on all ranks.
+    Weights and state are restored after the test, gradients are removed. All ranks must call.
+    """
     def attributes():
         groups = {f"{k} of parameter group {i}": repr(v)
                   for i, group in enumerate(optimizer.param_groups)

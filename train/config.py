@@ -23,18 +23,18 @@ DEFAULT_PATH = os.path.join("train", "config.yaml")
 # keys of a model type
 
 def config_class(model="gpt"):
-    """Return the configuration class, a dataclass, of the model type with the name `model`:
-    TrainConfig, or a subclass with the additional keys of the class Keys in model/NAME.py. For gpt
-    no file is imported, so that plain --help does not import torch. ConfigError if there is no such
-    model type, or if Keys repeats a key of TrainConfig."""
+    """Return the configuration class of a model type: TrainConfig, or a subclass with more keys.
+
+    For gpt no file is imported, so that plain --help does not import torch. Raises ConfigError if
+    there is no such model type, or if the class Keys in model/NAME.py repeats a key of TrainConfig.
+    """
     keys = None if model == "gpt" else load_model_type(model).Keys
     return TrainConfig if keys is None else join_keys(keys, model)
 
 
 @functools.cache  # by the class: importlib.reload() of the file makes another one
 def join_keys(keys, model):
-    """Return a subclass of TrainConfig with the additional keys of `keys`, the class Keys in the
-    file of the model type `model`. ConfigError if it repeats a key of TrainConfig."""
+    """Return TrainConfig with the keys of a model's class Keys; ConfigError if it repeats a key."""
     keys = keys if is_dataclass(keys) else dataclass(keys)
     if duplicates := [f.name for f in fields(keys) if f.name in FIELDS]:
         raise ConfigError([f"model/{model}.py: Keys has {', '.join(duplicates)}, already keys of "
@@ -44,8 +44,7 @@ def join_keys(keys, model):
 
 
 def group_fields(cls):
-    """Return {heading: tuple or list of dataclass fields} of a configuration class, in the order of
-    --help."""
+    """Return {heading: dataclass fields} of a configuration class, in the order of --help."""
     own = [f for f in fields(cls) if f.name not in FIELDS]
     groups = {group: fields(keys) for group, keys in GROUPS.items()}
     return groups | {"Of this model": own} if own else groups
@@ -55,18 +54,19 @@ def group_fields(cls):
 # YAML files
 
 def find_file(path):
-    """Return `path`, with a leading ~ expanded, or the same path relative to the repository's root
-    if only that file exists. If neither exists, `path` is returned."""
+    """Return `path`, ~ expanded, or the same path in the repository if only that file exists."""
     path = os.path.expanduser(path)
     inside = os.path.join(REPOSITORY, path)
     return inside if not os.path.exists(path) and os.path.exists(inside) else path
 
 
 def read_yaml(path, problems, groups=()):
-    """Return the settings in a YAML file, a list of (key, raw value, "path:line"). Raw values are
-    strings, or lists and dicts of strings. groups: names of mappings that only group keys: with
-    "training", `training: {lr: 1}` is read as the key lr. Nothing is raised: messages about an
-    unreadable or invalid file are appended to the list `problems`."""
+    """Return the settings in a YAML file, [(key, raw value, "path:line")].
+
+    groups: names of mappings that only group keys: with "training", `training: {lr: 1}` sets lr.
+    Raw values are strings, or lists and dicts of strings. Messages about an unreadable or invalid
+    file are appended to `problems`; nothing is raised.
+    """
     settings = []
 
     def add(mapping, group=""):
@@ -97,14 +97,12 @@ def read_yaml(path, problems, groups=()):
 
 
 def read_with_bases(path, problems, parents=()):
-    """Return the settings in the YAML file at `path`, a list of (key, raw value, "path:line"), as
-    read_yaml() does. If it has the key `base`, the path of a different file relative to this file,
-    the settings of that file come first; the key may occur several times. In the training_args.json
-    of a run, the settings are the entries of `arguments` except START_KEYS (resume, eval_only,
-    ...).
+    """Return the settings in a YAML file, as read_yaml() does, after those in the files of `base`.
 
-    Nothing is raised: messages about problems are appended to the list `problems`. parents:
-    absolute paths of the files that led here by `base`, to detect a circle.
+    parents: absolute paths of the files that led here by `base`, to detect a circle.
+    The key `base` is a path relative to this file, and may occur several times. In a run's
+    training_args.json, the settings are the entries of `arguments` except START_KEYS. Messages are
+    appended to `problems`; nothing is raised.
     """
     if os.path.abspath(path) in parents:
         problems.append(f"{path}: base files form a circle")
@@ -124,10 +122,12 @@ def read_with_bases(path, problems, parents=()):
 # the command line
 
 def parse_options(argv, problems):
-    """Return the settings in the command-line arguments `argv`, a list of (key, raw value, "command
-    line"). --key value, --key=value and key=value give a string, --flag gives True, and --no-flag
-    gives False for the key flag. A group may precede the key (model.n_layer=4), and dashes in names
-    become underscores. Messages about invalid arguments are appended to the list `problems`."""
+    """Return the settings in command-line arguments, [(key, raw value, "command line")].
+
+    --key value, --key=value and key=value give a string, --flag gives True, and --no-flag gives
+    False for the key flag. A group may precede the key (model.n_layer=4), and dashes in names
+    become underscores. Messages about invalid arguments are appended to `problems`.
+    """
     settings = []
     tokens = list(argv)
     while tokens:
@@ -152,9 +152,9 @@ def parse_options(argv, problems):
 # from settings to keys
 
 class Aliases:
-    """The tables in train/aliases.yaml, which translate names and values of other trainers, as
-    attributes. The file is read when the first attribute is needed.
+    """Tables of train/aliases.yaml that translate names and values of other trainers.
 
+    The attributes, read when the first one is needed, are
     names: {name: key; or a list of keys, of which the first one that the model has is meant; or a
     template for fill()}
     words: {name: {word: value, or {key: value}}}, values with a different name here
@@ -182,9 +182,11 @@ IGNORED = object()  # value of a setting without effect, which the console repor
 
 
 def remove_groups(dotted):
-    """Return the name of a setting without the groups before it: "lr" for "training.lr". The last
-    group remains if "GROUP.NAME" has a meaning in train/aliases.yaml (optimizer.name). If a group
-    is not in GROUP_NAMES, `dotted` is returned unchanged."""
+    """Return a setting's name without the groups before it: "lr" for "training.lr".
+
+    The last group remains if "GROUP.NAME" has a meaning in train/aliases.yaml (optimizer.name). If
+    a group is not in GROUP_NAMES, `dotted` is returned unchanged.
+    """
     *groups, name = dotted.split(".")
     if not groups or not GROUP_NAMES.issuperset(groups):
         return dotted
@@ -193,12 +195,13 @@ def remove_groups(dotted):
 
 
 def translate(name, raw, known, by_epochs=False):
-    """Return {key: raw value} for the setting `name` with the value `raw`, translated by
-    train/aliases.yaml: {name: raw} for a key that accepts `raw` or a name without translation, {}
-    for a setting without effect, e.g. "null" for a name that is no key. It may have several keys.
+    """Return {key: raw value}, the setting `name` translated by train/aliases.yaml.
 
-    known: {key: dataclass field} of the configuration class. by_epochs: whether the run's length is
-    set in epochs; save_every and eval_every are then translated to save_epochs and eval_epochs.
+    known: {key: dataclass field} of the configuration class.
+    by_epochs: whether the run's length is in epochs; save_every then means save_epochs, eval_every
+    eval_epochs.
+    The result may have several keys. It is {name: raw} for a name without translation and a key
+    that accepts `raw`, {} for a setting without effect, e.g. "null" for a name that is no key.
     """
     target = name if name in known else ALIASES.names.get(name, name)
     if name in known and raw not in NULL:
@@ -226,8 +229,9 @@ def translate(name, raw, known, by_epochs=False):
 
 def fill(template, raw):
     """Return `template`, a value in train/aliases.yaml, with the value `raw` of a setting inserted.
-    "$" becomes `raw`. "$1" and "$2" become the first and the second item of `raw`, e.g. of "0.9,
-    0.95"; if it does not have two items, the list of all items. In a dict, each value is replaced.
+
+    "$" becomes `raw`; "$1" and "$2" become the first and second item of `raw`, e.g. of "0.9, 0.95",
+    or the list of all items if there are not two. In a dict, each value is replaced.
     """
     if isinstance(template, dict):
         return {name: fill(value, raw) for name, value in template.items()}
@@ -236,15 +240,14 @@ def fill(template, raw):
 
 
 def resolve(settings, known, problems):
-    """Return {key: (raw value, where)} of `settings`, a list of (name, raw value, where). where:
-    "path:line", "command line" or "overrides" (Python). Later settings take precedence; dicts that
-    different aliases give for one key are joined.
+    """Return {key: (raw value, where)} of settings translated to keys; later settings win.
 
-    Aliases are replaced by keys in `known` {key: dataclass field}, and " as ALIAS" is appended to
-    `where`. An alias without effect remains, with the value IGNORED, if there is a hint about it.
-    Unknown names remain unchanged. A length in steps also removes the same length in epochs, or as
-    a fraction, that an earlier file sets (REPLACED_LENGTHS). A message is appended to the list
-    `problems` if one file sets a key twice, or if the command line sets a list or dict twice.
+    settings: [(name, raw value, where)]; where: "path:line", "command line" or "overrides".
+    known: {key: dataclass field}. Aliases become keys in it, with " as ALIAS" appended to `where`.
+    problems: gets a message if one file sets a key twice, or the command line a list or dict twice.
+    Dicts that different aliases give for one key are joined. An alias without effect remains, with
+    the value IGNORED, if there is a hint about it. Unknown names remain. A length removes the other
+    lengths in REPLACED_LENGTHS, in steps, epochs or as a fraction, that an earlier file sets.
     """
     resolved = {}
     lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
@@ -276,9 +279,11 @@ def resolve(settings, known, problems):
 
 
 def order_switches(settings, known):
-    """Return `settings`, as for resolve(), in the order of precedence: in each file, a switch (an
-    alias, e.g. amp) comes first if it is on, so that other settings in the file override it, and
-    last if it is off (or hybrid), so that it overrides them."""
+    """Return `settings`, as for resolve(), with switches (e.g. amp) in order of precedence.
+
+    In each file, a switch that is on comes first, so that other settings override it, and one that
+    is off (or hybrid) comes last, so that it overrides them.
+    """
     files = {file_of(where): i for i, (_, _, where) in enumerate(settings)}
 
     def place(setting):
@@ -291,19 +296,18 @@ def order_switches(settings, known):
 
 
 def file_of(where):
-    """Return the path in `where`, which is "path:line" or "path:line as ALIAS"; "" for settings
-    from the command line or from Python."""
+    """Return the path in "path:line" or "path:line as ALIAS"; "" for other values of `where`."""
     return where.rpartition(":")[0]
 
 
 def read_settings(path, overrides, problems):
-    """Return (configuration class, {key: (raw value, where it is set)}) of three sources, in
-    ascending order of precedence: the YAML file at `path` (`None`: no file), the file `best_config`
-    (of a search; without base, data_dir, out_dir) and `overrides`. Raw values are not parsed yet.
+    """Return (configuration class, {key: (raw value, where it is set)}), with raw values unparsed.
 
-    overrides: command-line arguments or a dict. The key `config` in it replaces `path`;
-    `best_config` in it is the path of the second file. Messages are appended to the list
-    `problems`. ConfigError for an unknown model type.
+    path: of a YAML file; `None`: no file.
+    overrides: command-line arguments or a dict, which take precedence. The key `config` in it
+    replaces `path`; `best_config` names a search result that is read in between, without base,
+    data_dir and out_dir.
+    Messages are appended to `problems`. Raises ConfigError for an unknown model type.
     """
     options = ([(name, value, "overrides") for name, value in overrides.items()]
                if isinstance(overrides, Mapping) else parse_options(overrides, problems))
@@ -325,11 +329,13 @@ def read_settings(path, overrides, problems):
 
 def load_config(path: str | os.PathLike | None = None,
                 overrides: Iterable[str] | Mapping[str, object] = ()) -> TrainConfig:
-    """Return the configuration of a run, a TrainConfig: the defaults, replaced by the YAML file at
-    `path` (`None`: no file) with its base files (key `base`), replaced by `overrides`: command-line
-    arguments, or a dict {key: Python value}. --config FILE in `overrides` replaces `path`. With
-    max_epochs, eval_epochs is 1 by default. The attribute `origins` of the result is {key that is
-    set, or ignored alias: where it is set}. ConfigError lists all problems."""
+    """Return the checked TrainConfig of a YAML file and `overrides`, which take precedence.
+
+    path: of the file, read with base files (key `base`); `None`: no file.
+    overrides: command-line arguments or {key: Python value}; --config FILE replaces `path`.
+    With max_epochs, eval_epochs is 1 by default. The result's attribute `origins` is {key that is
+    set, or ignored alias: where it is set}. Raises ConfigError, which lists all problems.
+    """
     problems = []
     cls, settings = read_settings(path, overrides, problems)
     known = key_fields.fields_by_name(cls)
@@ -357,8 +363,7 @@ def load_config(path: str | os.PathLike | None = None,
 
 
 def describe_unknown(name, known):
-    """Return an error message about `name`, a setting that is not a key, with a suggestion. known:
-    {key: dataclass field}."""
+    """Return an error message, with a suggestion, about a setting that is no key in `known`."""
     if name in ALIASES.hints:
         return f"unknown key {name!r}; {ALIASES.hints[name]}"
     if name in ALIASES.models:
@@ -368,20 +373,17 @@ def describe_unknown(name, known):
 
 
 def load_argv(argv):
-    """Return the TrainConfig for `argv`, the command-line arguments of run_train.py: the values in
-    the file of --config (default: train/config.yaml), replaced by the other arguments. Raises
-    ConfigError."""
+    """Return load_config() of the arguments `argv`; without --config, of train/config.yaml."""
     return load_config(DEFAULT_PATH, argv)
 
 
 def input_files(config, kinds=(True, "apart")):
-    """Return {key: value} of the keys of `config` that name files or weights which the run reads,
-    except the data. Keys that are not set are left out. A value may be a file, a folder,
-    hf:OWNER/NAME or, for `teacher`, "A,B".
+    """Return {key: value} of the keys, if set, that name files or weights to read, except the data.
 
-    kinds: which keys, by `reads` in the metadata of the field: True for weights with which the run
+    kinds: which keys, by `reads` in the field's metadata: True for weights with which the run
     starts and from which it takes the model's architecture, "apart" for other files (weights of any
     architecture, GRPO's reward file).
+    A value may be a file, a folder, hf:OWNER/NAME or, for `teacher`, "A,B".
     """
     paths = {f.name: getattr(config, f.name) for f in fields(config)
              if f.metadata.get("reads") in kinds}
@@ -391,14 +393,12 @@ def input_files(config, kinds=(True, "apart")):
 
 
 def split_paths(text):
-    """Return the list of the paths in `text`, "A,B", as of the key teacher, without white space
-    around them, and with a leading ~ of each expanded."""
+    """Return the paths in "A,B", a value of the key teacher, stripped and with ~ expanded."""
     return [os.path.expanduser(path.strip()) for path in text.split(",")]
 
 
 def keys_of_moved_files(config):
-    """Return a list of texts "--KEY VALUE": the keys of `config` that name a file which --resume
-    never would move, because it is in out_dir."""
+    """Return ["--KEY VALUE"] of the keys with files in out_dir, which `--resume never` moves."""
     folders = {os.path.abspath(os.path.join(config.out_dir, name)) for name in ("", "shards")}
     return [f"--{name} {paths}" for name, paths in input_files(config).items()
             for path in map(os.path.abspath, split_paths(paths))
@@ -406,8 +406,7 @@ def keys_of_moved_files(config):
 
 
 def describe_files(config):
-    """Return a text with size and time of the files, besides the data, that a run of `config`, a
-    TrainConfig, reads: they differ if a file has changed."""
+    """Return a text that changes with the files, except data, that a run reads: sizes and times."""
     files = split_paths(",".join([*input_files(config).values(), *config.eval_tasks]))
     paths = [path for file in files if file
              for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
@@ -419,9 +418,7 @@ def describe_files(config):
 # checks between keys
 
 def find_conflicts(c):
-    """Return a list of messages about keys of the configuration `c` that contradict each other; []
-    if there are none. The number of ranks is c.world_size or, without it, WORLD_SIZE in the
-    environment."""
+    """Return messages about conflicting keys, for c.world_size or, unset, WORLD_SIZE ranks."""
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
@@ -463,8 +460,7 @@ def divisors(n):
 
 
 def needing_evaluations(c):
-    """Return a list of texts "key: value", the settings of the TrainConfig `c` that need
-    evaluations; [] if none of these keys is set."""
+    """Return the settings of `c`, texts "key: value", that need evaluations; [] if none is set."""
     set_keys = dict(lr_schedule=c.lr_schedule == "plateau", eval_only=c.eval_only,
                     early_stopping_patience=c.early_stopping_patience, eval_tasks=c.eval_tasks)
     return [f"{name}: {getattr(c, name)}" for name, is_set in set_keys.items() if is_set]
@@ -474,11 +470,13 @@ def needing_evaluations(c):
 # comparing configurations
 
 def find_differences(old, new, known=FIELDS):
-    """Return a list of (key, old value, new value) of the keys that affect the results of a run and
-    have different values in the dicts `old` and `new` {key: value}. Ignored are keys that only one
-    dict has, and batch_size and gradient_accumulation_steps if the product of the two is equal. An
-    old value x equals the new value [x]; dicts with a different order of the keys differ. known:
-    {key: dataclass field}, the keys to compare."""
+    """Return [(key, old value, new value)] of keys that affect a run's results and differ.
+
+    old, new: {key: value}; known: {key: dataclass field}, the keys to compare.
+    Ignored are keys that only one dict has, and batch_size and gradient_accumulation_steps if the
+    product of the two is equal. An old value x equals the new value [x]; dicts with a different key
+    order differ.
+    """
     batch = ("batch_size", "gradient_accumulation_steps")
     same_batch = math.prod(old.get(n, 1) for n in batch) == math.prod(new[n] for n in batch)
     differences = []
@@ -509,8 +507,7 @@ python run_train.py [--config FILE.yaml] [--key value | key=value | --flag | --n
 
 
 def format_help(cls=TrainConfig):
-    """Return the --help page of a configuration class: every key by group, with type, default and
-    meaning."""
+    """Return the --help page of a configuration class: keys by group, type, default and meaning."""
     formatter = functools.partial(argparse.HelpFormatter, max_help_position=38, width=100)
     parser = argparse.ArgumentParser(usage=USAGE, formatter_class=formatter, add_help=False)
     for group, keys in group_fields(cls).items():
@@ -522,8 +519,7 @@ def format_help(cls=TrainConfig):
 
 
 def format_config(config):
-    """Return the text of --print_config for a configuration made by load_config(): valid YAML with
-    every key, and the origin of each value as a comment."""
+    """Return the YAML page of --print_config for a result of load_config(), with all origins."""
     lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.inherit(dict(print_config=False))  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():
@@ -539,9 +535,7 @@ def format_config(config):
 
 
 def describe_aliases(config):
-    """Return a list of texts for the console about the settings of `config` with names of other
-    trainers: how each was translated, or why it is ignored; [] without such names. config: as
-    returned by load_config()."""
+    """Return console notes about other trainers' names in `config`, a result of load_config()."""
     notes = []
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
@@ -555,9 +549,7 @@ def describe_aliases(config):
 
 
 def to_yaml(config):
-    """Return the configuration as a YAML text, from which load_config() creates an equal
-    configuration. Keys that belong to one start of the run (resume, allow_change, eval_only, ...)
-    are left out."""
+    """Return the configuration as YAML for load_config(), without START_KEYS (resume, ...)."""
     values = {k: v for k, v in asdict(config).items() if k not in START_KEYS}
     has_nel = "\\x85" in repr(values)  # PyYAML escapes U+0085 only if it escapes all of Unicode
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=not has_nel)

@@ -52,14 +52,13 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 
 @dataclass
 class Data:
-    """The data of a run.
+    """The data of a run: loaders or torch Datasets per split, and facts that the model needs.
 
-    train, val, test: loaders, or torch Datasets for train(data=...). val `None`: no evaluations.
-    test: evaluated once, at the end of the run; `None`: no test. spec: facts about the data that
-    the model needs (vocabulary, tokenizer, classes, sizes), plain Python types, saved in ckpt.pt.
-    use: a command that uses the trained model, printed at the end of the run, in which {out},
-    {best}, {data} and {ema} are replaced by out_dir, ckpt_best.pt or ckpt.pt (without the folder),
-    data_dir and, if averaged weights (ema) were the best, " --ema"; "": USE of the model type.
+    val: `None`: no evaluations. test: evaluated once, at the end of the run; `None`: no test.
+    spec: facts (vocabulary, tokenizer, classes, sizes) as plain Python types, saved in ckpt.pt.
+    use: a command that uses the trained model, printed at the end of the run; "": USE of the model
+    type. {out}, {best}, {data} and {ema} in it are replaced by out_dir, ckpt_best.pt or ckpt.pt
+    (without the folder), data_dir and, if averaged weights (ema) were the best, " --ema".
     """
     train: object
     val: object = None
@@ -79,8 +78,7 @@ class Data:
                                 "train/dataloader.py lists what a loader must have")
 
     def fingerprints(self):
-        """Return {"train": ..., "val": ..., "test": ...}, the fingerprint() of each split; `None`
-        for a split without data, or with a loader that has no fingerprint()."""
+        """Return {split: fingerprint() or `None`} for the splits train, val and test."""
         return {split: getattr(getattr(self, split), "fingerprint", lambda: None)()
                 for split in ("train", "val", "test")}
 
@@ -89,9 +87,10 @@ class Data:
 # the order: explicit arithmetic, since np.random may change between versions of numpy
 
 def hash64(seed, epoch, lane):
-    """Return a 64-bit hash of (seed, epoch, lane) for each element of the array `epoch`: (n,)
-    uint64 -> (n,) uint64. seed, lane: ints. Each purpose uses a different lane, which gives
-    independent numbers."""
+    """Return a 64-bit hash of (seed, epoch, lane) for each element of `epoch`: (n,) uint64.
+
+    seed, lane: ints. Each purpose uses a different lane, which gives independent numbers.
+    """
     # Multiples of the odd number gamma (2^64 / golden ratio) are well-spread inputs of mix64.
     gamma = np.uint64(0x9E3779B97F4A7C15)
     x = mix64(np.array([seed & (2**64 - 1)], np.uint64) + gamma)
@@ -99,13 +98,13 @@ def hash64(seed, epoch, lane):
 
 
 def permute(p, n, keys):
-    """Map positions p to samples, by a pseudo-random bijection of 0..n-1. p: (m,) uint64 -> (m,)
-    uint64. keys: list with a uint64 array of random numbers per round, (m,).
+    """Map positions p (m,) uint64 to samples by a pseudo-random bijection of 0..n-1: (m,) uint64.
 
-    A shuffled list of a billion samples would need 8 GB. A Feistel network computes any entry of
-    this list directly: a position is a pair (left, right), a cell of an a x b grid, and each round
-    shifts one half by a hash of the other half. The other half is unchanged, so the shift can be
-    undone: every round is a bijection, for any hash function.
+    keys: per round, a uint64 array (m,) of random numbers.
+    A shuffled list of a billion samples needs 8 GB. A Feistel network computes any entry of it
+    directly: a position is a pair (left, right), a cell of an a x b grid, and each round shifts one
+    half by a hash of the other half. The other half is unchanged, so the shift can be undone: every
+    round is a bijection, for any hash function.
     """
     a = math.isqrt(n - 1) + 1  # about sqrt(n) rows
     b = -(-n // a)             # the smallest number of columns with a * b >= n
@@ -126,17 +125,19 @@ def permute(p, n, keys):
 
 
 def shuffled(g, n, seed):
-    """Return (epoch, index): for each sample in g, the epoch and the index in a dataset of n
-    samples, which is shuffled differently in each epoch. g: numbers of the samples, counted over
-    the whole run, (m,) int64, ascending. epoch, index: (m,) uint64, index in 0..n-1."""
+    """Return (epoch, index in 0..n-1), (m,) uint64 each, of the samples g; epochs differ in order.
+
+    g: sample numbers, counted over all epochs, (m,) int64, ascending. n: samples per epoch.
+    """
     epoch, position = np.divmod(g.astype(np.uint64), np.uint64(n))
     return epoch, permute(position, n, [hash64(seed, epoch, i) for i in range(1, ROUNDS + 1)])
 
 
 def count_windows(n_tokens, block_size):
-    """Return the number of windows of block_size tokens in an epoch over a stream of n_tokens. It
-    is one less than the number that fit, so that all windows fit at every phase (the offset of the
-    first window), but at least 1. The last token of the stream is not in a window, only a target.
+    """Return the number of windows of block_size tokens per epoch over a stream of n_tokens.
+
+    One less than fit, so that all fit at every phase (the offset of the first window), but at least
+    1. The last token of the stream is not in a window, only a target.
 
         |..phase..|window 0|window 1| ... |window n-1|..rest..|    n_tokens
     """
@@ -144,12 +145,10 @@ def count_windows(n_tokens, block_size):
 
 
 def window_starts(g, n_tokens, block_size, seed):
-    """Return the index in the stream of the first token of each sample in g. A sample is a window
-    of block_size tokens in a stream of n_tokens; the windows are shuffled in each epoch. g: numbers
-    of the samples, counted over the whole run, (m,) int64, ascending -> (m,) int64.
+    """Return the stream index of the first token of each sample in g, a window: (m,) int64.
 
-    The windows of an epoch are adjacent and do not overlap. The first one starts at a random
-    offset, the phase of the epoch, so that different epochs cut the stream at different tokens.
+    g: as for shuffled(). The windows of an epoch are adjacent and do not overlap. The first one
+    starts at a random offset, the phase of the epoch: epochs cut the stream at different tokens.
     """
     n = count_windows(n_tokens, block_size)
     epoch, window = shuffled(g, n, seed)
@@ -162,9 +161,11 @@ def window_starts(g, n_tokens, block_size, seed):
 # arrays to a device
 
 def send(array, device):
-    """Return a numpy array or CPU tensor as a tensor on `device` (a torch.device). The copy to CUDA
-    is asynchronous, from pinned memory, which torch reuses only after the copy is done. On a CPU
-    the result shares memory with `array`."""
+    """Return a numpy array or CPU tensor on `device`, a torch.device.
+
+    The copy to CUDA is asynchronous, from pinned memory, which torch reuses only after the copy is
+    done. On a CPU the result shares memory with `array`.
+    """
     tensor = torch.as_tensor(array)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -175,16 +176,13 @@ def send(array, device):
 # loaders
 
 class Loader:
-    """Base class of loaders: it computes which samples are in the batch that get_batch(device,
-    step) returns.
+    """Base class of loaders: it determines the samples in the batch get_batch(device, step).
 
-    samples: number of samples per epoch. batch_size: of this rank's training batches. val_samples:
-    number of validation samples, which do not overlap: sample i is at position i * stride (1 by
-    default) of the data. val_batch_size: of validation batches, equal at any world size.
-
+    samples: sample count per epoch. batch_size: of this rank's training batches.
+    val_samples: count of validation samples, which do not overlap: sample i is at position
+    i * stride (1 by default) of the data. val_batch_size: equal at any world size.
     A subclass defines
-        positions(g)             # where samples are in the data. g: their numbers, counted over the
-                                 # whole run, (m,) int64, ascending -> (m,) int64
+        positions(g)             # where samples are in the data. g: as for shuffled() -> (m,) int64
         rows(positions)          # list of arrays (m, ...): the samples at these positions
         tensors(arrays, device)  # the batch, a tuple of tensors, made of these arrays
         identity()               # dict of plain types that identifies the data
@@ -208,10 +206,12 @@ class Loader:
 
     def get_batch(self, device: str | torch.device = "cpu",
                   step: int | None = None) -> tuple[torch.Tensor, ...]:
-        """Return this rank's batch `step` on `device`, a tuple of tensors (B, ...). step: number of
-        the micro-batch, from 0, counted over the whole run; not the optimizer step. Calls without
-        `step` return the batches 0, 1, 2, ... The same (seed, step) gives the same batch. Do not
-        modify the tensors: they share memory with the loader. DataError if step < 0."""
+        """Return this rank's batch `step` on `device`, a tuple of tensors (B, ...).
+
+        step: number of the micro-batch, from 0, counted over the whole run; not the optimizer step.
+        Calls without it return batches 0, 1, 2, ... The same (seed, step) gives the same batch.
+        Do not modify the tensors: they share memory with the loader. DataError if step < 0.
+        """
         index = self.step if step is None else step
         if index not in self.chunk_steps or device != self.chunk_device:
             self.read_chunk(index, device)
@@ -221,8 +221,7 @@ class Loader:
         return tuple([t[i] for t in self.chunk])
 
     def read_chunk(self, step, device):
-        """Read calls_per_chunk batches from `step` on into self.chunk, as tensors on `device`, at
-        once, since one large read is faster than many small ones. DataError if step < 0."""
+        """Read calls_per_chunk batches from `step` on into self.chunk; DataError if step < 0."""
         if step < 0:
             raise DataError(f"step {step}: expected 0 or more")
         steps = range(step, step + self.calls_per_chunk)
@@ -232,34 +231,31 @@ class Loader:
         self.chunk_device = device
 
     def read(self, g):
-        """Return the samples g, a list of arrays (m, ...), as rows() does. g: numbers of the
-        samples, counted over the whole run, (m,) int64, ascending."""
+        """Return the samples g, numbered as for shuffled(), as a list of arrays (m, ...)."""
         return self.rows(self.positions(g))
 
     def describe(self, g):
         return f"{self.places} {', '.join(map(str, self.positions(g)))}"
 
     def locate(self, step):
-        """Return a text that states where in the data the samples of this rank's batch `step` are,
-        e.g. "rows 7, 1"."""
+        """Return where in the data this rank's batch `step` is, e.g. "rows 7, 1", for messages."""
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the numbers, counted over the whole run, of the samples in this rank's batches
-        `steps`, a list or range of numbers as for get_batch(): (len(steps) * B,) int64."""
+        """Return the sample numbers in this rank's batches `steps`: (len(steps) * B,) int64."""
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
     def n_fixed(self, count):
-        """Return the number of validation batches that exist if `count` are requested: `count`, or
-        fewer if the data are smaller. The last batch may have fewer samples."""
+        """Return how many of `count` validation batches exist; the last may have fewer samples."""
         return -(-min(count * self.val_batch_size, self.val_samples) // self.val_batch_size)
 
     def fixed_batch(self, index, count, device="cpu"):
-        """Return validation batch `index`, if `count` batches are requested, as a tuple of tensors
-        (B, ...) on `device`, B <= val_batch_size. The batches are always the same. The samples do
-        not overlap and are together spread evenly over the data. IndexError if there is no batch
-        `index`."""
+        """Return validation batch `index` of `count`, always the same, as tensors (B, ...).
+
+        B <= val_batch_size. The samples do not overlap, and all batches together are spread evenly
+        over the data. IndexError if the batch does not exist.
+        """
         if not 0 <= index < self.n_fixed(count):
             raise IndexError(f"fixed batch {index} of {self.n_fixed(count)}")
         # The batches are spread evenly: a few of them represent all of the data.
@@ -274,21 +270,20 @@ class Loader:
         return self.identity()
 
     def fingerprint(self):
-        """Return a dict of plain types that identifies the content of the data, e.g. sizes and a
-        digest."""
+        """Return a dict of plain types that identifies the content of the data, e.g. a digest."""
         return dict(self.cached_identity)
 
 
 class DataLoader(Loader):
-    """Shuffled windows of the token stream of one split. get_batch(device, step) returns this
-    rank's batch (x, y), int64 (B, T) each; y is x shifted by one token. Each window is used once
-    per epoch; in each epoch, the first one starts at a random offset. Not iterable.
+    """Loader of shuffled windows of a token stream: batches (x, y), int64 (B, T) each.
 
-    data_dir: folder, file or glob pattern of token files (data/token_files.py). batch_size: B, of
-    this rank. block_size: T. split: e.g. "train" or "val". vocab_size: all token ids must be
-    smaller (default: the size in meta.json, if there is one). Attributes: n_tokens, dtype (a name),
-    vocab_size. DataError for invalid arguments, missing or damaged files, and fewer than T + 1
-    tokens.
+    y is x shifted by one token. Each window is used once per epoch; in each epoch, the first one
+    starts at a random offset. Not iterable.
+    data_dir: folder, file or glob pattern of token files (data/token_files.py).
+    batch_size: B, of this rank. block_size: T. split: e.g. "train" or "val".
+    vocab_size: all token ids must be smaller (default: the size in meta.json, if there is one).
+    Attributes: n_tokens, dtype (a name), vocab_size. DataError for invalid arguments, missing or
+    damaged files, and fewer than T + 1 tokens.
     """
     unit = "tok"
     places = "windows at tokens"
@@ -312,23 +307,23 @@ class DataLoader(Loader):
         self.calls_per_chunk = max(1, CHUNK_TOKENS // (batch_size * block_size))
 
     def positions(self, g):
-        """Return the index in the stream of the first token of each sample in g. g: numbers of the
-        samples, counted over the whole run, (m,) int64, ascending -> (m,) int64."""
+        """Return the stream index of the first token of each sample in g, see window_starts()."""
         return window_starts(g, self.n_tokens, self.block_size, self.seed)
 
     def rows(self, positions):
         return [self.stream.read(positions, self.block_size + 1)]  # (m, T + 1)
 
     def tensors(self, arrays, device):
-        """Return (x, y), int64 (B, T) each, on `device`, from the windows in arrays[0], (B, T + 1):
-        x without the last token of a window, y without the first."""
+        """Return (x, y), int64 (B, T): windows (B, T + 1) without the last and the first token."""
         tokens = arrays[0]
         return tuple(send(t.astype(np.int64), device) for t in (tokens[:, :-1], tokens[:, 1:]))
 
     def identity(self):
-        """Return a dict that identifies the tokens, independently of file names: their number, the
-        dtype, the size of all shards in bytes, and one SHA-256 of the first and last MiB of every
-        shard in order, which is fast for 1 TB. A change elsewhere in a shard is not noticed."""
+        """Return a dict that identifies the tokens: count, dtype, bytes of all shards, a SHA-256.
+
+        The digest is of the first and last MiB of every shard, in order, which is fast for 1 TB. A
+        change elsewhere in a shard is not noticed.
+        """
         # Content, not names or times: a copy on a different disk is the same data.
         digest = hashlib.sha256()
         shards = self.stream.shards
@@ -341,12 +336,10 @@ class DataLoader(Loader):
 
 
 class RowLoader(Loader):
-    """Shuffled batches of rows of numpy arrays, which may be memory-mapped. get_batch(device, step)
-    returns a tuple with a tensor (B, ...) per array, with the same rows of each.
+    """Loader of shuffled rows of numpy arrays: batches with a tensor (B, ...) per array.
 
-    arrays: a sequence of arrays (N, ...) of equal length. Unsigned integers become int64. config: a
-    TrainConfig, for batch size and seed. ranks: a Ranks. DataError if an array is empty or the
-    lengths differ.
+    arrays: of equal length (N, ...); memory-mapped or not. Unsigned integers become int64.
+    config, ranks: for batch size, seed and rank. DataError if an array is empty or lengths differ.
     """
     unit = "row"
     units_per_sample = 1
@@ -362,13 +355,11 @@ class RowLoader(Loader):
                          config.seed, ranks.rank, ranks.world_size)
 
     def positions(self, g):
-        """Return the row index, in the arrays, of each sample in g. g: numbers of the samples,
-        counted over the whole run, (m,) int64, ascending -> (m,) int64."""
+        """Return the row index of each sample in g, numbered as for shuffled(): (m,) int64."""
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
     def rows(self, positions):
-        """Return a list with an array (m, ...) per array of the loader: the rows at `positions`,
-        (m,) int64."""
+        """Return the rows at `positions` (m,) int64, an array (m, ...) per array of the loader."""
         return [np.ascontiguousarray(array[positions]) for array in self.arrays]
 
     def tensors(self, arrays, device):
@@ -376,8 +367,7 @@ class RowLoader(Loader):
                      for part in arrays)
 
     def identity(self):
-        """Return a dict that identifies the arrays: shapes, dtypes, and one SHA-256 of the first
-        and last MiB of each."""
+        """Return shapes and dtypes, and one SHA-256 of the first and last MiB of each array."""
         digest = hashlib.sha256()
         for array in self.arrays:
             n = max(1, min(len(array), MIB // max(1, array[:1].nbytes)))
@@ -388,15 +378,14 @@ class RowLoader(Loader):
 
 
 class DatasetLoader(RowLoader):
-    """Shuffled batches of items of a map-style torch Dataset. get_batch(device, step) returns a
-    tuple of tensors (B, ...), one per element of an item.
+    """Loader of shuffled items of a map-style torch Dataset: a tensor (B, ...) per element.
 
     dataset: an object with __len__ and __getitem__. An item, dataset[i], is a tensor, an array or a
     number, or a tuple or dict of these, with the same shapes for all i. The values of a dict are
     passed to the model by position, in the order of item 0. An item must depend only on i, also in
     a different process (a resumed run, other ranks): no random numbers, no state. __getitem__ is
-    called in threads, one call at a time. config: a TrainConfig, for batch size and seed. ranks: a
-    Ranks. DataError for an empty dataset, and when items cannot be stacked.
+    called in threads, one call at a time. config, ranks: as for RowLoader. DataError for an empty
+    dataset, and when items cannot be stacked.
     """
 
     def __init__(self, dataset, config, ranks):
@@ -405,8 +394,7 @@ class DatasetLoader(RowLoader):
         self.names = list(first) if isinstance(first, dict) else None
 
     def rows(self, positions):
-        """Return the items with the indices `positions`, (m,) int64, stacked: a list of CPU tensors
-        (m, ...), one per element of an item. DataError if the items cannot be stacked."""
+        """Return the items at `positions`, stacked: one CPU tensor (m, ...) per element."""
         dataset, = self.arrays
         numbers = positions.tolist()
         with READING:
@@ -426,7 +414,7 @@ class DatasetLoader(RowLoader):
         return tuple(send(part, device) for part in arrays)
 
     def identity(self):
-        """Return a dict of the number of items, and one SHA-256 of the first and the last item."""
+        """Return the number of items, and one SHA-256 of the first and the last item."""
         digest = hashlib.sha256()
         for part in self.rows(np.array([0, self.samples - 1])):
             digest.update(part.flatten().view(torch.uint8).numpy())
@@ -434,9 +422,7 @@ class DatasetLoader(RowLoader):
 
 
 def as_loader(source, config, ranks):
-    """Return `source` unchanged if it is a loader (it has get_batch) or `None`; return
-    DatasetLoader(source, config, ranks) if it is a map-style torch Dataset. DataError for any other
-    object. config: a TrainConfig; ranks: a Ranks."""
+    """Return a loader or `None` unchanged, a Dataset as DatasetLoader; DataError for others."""
     if source is None or hasattr(source, "get_batch"):
         return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -447,10 +433,11 @@ def as_loader(source, config, ranks):
 
 
 def check_loader(loader, config, ranks):
-    """Raise SetupError if `loader`, of the training data, is a Loader that was made for a batch
-    size or a rank other than those of the run: its batches would not be parts of the run's global
-    batches. Other loaders, and attributes that a subclass does not set, are not checked. config: a
-    TrainConfig; ranks: a Ranks."""
+    """Raise SetupError if a Loader of training data was made for another batch size or rank.
+
+    Such batches are not parts of the run's global batches. Other loaders, and attributes that a
+    subclass does not set, are not checked.
+    """
     expected = dict(batch_size=config.micro_batch(ranks.world_size), rank=ranks.rank,
                     world_size=ranks.world_size)
     wrong = [f"{name} {getattr(loader, name)} (here {value})" for name, value in expected.items()
@@ -462,9 +449,10 @@ def check_loader(loader, config, ranks):
 
 
 def check_item_names(model, loader):
-    """Raise SetupError if the items of `loader`, a DatasetLoader, are dicts, and all keys are
-    parameters of model.forward(), but not the first parameters in order: the values are passed by
-    position. Other loaders are not checked."""
+    """Raise SetupError if dict items name forward()'s parameters, but not the first in order.
+
+    Values are passed by position. Other loaders and items are not checked.
+    """
     names = getattr(loader, "names", None)
     parameters = list(inspect.signature(model.forward).parameters) if names else []
     if names and set(names) <= set(parameters) and names != parameters[:len(names)]:
@@ -473,8 +461,7 @@ def check_item_names(model, loader):
 
 
 def seed_step(seed, it, ranks):
-    """Seed torch's generators, on the CPU and on ranks.device, by (seed, step `it`, rank), so that
-    a resumed run has the same dropout masks as an uninterrupted one."""
+    """Seed torch's generators on the CPU and ranks.device by (seed, step `it`, rank)."""
     number = ((seed * 1_000_003 + it) * 65_537 + ranks.rank) % 2**63
     # Not torch.manual_seed: it formats a traceback for each missing accelerator, 0.5 ms per step.
     torch.default_generator.manual_seed(number)
@@ -483,8 +470,7 @@ def seed_step(seed, it, ranks):
 
 
 def check_batch(batch):
-    """Return `batch`, a result of get_batch or fixed_batch of a loader. SetupError unless it is a
-    tuple or list with at least one item, the first of which is not a 0-dim tensor."""
+    """Return `batch`; SetupError unless it is a tuple or list whose first item is not 0-dim."""
     if not isinstance(batch, (tuple, list)) or not batch:
         raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
     if getattr(batch[0], "ndim", 1) == 0:
@@ -493,14 +479,12 @@ def check_batch(batch):
 
 
 class Prefetcher:
-    """Batches of a loader on `device`, a torch.device, prepared in advance by a thread. get(step)
-    returns a batch, close() stops the thread. seconds: total time that get() has waited; the caller
-    may set it to 0.
+    """Batches of a loader on `device`, a torch.device, prepared in advance by a thread.
 
-    The thread prepares batches in the order of the steps: as many as the loader reads at once
-    (calls_per_chunk), at most MAX_BATCHES_AHEAD. The batches are the same as without the thread.
-    For a loader that computes on the device (attribute `computes`) there is no thread, and get()
-    calls the loader.
+    seconds: total time that get() has waited; the caller may set it to 0. close() stops the thread.
+    get() must be called in ascending order of steps without gaps: other batches are not freed.
+    The thread prepares as many batches as the loader reads at once (calls_per_chunk), at most
+    MAX_BATCHES_AHEAD. For a loader with the attribute `computes`, get() calls it without a thread.
     """
 
     def __init__(self, loader, device):
@@ -517,9 +501,7 @@ class Prefetcher:
         self.n_ahead = 1 + min(MAX_BATCHES_AHEAD, getattr(loader, "calls_per_chunk", 1))
 
     def get(self, step):
-        """Return the batch `step` (a number as for Loader.get_batch), a tuple of tensors (B, ...),
-        and start to prepare the next ones. Request the steps in ascending order without gaps: a
-        batch that is never requested is not freed."""
+        """Return the loader's batch `step`, and start to prepare the next ones."""
         if self.thread is None:
             return self.read(step)
         for s in range(step, step + self.n_ahead):
@@ -531,7 +513,7 @@ class Prefetcher:
         return batch
 
     def read(self, step):
-        """Return the batch `step` of the loader. SetupError as for check_batch()."""
+        """Return the loader's batch `step`; SetupError as for check_batch()."""
         return check_batch(self.loader.get_batch(self.device, step))
 
     def close(self):
@@ -543,12 +525,12 @@ class Prefetcher:
 # token files as the data of a run
 
 def open_token_data(config, ranks, loader=DataLoader):
-    """Return the Data of the token files in config.data_dir: loaders of the splits train and val
-    (val is `None` if eval_interval is 0), and the vocabulary and tokenizer as spec. If data_dir is
-    named stdlib and is not prepared yet, rank 0 first prepares this built-in data set.
+    """Return the Data of the token files in config.data_dir, with the splits train and val.
 
-    config: a TrainConfig; ranks: a Ranks. loader: class of the loaders, with the same arguments as
-    DataLoader. All ranks must call. DataError if the files cannot be used.
+    val is `None` if eval_interval is 0. spec: vocabulary and tokenizer.
+    If data_dir is named stdlib and is not prepared yet, rank 0 prepares this built-in data set.
+    loader: class of the loaders, with the arguments of DataLoader. All ranks must call.
+    DataError if the files cannot be used.
     """
     c = config
     if os.path.basename(os.path.normpath(c.data_dir)) == "stdlib" and not is_prepared(c.data_dir):

@@ -25,14 +25,15 @@ ON_OFF = {True: "on (the first step takes a while)", False: "off"}  # compile, f
 def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 1, *,
                prefer_cuda: bool = True, device_id: int | None = None,
                report: bool = False) -> torch.device:
-    """Return the torch.device for `name`: cpu, mps, cuda, cuda:N (only with one rank per machine)
-    or auto: cuda if available and `prefer_cuda`, then mps if there is one rank, then cpu. A CUDA
-    device becomes torch's current device: number N, by default device_id or, without it,
-    local_rank.
+    """Return the torch.device for `name`; a CUDA device becomes torch's current device.
 
-    local_rank: index of this rank on the machine. local_world_size: number of ranks on the machine.
-    report: print the device's properties. On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it
-    is set. SetupError if the device is missing or `name` is invalid.
+    name: cpu, mps, cuda, cuda:N (only with one rank per machine), or auto: cuda if available and
+    `prefer_cuda`, then mps if there is one rank, then cpu.
+    local_rank, local_world_size: index of this rank, and rank count, on the machine.
+    device_id: index of the CUDA device, unless `name` has one (default: local_rank).
+    report: print the device's properties.
+    On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it is set. SetupError if the device is
+    missing or `name` is invalid.
     """
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
@@ -62,9 +63,7 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
 
 
 def device_facts(device):
-    """Return {name: value} about a torch.device, for the log, training_args.json and trackers:
-    device, bf16 (native or not); on CUDA tf32, the GPU's name, memory and capability, and the CUDA
-    version; otherwise the number of CPU threads."""
+    """Return {name: value} about a torch.device, for the log, training_args.json and trackers."""
     facts = dict(device=str(device), bf16=has_native_bfloat16(device))
     if device.type != "cuda":
         return facts | dict(threads=torch.get_num_threads())
@@ -74,15 +73,17 @@ def device_facts(device):
 
 
 def describe_device(device):
-    """Return device_facts(device) as one line of text, for the log. device: a torch.device."""
+    """Return device_facts(device) as one line of text, for the log."""
     facts = device_facts(device)
     return ", ".join([facts.pop("device"), *(f"{name} {value}" for name, value in facts.items())])
 
 
 def has_native_bfloat16(device):
-    """Return whether the hardware of a torch.device supports products of bfloat16 matrices: CUDA
-    from capability 8.0 on (older GPUs emulate it slowly), a CPU with AMX, AVX512-BF16 or ARM's
-    BF16; always true for MPS."""
+    """Return whether a torch.device multiplies bfloat16 matrices in hardware.
+
+    CUDA: from capability 8.0 on (older GPUs emulate it slowly). CPU: with AMX, AVX512-BF16 or ARM's
+    BF16. Always true for MPS.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":
@@ -92,9 +93,11 @@ def has_native_bfloat16(device):
 
 
 def choose_dtype(name, device):
-    """Return (torch.dtype for the autocast of matrix products, description with the reason). name:
-    the value of the key dtype, "bfloat16", "float16", "float32" or "auto": bfloat16 if the device
-    supports it natively, otherwise float16 on CUDA and float32 on other devices."""
+    """Return (torch.dtype for the autocast of matrix products, description with the reason).
+
+    name: "bfloat16", "float16", "float32", or "auto": bfloat16 if the device supports it natively,
+    otherwise float16 on CUDA and float32 on other devices.
+    """
     native = has_native_bfloat16(device)
     if name == "auto":
         name = "bfloat16" if native else "float16" if device.type == "cuda" else "float32"
@@ -107,8 +110,7 @@ def choose_dtype(name, device):
 
 
 def timed(f, device):
-    """Call f() and return the seconds, a float, until `device`, a torch.device (CUDA or a CPU), has
-    finished the work of f."""
+    """Return the seconds until a torch.device (CUDA or a CPU) has finished the work of f()."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     wait(device)
     start = time.perf_counter()
@@ -130,20 +132,22 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(name):
-    """Return the peak FLOP/s (dense, 16-bit floats) of the GPU `name`, as in
-    torch.cuda.get_device_name(), or 0 if unknown. Names are compared by whole words: an RTX A4000
-    is not an A40. Variants, e.g. RTX 4090 Laptop, and parts of a GPU (MIG) are unknown unless
-    PEAK_TFLOPS has an entry."""
+    """Return the dense 16-bit peak FLOP/s of the GPU `name`, or 0 if it is unknown.
+
+    name: as in torch.cuda.get_device_name(), compared by words: an RTX A4000 is not an A40.
+    Variants, e.g. RTX 4090 Laptop, need an entry in PEAK_TFLOPS. Parts of a GPU (MIG) are unknown.
+    """
     matches = [key for key in PEAK_TFLOPS
                if re.search(rf"\b{key}\b(?! (Laptop|Ti|SUPER|D|PCIe)\b|.* MIG )", name)]
     return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else 0
 
 
 def total_peak_flops(ranks, dtype):
-    """Return the peak FLOP/s of the GPUs of all ranks together for matrix products of `dtype`, a
-    torch.dtype (float32: with TF32). 0: unknown, not CUDA, or float32 without TF32. ranks: a Ranks;
-    all ranks are assumed to have the same GPU as this one. The result is the denominator of the
-    model FLOPs utilisation (MFU, PaLM, arXiv:2204.02311, appendix B)."""
+    """Return the peak FLOP/s of all ranks' GPUs for products of `dtype` matrices, or 0.
+
+    0: unknown, not CUDA, or float32 without TF32. All ranks are assumed to have the same GPU. The
+    result is the denominator of the MFU (PaLM, arXiv:2204.02311, appendix B).
+    """
     if ranks.device.type != "cuda":
         return 0
     peak = ranks.world_size * peak_flops(torch.cuda.get_device_name(ranks.device))
@@ -157,9 +161,10 @@ def total_peak_flops(ranks, dtype):
 # torch.compile: whether to use it, for which modules, and the fallback if it fails
 
 def should_compile(config, flops_per_step, ranks):
-    """Return whether to use torch.compile: the value of config.compile or, for "auto", whether the
-    run is estimated to take at least MIN_RUN_SECONDS, ten times as long as compiling.
-    flops_per_step: over all ranks; 0: unknown. "auto" is false if it is unknown, and on MPS."""
+    """Return whether to use torch.compile; "auto": if the run is estimated to be long enough.
+
+    That is, longer than MIN_RUN_SECONDS. flops_per_step: of all ranks; 0: unknown, "auto" is false.
+    """
     if config.compile != "auto":
         return config.compile == "true"
     flops_per_second = {"cpu": CPU_FLOPS, "cuda": GPU_FLOPS * ranks.world_size}.get(
@@ -168,13 +173,12 @@ def should_compile(config, flops_per_step, ranks):
 
 
 def compile_model(model, device):
-    """Apply torch.compile to the forward pass of the model, in place: there is no wrapper module,
-    and the names in state_dict() do not change. device: the torch.device on which the model is.
+    """Apply torch.compile to a model's forward pass, in place; return the compiled modules.
 
-    The model is compiled as a whole, except on a CPU and with FSDP, where each block is compiled,
-    if it has blocks: on a CPU all blocks share the code of the first, which is much faster to
-    compile; with FSDP, hooks around the blocks would leave them uncompiled. Return the list of the
-    compiled modules. Global options of torch's compiler are changed, too.
+    The names in state_dict() do not change. device: the torch.device on which the model is.
+    On a CPU and with FSDP each block is compiled, if there are blocks: on a CPU all share the code
+    of the first; with FSDP, hooks around the blocks otherwise leave them uncompiled. Global options
+    of torch's compiler are changed, too.
     """
     import torch._functorch.config as aot
     # In the forward pass, where Compiler can fall back to eager mode; by default it is lazy.
@@ -197,13 +201,12 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Calls a model with torch.compile: call(module, *batch). If compiling fails, warn(text) is
-    called once, and the run continues in eager mode.
+    """Calls of a model with torch.compile, or in eager mode after compiling has failed.
 
-    model: is compiled in place if `enabled`. device: the torch.device of the model. enabled: also
-    an attribute, which becomes False when compiling fails. batch_size: samples per evaluation
-    batch; a smaller last batch is computed in eager mode, since compiling for this size would be
-    slower.
+    enabled: compile `model`, in place; also an attribute, which becomes False if compiling fails.
+    warn(text): called once, if compiling fails. device: the torch.device of the model.
+    batch_size: samples per evaluation batch; a smaller last batch is computed in eager mode, since
+    compiling for this size is slower.
     """
 
     def __init__(self, model, enabled, device, warn, batch_size=0):
@@ -220,8 +223,7 @@ class Compiler:
             part._compiled_call_impl = None
 
     def call(self, module, *batch):
-        """Return module(*batch), compiled if possible, otherwise in eager mode. module: the model,
-        or the DDP wrapper of it."""
+        """Return module(*batch), compiled if possible; module: the model, or DDP around it."""
         partial = not module.training and len(batch[0]) < self.batch_size
         try:
             with eager_mode() if self.enabled and partial else contextlib.nullcontext():
@@ -237,19 +239,16 @@ class Compiler:
             return module(*batch)
 
     def paused(self):
-        """Return a context manager in which compiled code runs in eager mode, if the device is a
-        CPU: for code that runs too rarely to be compiled. Without effect on other devices, and if
-        compilation is off."""
+        """Return a context in which compiled code on a CPU runs in eager mode, for rare calls."""
         on_cpu = self.enabled and self.device.type == "cpu"
         return eager_mode() if on_cpu else contextlib.nullcontext()
 
 
 def blocks(model):
-    """Return the blocks of a model, a list: the modules with the attribute is_block = True."""
+    """Return the list of a model's blocks: the modules with the attribute is_block = True."""
     return [m for m in model.modules() if getattr(m, "is_block", False)]
 
 
 def is_compile_error(error):
-    """Return whether the class of the exception `error` is defined in torch._dynamo or
-    torch._inductor."""
+    """Return whether an exception's class is defined in torch._dynamo or torch._inductor."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

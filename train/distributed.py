@@ -28,11 +28,11 @@ from train.device import blocks, get_device
 
 @dataclass
 class Ranks:
-    """This process among the ranks of a run, as process_group() yields it. rank; world_size: number
-    of ranks; device: a torch.device; ranks_per_node: number of ranks on each machine. control: a
-    gloo group for collectives of CPU data, also if gradients use NCCL. saving: a gloo group for
-    background threads that write sharded checkpoints; `None` if checkpoints are not sharded. Both
-    are `None` without a process group. is_main: whether rank is 0."""
+    """This process among the ranks of a run, as process_group() yields it.
+
+    control: gloo group for collectives of CPU data, also with NCCL; `None` without a process group.
+    saving: gloo group for threads that write sharded checkpoints; `None` if they are not sharded.
+    """
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
@@ -49,10 +49,12 @@ class Ranks:
 # seeds
 
 def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | None = None) -> None:
-    """Seed the generators of Python, numpy and torch (CPU and all GPUs). deterministic: forbid
-    algorithms with results that depend on timing
-    (https://pytorch.org/docs/stable/notes/randomness.html), and TF32, which is otherwise switched
-    on. cudnn_benchmark: whether cuDNN autotunes; `None`: not `deterministic`."""
+    """Seed Python, numpy and torch (CPU and all GPUs), and set the options of deterministic runs.
+
+    deterministic: forbid TF32, which is otherwise on, and algorithms with results that depend on
+    timing (https://pytorch.org/docs/stable/notes/randomness.html).
+    cudnn_benchmark: whether cuDNN autotunes; `None`: not `deterministic`.
+    """
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -79,11 +81,12 @@ ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextlib.contextmanager
 def process_group(config):
-    """Context manager that yields the Ranks of this process. Under torchrun it opens a process
-    group (NCCL on CUDA, gloo otherwise); without torchrun there is one rank and no group. On exit
-    without an error or with CollectiveExit, it waits for all ranks and closes the group; after
-    other errors it does neither. It also sets the number of CPU threads, if num_threads is set.
-    config: a TrainConfig. Raises SetupError."""
+    """Yield the Ranks of this process, under torchrun in a new process group.
+
+    The group uses NCCL on CUDA, gloo otherwise; without torchrun there is one rank and no group. On
+    exit without an error or with CollectiveExit, wait for all ranks and close the group; after
+    other errors do neither. Also set the CPU thread count if num_threads is set. Raises SetupError.
+    """
     if config.num_threads:  # torch's default: OMP_NUM_THREADS, or one per physical core
         torch.set_num_threads(config.num_threads)
     env = read_environment()
@@ -121,9 +124,9 @@ def process_group(config):
 
 
 def read_environment():
-    """Return [RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE], ints from the environment variables
-    that torchrun sets, or `None` without torchrun. SetupError if the variables, with MASTER_ADDR
-    and MASTER_PORT, are incomplete or contradict each other: the ranks would train independently.
+    """Return torchrun's [RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE]; `None` without torchrun.
+
+    Raises SetupError if the variables, also MASTER_ADDR and MASTER_PORT, are incomplete or wrong.
     """
     env = {name: os.environ.get(name, "") for name in ENVIRONMENT}
     numbers = [env[name] for name in ENVIRONMENT[:3]]
@@ -139,9 +142,10 @@ def read_environment():
 
 
 def choose_interface(address):
-    """Set GLOO_SOCKET_IFNAME, unless it is set, to the network interface through which this host
-    reaches `address`, the host of rank 0. By default gloo uses the address of the host's name,
-    which on many hosts is a loopback address or unknown."""
+    """Set GLOO_SOCKET_IFNAME, unless it is set, to the network interface that reaches `address`.
+
+    By default gloo uses the address of the host's name, often a loopback address or unknown.
+    """
     with contextlib.suppress(OSError, ImportError), socket.socket(type=socket.SOCK_DGRAM) as s:
         import fcntl  # POSIX only
         s.connect((address, 1))  # sends nothing
@@ -154,13 +158,12 @@ def choose_interface(address):
 
 
 def create_store(rank, world_size, timeout):
-    """Return the rendezvous store of the ranks, for init_process_group, with a prefix that is
-    unique to this start. timeout: a timedelta. All ranks must call. SetupError on rank 0 if ranks
-    do not start in time.
+    """Return the ranks' store for init_process_group, with a prefix that is unique to this start.
 
+    timeout: a timedelta. All ranks must call. Raises SetupError on rank 0 if a rank is late.
     torchrun keeps one store over restarts, in which an early rank finds the addresses of dead ranks
-    and fails (pytorch#135712, #167288; with PyTorch 2.13 about every second restart). Therefore
-    rank 0 chooses a prefix, and sends it to each rank that writes a new random mark to the store.
+    and fails (pytorch#135712, #167288). Therefore rank 0 chooses a prefix, and sends it to each
+    rank that writes a new random mark to the store.
     """
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     mark = uuid.uuid4().hex
@@ -199,8 +202,7 @@ def close_process_group(control):
 # collectives on the host
 
 def all_gather_vectors(vector, ranks):
-    """Return, on every rank, the 1-D CPU tensors `vector` of all ranks, which have equal lengths,
-    stacked in the order of the ranks: (n,) -> (world_size, n). All ranks must call."""
+    """Return the CPU vectors (n,) of all ranks, stacked to (world_size, n); all ranks must call."""
     if ranks.world_size == 1:
         return vector[None]
     rows = vector.new_empty(ranks.world_size, len(vector))
@@ -209,9 +211,7 @@ def all_gather_vectors(vector, ranks):
 
 
 def max_over_ranks(values, ranks):
-    """Return the maximum of `values` over all ranks, the same on every rank: an int if `values` is
-    an int; for a list of ints, equally long on all ranks, the list of the maxima. All ranks must
-    call."""
+    """Return the maximum over ranks of an int, or of each item of a list; all ranks must call."""
     tensor = torch.tensor(values)
     if ranks.world_size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=ranks.control)
@@ -219,9 +219,10 @@ def max_over_ranks(values, ranks):
 
 
 def gather_objects(value, ranks, group=None):
-    """Return a list with the `value` (any picklable object) of each rank, in the order of the
-    ranks, on every rank. group: of all ranks (default: ranks.control); ranks.saving in a background
-    thread. All ranks must call."""
+    """Return the picklable values of all ranks, in rank order, on every rank; all ranks must call.
+
+    group: of all ranks (default: ranks.control); ranks.saving in a background thread.
+    """
     values = [value] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(values, value, group=group or ranks.control)
@@ -229,9 +230,10 @@ def gather_objects(value, ranks, group=None):
 
 
 def broadcast_from_rank0(make, ranks):
-    """Call make() on rank 0. Return the result on every rank, or raise the exception of make() on
-    every rank. Both are pickled; if the exception cannot be, a RuntimeError with the message is
-    raised. All ranks must call."""
+    """Call make() on rank 0; return the result, or raise the exception, on every rank.
+
+    Both are pickled; an exception that cannot be becomes a RuntimeError. All ranks must call.
+    """
     outcome = [None, None]  # result, exception
     if ranks.is_main:
         try:
@@ -254,8 +256,7 @@ def broadcast_from_rank0(make, ranks):
 # DDP, FSDP2 and HSDP
 
 def wrap_ddp(model, ranks):
-    """Return DistributedDataParallel(model), or `model` if there is one rank. Buffers are not
-    broadcast: a model must change a buffer in the same way on all ranks."""
+    """Return `model` or, with several ranks, DDP of it, which does not broadcast buffers."""
     if ranks.world_size == 1:
         return model
     names = inspect.signature(DistributedDataParallel).parameters
@@ -265,11 +266,11 @@ def wrap_ddp(model, ranks):
 
 
 def build_mesh(ranks, replica_size):
-    """Return the DeviceMesh of a sharded model: one dimension "shard" of all W ranks or, with more
-    than one replica, the dimensions "replicate" and "shard", of shape (W / replica_size,
-    replica_size). ranks: a Ranks. replica_size: number of ranks that together hold one copy of the
-    model, a divisor of W. These are ranks with consecutive numbers, since torchrun numbers the
-    ranks node by node. All ranks must call."""
+    """Return a DeviceMesh with the dimension "shard" or, with replicas, "replicate" and "shard".
+
+    replica_size: ranks that together hold one copy of the model, a divisor of the world size; they
+    have consecutive numbers, since torchrun numbers the ranks node by node. All ranks must call.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     W = ranks.world_size
     shape = (W,) if replica_size == W else (W // replica_size, replica_size)
@@ -278,8 +279,7 @@ def build_mesh(ranks, replica_size):
 
 
 def describe_mesh(config, ranks):
-    """Return a text about the replication and sharding of the model of `config`, a TrainConfig,
-    over the ranks, e.g. "2 nodes x 8 GPUs: replicate 2 x shard 8"."""
+    """Return the layout of a run's ranks, e.g. "2 nodes x 8 GPUs: replicate 2 x shard 8"."""
     size = config.replica_size(ranks.world_size)
     sizes = [("replicate", ranks.world_size // size), ("shard", size)]
     n = ranks.ranks_per_node
@@ -289,15 +289,14 @@ def describe_mesh(config, ranks):
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
-    """Shard a model on the meta device with FSDP2, initialise it on ranks.device, and return it
-    (the same object). dtype: of the computation, if bfloat16; otherwise the dtype of the parameters
-    is used. replica_size: number of ranks that together hold one copy of the model (default: all).
+    """Shard a model on the meta device with FSDP2, initialise it on ranks.device, and return it.
 
+    dtype: of the computation, if bfloat16; otherwise the dtype of the parameters is used.
+    initial(name, shape, seed): called for each tensor without values, one at a time.
+    replica_size: ranks that together hold one copy of the model (default: all).
     Each block is gathered just before it computes, all other parameters (embedding, head) together:
-    https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. Each tensor without values is
-    set to initial(name, shape, seed), one at a time, so that no rank holds the entire model.
-    SetupError if initial() returns `None`, for 0-dim parameters, for parameters that a block shares
-    with other parts of the model, and for non-persistent buffers on the meta device.
+    https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. All ranks must call. Raises
+    SetupError as check_shardable() and fill_initial() do.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     check_shardable(model)
@@ -315,9 +314,11 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
 
 
 def check_shardable(model):
-    """Raise SetupError if `model`, on the meta device, cannot be sharded: it has 0-dim parameters,
-    parameters that a block shares with other parts of the model, or non-persistent buffers without
-    values."""
+    """Raise SetupError if FSDP cannot shard `model`, which is on the meta device.
+
+    The reasons are 0-dim parameters, parameters that a block shares with other parts of the model,
+    and non-persistent buffers without values.
+    """
     tensors = model.state_dict()
     if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
         raise SetupError(f"FSDP cannot shard the scalars {', '.join(scalars)}: give them the shape "
@@ -339,8 +340,7 @@ def check_shardable(model):
 
 
 def fill_initial(model, names, initial, seed):
-    """Set the tensors `names` in the state dict of the sharded `model` to initial(name, shape,
-    seed). Raise SetupError, which lists them, if initial() returns `None` for some."""
+    """Set the tensors `names` to initial(name, shape, seed); SetupError if a result is `None`."""
     tensors = model.state_dict()
     unknown = set()
     for name in names:
@@ -369,9 +369,7 @@ def local(tensor):
 
 
 def locate_shard(tensor, ranks):
-    """Return (row, is_first). row: index in the whole tensor of the first row of this rank's shard.
-    is_first: whether this rank is the first of the ranks that hold this shard (replicas). For a
-    tensor that is not sharded: (0, whether this is rank 0)."""
+    """Return (first row of this rank's shard, whether this is the first rank that holds it)."""
     if not is_sharded(tensor):
         return 0, ranks.is_main
     row = 0
@@ -386,14 +384,12 @@ def locate_shard(tensor, ranks):
 
 
 def full(tensor):
-    """Return the whole tensor. A DTensor is gathered, and all ranks must call; other tensors are
-    returned unchanged."""
+    """Return a tensor with all shards gathered; for a DTensor all ranks must call."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def assign(target, source):
-    """Copy the whole tensor `source`, the same on every rank, in place into `target`, which may be
-    sharded."""
+    """Copy `source`, a full tensor equal on every rank, into `target`, which may be sharded."""
     with torch.no_grad():
         if is_sharded(target):
             from torch.distributed.tensor import distribute_tensor
@@ -404,9 +400,10 @@ def assign(target, source):
 
 
 def convert_ddp_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict {name: tensor} with the names of the model without wrappers:
-    `_orig_mod.` of torch.compile is removed everywhere, and the prefix `module.` of DDP if all
-    names have it (if only some have it, it is an attribute of the model)."""
+    """Return a state dict without the name prefixes of torch.compile and DDP.
+
+    `_orig_mod.` is removed everywhere, the prefix `module.` only if all names have it.
+    """
     plain = {re.sub(r"(?<![^.])_orig_mod\.", "", name): t for name, t in state.items()}
     wrapped = all(name.startswith("module.") for name in plain)
     return {name.removeprefix("module.") if wrapped else name: t for name, t in plain.items()}

@@ -1,5 +1,4 @@
-"""Evaluation: sums over batches become numbers, equal at any world size and at any batch size that
-covers the same samples.
+"""Evaluation: sums over batches become numbers, the same for any number of ranks and batch size.
 
 A model returns the mean loss of a batch and sums over the batch's items. Sums are only ever added,
 in the order of the batches and in float64, and become numbers at the very end.
@@ -18,9 +17,10 @@ from train.system import ModelHooks, hook
 
 
 def check_result(result, previous=None):
-    """Return `result`, the result of forward(*batch). SetupError unless it is (loss, sums), with a
-    tensor and {name: tensor}, loss and sums["count"] (if any) have one element, and sums has the
-    names of `previous`, the sums of an earlier batch (`None`: not compared), and no "loss"."""
+    """Return (loss, sums), the result of forward(*batch); SetupError if it is malformed.
+
+    previous: sums of an earlier batch, which must have the same names.
+    """
     example = "expected (loss, sums): the mean loss, and {name: tensor}, sums over the batch, or {}"
     if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict)):
         raise SetupError(f"forward(*batch) returned a {type(result).__name__}; {example}")
@@ -40,10 +40,7 @@ def check_result(result, previous=None):
 
 
 def pack(loss, sums, count):
-    """Return the sums of a batch as one vector, to be added over batches and ranks. The elements:
-    the number of items n, which is sums["count"] or by default `count`; the mean `loss` times n (0
-    if n is 0); the other tensors in `sums` {name: tensor}, sorted by name and flattened. float64;
-    float32 on MPS."""
+    """Return item count, total loss and sums of a batch as one vector, to be added. float64."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -57,9 +54,10 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Split `vector`, a sum of results of pack() to which further numbers may be appended. Return
-    ({name: float64 CPU tensor}, with "count" and "loss"; list of the appended numbers, floats).
-    sums: the `sums` of any of the batches, for names and shapes. Waits for the device."""
+    """Split a sum of pack() vectors into {name: CPU tensor} and the numbers appended to it.
+
+    sums: those of any batch, for names and shapes.
+    """
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
     *parts, rest = vector.cpu().double().tensor_split(ends)  # one transfer; each .item() waits
@@ -68,10 +66,7 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number, list or `None`} for a log line: "loss", the mean loss per item (`None`
-    if sums["count"] is 0), and the result of the model's method numbers(sums), with tensors
-    converted to numbers or lists. sums: {name: tensor}, added over all batches, with "count" and
-    the total "loss". SetupError if the model uses a reserved name (LINE_NAMES)."""
+    """Return {name: number} for a log line: the mean loss and the model's numbers(sums)."""
     of_model = model.numbers(sums) if hasattr(model, "numbers") else ModelHooks.numbers(model, sums)
     numbers = {name: to_plain(value) for name, value in of_model.items()}
     if reserved := LINE_NAMES & set(numbers):
@@ -81,8 +76,7 @@ def to_numbers(model, sums):
 
 
 def to_plain(value):
-    """Return `value` as a Python number or nested list. value: a number, tensor or array, or a
-    nested list of these. Other values, e.g. `None`, are returned unchanged."""
+    """Return tensors and arrays, also in nested lists, as numbers and lists; others unchanged."""
     if isinstance(value, (list, tuple)):
         return [to_plain(v) for v in value]
     return value.tolist() if hasattr(value, "tolist") else value
@@ -90,17 +84,17 @@ def to_plain(value):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number, list or `None`} over `n_batches` validation batches of `loader`
-    (always the same ones), or all if it has fewer. For a mixture of data sources, n_batches is the
-    number per source, and val_loss_SOURCE is the loss of each source.
+    """Return {val_NAME: number} over the first `n_batches` validation batches, always the same.
 
-    model: must be in eval mode; the hook numbers(sums) turns sums into numbers. forward(*batch) ->
-    (loss, sums): called in the context manager that autocast() returns. Rank r computes batches r,
-    r + world_size, ... After each round (one batch per rank) the sums of all ranks are added in the
-    order of the batches, so the result does not depend on the number of ranks. stop(done, total):
-    called before each round with numbers of batches; if it is true on any rank, `None` is returned
-    on every rank. All ranks must call. SetupError e.g. if a source has no item that counts (all are
-    masked).
+    model: in eval mode; its numbers(sums) turns sums into numbers, or lists, or `None`.
+    forward(*batch) -> (loss, sums): called inside the context manager autocast().
+    n_batches: per source in a mixture, whose sources also have val_loss_SOURCE; all if there are
+        fewer.
+    stop(done, total): called before each round (one batch per rank); if it is true on any rank,
+        `None` is returned on all.
+    Batches are distributed over the ranks, and their sums added in the order of the batches, so the
+    result does not depend on the number of ranks. SetupError if a source has no item that counts.
+    All ranks must call.
     """
     n = loader.n_fixed(n_batches)
     source_of = hook(loader, "source_of")  # of a mixture: every batch belongs to one source
@@ -134,8 +128,10 @@ def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda don
 
 
 def join_numbers(numbers, more, key):
-    """Return a dict with the entries of the dicts `numbers` and `more`. SetupError if a name is in
-    both. key: the configuration key from which `more` results, for the message."""
+    """Return both dicts of metrics as one; SetupError if they have a name in common.
+
+    key: the configuration key that adds `more`, for the message.
+    """
     if equal := numbers.keys() & more.keys():
         raise SetupError(f"{key}: evaluations of this run already have {', '.join(sorted(equal))}; "
                          "rename the file or folder with this name")

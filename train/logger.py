@@ -27,12 +27,12 @@ NOT_STORED = {"max_iters", "eta_s"}  # in metrics.jsonl
 
 class Logger:
     """The log of a run: the console, and train.log, metrics.jsonl and samples.txt in `out_dir`.
-    Methods: info, warn, step, evaluation, samples, plot, close. On ranks other than 0 (main=False)
-    nothing is printed or written. Failures of the output are not raised. A context manager.
 
-    trackers: list with some of "tensorboard", "wandb", "mlflow". config: the run's configuration as
-    a dict; with eval_only, only train.log is written. system_info: dict of facts about the machine
-    for training_args.json and the trackers, in addition to environment().
+    main: whether this is rank 0; the other ranks print and write nothing.
+    trackers: some of "tensorboard", "wandb", "mlflow".
+    config: the run's configuration as a dict; with eval_only, only train.log is written.
+    system_info: facts about the machine, for training_args.json and the trackers.
+    A context manager. Output failures are not raised.
     """
 
     def __init__(self, out_dir, main=True, trackers=(), config=None, system_info=None):
@@ -57,8 +57,7 @@ class Logger:
 
     @property
     def writes_files(self):
-        """Whether files other than train.log are written. Until start(), they are those of an
-        earlier run."""
+        """Whether files other than train.log are written; false until start()."""
         return self.is_main and self.held is None and not self.config.get("eval_only")
 
     # -------------------------------------------------------------------------
@@ -72,15 +71,15 @@ class Logger:
         self.info(f"warning: {message}", YELLOW)
 
     def activity(self, text):
-        """Show `text`, the current activity, e.g. "evaluating", on a terminal; it is not logged."""
+        """Show the current activity, e.g. "evaluating", on a terminal; it is not logged."""
         if self.is_main and self.console.live:
             self.console.show(live=text)
 
     def write(self, text, line, live=None):
-        """Append `text`, without a final newline, to train.log, with the time before each line, or
-        to the list self.held unless that is `None`. Print `line` on the console, if it is not
-        `None`. live: new text of the status line at the bottom of a terminal (`None`: unchanged).
-        The texts must be printable(). Only on rank 0; without effect on other ranks."""
+        """Append `text` to train.log, with the time, and print `line`; both must be printable().
+
+        line: `None` prints nothing. live: the new status line of a terminal; `None` keeps it.
+        """
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
             add = self.log_file.write if self.held is None else self.held.append
@@ -88,15 +87,16 @@ class Logger:
             self.console.show(line, live)
 
     def write_held(self):
-        """Write the lines that write() has held to train.log; later lines are written at once."""
+        """Write the lines in self.held to train.log; write later lines at once."""
         for line in self.held or ():
             self.log_file.write(line)
         self.held = None
 
     def samples(self, iter, text, whole=False):
-        """Append a generated `text` to samples.txt under the heading of step `iter`, unless the run
-        is eval_only. Log its first MAX_SAMPLE_CHARS characters, in one line, or all of it,
-        unchanged, if `whole`."""
+        """Append a generated text to samples.txt, and log its beginning in one line.
+
+        whole: log all of it, unchanged.
+        """
         if self.writes_files:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
         line = " ".join(text.split())
@@ -108,40 +108,35 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step. record: {name: number}, with "iter", the number of the step,
-        "max_iters" and "unit". max_iters, eta_s and the unit "tok" are not stored in metrics.jsonl.
-        """
+        """Log a training step. record: {name: number} with "iter", "max_iters" and "unit"."""
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record)
         live = self.console.live
         self.write(line, None if live else line, progress_line(record) if live else None)
 
     def evaluation(self, record):
-        """Log an evaluation. record: {name: number, or `None` if unknown}. "iter": number of steps
-        that are complete; "tokens": tokens until then. Validation: also "train_loss" (mean of the
-        steps since the last evaluation), "val_loss" and further val_NAME. Test: also test_NAME, and
-        "data", the attribute test_data."""
+        """Log an evaluation: {name: number, or `None` if unknown}, with "iter" and "tokens".
+
+        Validation has "train_loss" and val_NAME; a test has test_NAME and "data", self.test_data.
+        """
         self.store(record)
         line = printable(format_line(f"step {record['iter']}", record))
         self.write(line, line)
 
     def store(self, record):
-        """Append `record` {name: number, "iter": step} to metrics.jsonl and send it to the
-        trackers. It has no effect on ranks other than 0, and with eval_only."""
+        """Append {name: number} of a step to metrics.jsonl, and send it to the trackers."""
         if self.writes_files:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
                 self.trackers.call("record", record)
 
     def start(self, iter, evaluated=False):
-        """Prepare the log for a run that starts at step `iter`: call write_held(), remove the
-        numbers of steps that will be repeated from metrics.jsonl, and open the trackers. If nothing
-        is complete yet (iter 0 and not `evaluated`), metrics.jsonl is renamed to metrics.jsonl.old
-        instead.
+        """Open the log for a run that starts at step `iter`, and drop numbers of repeated steps.
 
-        Step k is logged as iter k when it is complete, so lines with a number below `iter` stay.
-        The evaluation with the number `iter` precedes that step: it stays if `evaluated`, i.e. if
-        the run has completed it.
+        evaluated: whether the evaluation before step `iter` is complete, and stays in
+        metrics.jsonl. Step k is logged when it is complete, so lines below `iter` stay. If nothing
+        is complete, metrics.jsonl is renamed to metrics.jsonl.old. Also opens the trackers, and
+        calls write_held().
         """
         self.write_held()
         self.first_iter = iter
@@ -160,8 +155,10 @@ class Logger:
             self.trackers = Trackers(self.tracker_names, self)
 
     def read_tested(self):
-        """Return {test_NAME: number} of the last line in metrics.jsonl; {} if that line has no test
-        numbers, or those of other test data than self.test_data, or the file cannot be read."""
+        """Return {test_NAME: number} from the last line of metrics.jsonl, if of the same test data.
+
+        {} if there are none, or the file cannot be read.
+        """
         with (suppress(OSError, ValueError, AttributeError, RecursionError),
               open(self.metrics.path, encoding="utf-8") as f):
             *_, last = f
@@ -175,7 +172,7 @@ class Logger:
     # other files
 
     def plot(self):
-        """Draw loss.svg from metrics.jsonl, unless eval_only; a failure is a warning."""
+        """Draw loss.svg from metrics.jsonl; a failure is a warning."""
         if self.writes_files:
             try:
                 from train.options.loss_svg import MAX_LINES, loss_svg, read_metrics
@@ -187,9 +184,10 @@ class Logger:
                 self.warn(f"loss.svg could not be drawn: {error}")
 
     def describe_run(self, yaml_text):
-        """Write config.yaml, with the text `yaml_text`, and training_args.json: the configuration,
-        the command line, versions, and facts about the machine. The run can be repeated from either
-        file. A failure is a warning. To be called on rank 0 only."""
+        """Write config.yaml and training_args.json, from which the run can be repeated.
+
+        yaml_text: the content of config.yaml. Call on rank 0. A failure is a warning.
+        """
         record = dict(arguments=self.config, argv=sys.argv, command=shlex.join(sys.orig_argv),
                       **environment(), pid=os.getpid(), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                       **self.system_info)
@@ -200,8 +198,7 @@ class Logger:
             self.warn(f"config.yaml and training_args.json were not written: {error}")
 
     def close(self, status="finished"):
-        """Clear the live line, close the files and end the trackers. status, for the trackers:
-        finished, failed or stopped (by a signal)."""
+        """Close the files and end the trackers. status: finished, failed or stopped."""
         if self.is_main:
             self.console.show(live="")
             if self.trackers:
@@ -218,17 +215,17 @@ class Logger:
 
 
 def to_json(value, indent=None):
-    """Return `value` as strict JSON: arrays and tensors as lists, NaN and infinities as strings,
-    objects of other types as str(object). indent: as for json.dumps."""
+    """Return strict JSON: tensors as lists, NaN and infinities as strings, others by str()."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     plain = json.loads(text, parse_constant=lambda name: str(float(name)))
     return json.dumps(plain, indent=indent, ensure_ascii=False)  # YAML misreads escaped emoji
 
 
 def drop_lines_from(path, iter, evaluated=False):
-    """Remove incomplete lines, and all lines with a number "iter" of at least `iter`, from the
-    metrics.jsonl at `path`, atomically. Exceptions: test numbers at `iter` stay, and if `evaluated`
-    also the validation numbers at `iter`. Raises OSError."""
+    """Remove incomplete lines, and those from step `iter` on, from a metrics.jsonl, atomically.
+
+    Test numbers at `iter` stay, and if `evaluated`, so do validation numbers at `iter`. OSError.
+    """
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
             whole = re.fullmatch(rb'\{\s*"iter":\s*(\d{1,18})\b.*\}\s*\n', line)
@@ -253,9 +250,10 @@ LINE_NAMES = FORMATS.keys() | {"iter", "tokens", "unit", "count", "max_iters", "
 
 
 def format_line(start, record):
-    """Return a log line, "iter 120: loss 3.2104, time 48.7ms, ..." for `start` "iter 120". record:
-    {name: value}. First the names in FORMATS are shown, in this order, then all other floats, which
-    the model defines. Values that are `None` are left out."""
+    """Return a log line, e.g. "iter 120: loss 3.2104, time 48.7ms", from {name: value}.
+
+    start: e.g. "iter 120". The names in FORMATS come first, then other floats, of the model.
+    """
     own = {name: "{label} {:.4f}" for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES}
     texts = []
@@ -268,9 +266,10 @@ def format_line(start, record):
 
 
 def progress_line(record):
-    """Return the status line of a training step: " 42%|####      | 2100/5000: loss 3.2104, ...",
-    shorter than the terminal is wide. record: {name: number} with "iter", from 0 (shown plus 1),
-    and "max_iters"; of the other numbers, those in PROGRESS_NAMES are shown."""
+    """Return the status line of a step, e.g. " 42%|####      | 2100/5000: loss 3.2104".
+
+    record: as for Logger.step(). It is cut to the width of the terminal.
+    """
     steps = record["iter"] + 1
     total = max(steps, record["max_iters"])
     bar = f"{steps / total:4.0%}|{'#' * (10 * steps // total):10}| {steps}/{total}"
@@ -282,8 +281,7 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory of this process in MiB, an int: memory allocated by torch on a CUDA
-    `device` (a torch.device), otherwise resident memory (`None` if unknown)."""
+    """Return the peak memory in MiB: allocated on a CUDA device, else resident (or `None`)."""
     if device.type == "cuda":
         import torch
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
@@ -294,8 +292,7 @@ def peak_memory(device):
 
 
 class Clock:
-    """Stopwatch for training steps. lap() returns the mean time per step, without the time in the
-    context away(), e.g. evaluations and saves."""
+    """Stopwatch for training steps, which excludes the time in away(), e.g. of evaluations."""
     numbers = {}  # more numbers for the log line, which a subclass defines
 
     def __init__(self):
@@ -311,8 +308,7 @@ class Clock:
 
     @contextmanager
     def away(self):
-        """Context manager; the time inside it does not count as training, e.g. an evaluation or a
-        save."""
+        """Context manager for time that does not count as training, e.g. a save."""
         started = time.perf_counter()
         try:
             yield
@@ -322,14 +318,15 @@ class Clock:
             self.total_away += seconds
 
     def max_over_ranks(self, value):
-        """Return `value`, an int. With several ranks, RankClock returns the maximum over all."""
+        """Return `value`, an int; with several ranks (RankClock) the maximum over all."""
         return value
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap() or start(), without the time in
-        away(). To be called at the end of step `it`. Call warn(text) if get() of `batches`, a
-        Prefetcher, has waited for more than SLOW_INPUT_SHARE of the whole time, and for more than a
-        second. Sets batches.seconds to 0."""
+        """Return the mean seconds per step since the last lap, at the end of step `it`.
+
+        Calls warn(text) if `batches`, a Prefetcher, was waited for too long; resets
+        batches.seconds.
+        """
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
             warn(f"{batches.seconds / seconds:.0%} of the time is spent reading batches: move "
@@ -340,8 +337,7 @@ class Clock:
         return per_step
 
     def time_left(self, it, n_steps, per_step):
-        """Return the estimated seconds of n_steps further steps after step `it`: per_step seconds
-        each, and the mean time in away() per step since the first call."""
+        """Return the estimated seconds of `n_steps` more steps, with evaluations and saves."""
         first, before = self.first = self.first or (it, self.total_away)
         return n_steps * (per_step + (self.total_away - before) / max(1, it - first))
 
@@ -350,9 +346,11 @@ class Clock:
 # messages at the start and the end
 
 def log_plan(log, config, ranks, data, model, device, precision, flops):
-    """Log the plan of a run by calls of log(line): data, device, model, batch, length, and
-    log_settings(). data: Data; model: the nn.Module; device, precision: texts. flops: FLOPs per
-    step over all ranks, 0 if unknown."""
+    """Log the plan of a run: data, device, model, batch, length and log_settings().
+
+    log(line): prints a line. device, precision: texts. flops: per step over all ranks, 0 if
+    unknown.
+    """
     c = config
     train = data.train
     unit = "tokens" if train.unit == "tok" else f"{train.unit}s"
@@ -392,8 +390,7 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 
 
 def log_settings(log, config):
-    """Log the learning rate, the metric of the best checkpoint, and warnings about settings of
-    `config`, a TrainConfig, by calls of log(line)."""
+    """Log the learning rate, the metric of the best checkpoint, and warnings about settings."""
     c = config
     warmup, _, _ = milestones(c)
     is_short = warmup > c.max_iters
@@ -416,10 +413,10 @@ def log_settings(log, config):
 
 
 def resume_command(config, ranks):
-    """Return the text of the shell command that resumes this run: the arguments of this process,
-    with torchrun if there are several ranks; with several nodes, it must be started on each node.
-    In a notebook, a text about the call of train() instead. The text is indented by two spaces.
-    config: TrainConfig; ranks: a Ranks."""
+    """Return the indented shell command that resumes this run, with torchrun for several ranks.
+
+    With several nodes, it must be started on each node. In a notebook: a text about train().
+    """
     if hasattr(sys, "ps1"):  # a notebook or a prompt
         return "  the same call, with resume='auto'"
     launcher = ["python"]

@@ -1,6 +1,4 @@
-"""The learning rate as a function of the step, and three objects that follow the losses of a run:
-early stopping, the plateau schedule and a detector of loss spikes. Checkpoints contain the state of
-these objects."""
+"""The learning rate as a function of the step; early stopping, plateau schedule, loss spikes."""
 
 import collections
 import math
@@ -12,12 +10,13 @@ OTHER_NAMES = dict(warmup_steps="warmup_iters", max_steps="max_iters")
 
 
 def get_lr(it: int, args) -> float:
-    """Return the learning rate of step `it` (0-based): a linear warm-up to learning_rate, then by
-    lr_schedule. cosine (arXiv:1608.03983), linear, and wsd (constant, then linear in the last part,
-    arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there. step multiplies by
-    lr_factor every step_iters steps (default: max_iters // 3) after the warm-up, down to min_lr.
-    The others are constant; for plateau the caller multiplies by the scale of ReduceOnPlateau.
-    args: a TrainConfig (lengths in epochs are ignored), or an object for read_schedule()."""
+    """Return the learning rate of step `it` (0-based): linear warm-up, then lr_schedule.
+
+    cosine (arXiv:1608.03983), linear and wsd (constant, then linear in the last part,
+    arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there; step multiplies by
+    lr_factor every step_iters steps (default: max_iters // 3), down to min_lr. The others are
+    constant. args: a TrainConfig, or an object for read_schedule().
+    """
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
     if it < warmup:  # + 1: the first step learns, and the step after the warm-up has the peak
@@ -37,10 +36,11 @@ def get_lr(it: int, args) -> float:
 
 
 def read_schedule(args):
-    """Return a TrainConfig with the learning rate keys of `args`, e.g. the parsed options of
-    another program. vars(args) must have learning_rate, warmup_iters (or warmup_steps) and
-    max_iters (or max_steps), otherwise KeyError; it may have more keys of the learning rate, e.g.
-    min_lr."""
+    """Return a TrainConfig with the learning rate keys of `args`, e.g. another program's options.
+
+    Required are learning_rate, warmup_iters or warmup_steps, and max_iters or max_steps; KeyError
+    without them. Other attributes than learning rate keys are ignored.
+    """
     values = {OTHER_NAMES.get(name, name): value for name, value in vars(args).items()}
     keys = {f.name: values[f.name] for f in fields(LearningRateKeys) if f.name in values}
     required = {name: values[name] for name in ("learning_rate", "warmup_iters", "max_iters")}
@@ -48,8 +48,7 @@ def read_schedule(args):
 
 
 def milestones(c):
-    """Return (number of warm-up steps, step at which the decay reaches the final rate, final
-    learning rate) for a TrainConfig `c`, with the defaults computed."""
+    """Return (warm-up steps, step at which the decay ends, final learning rate), with defaults."""
     warmup = c.warmup_iters if c.warmup_ratio is None else round(c.warmup_ratio * c.max_iters)
     end = max(1, c.max_iters) if c.lr_decay_iters is None else c.lr_decay_iters
     return warmup, end, c.learning_rate / 10 if c.min_lr is None else c.min_lr
@@ -57,12 +56,10 @@ def milestones(c):
 
 @dataclass
 class EarlyStopping:
-    """Decides when to stop: check(value) returns True after `patience` evaluations in a row that do
-    not improve the best value by more than `min_delta`. patience 0: never.
+    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`.
 
-    mode: "min" if lower values are better, "max" if higher ones are. best_loss: the value to
-    improve on, with the sign changed for "max", so that lower is always better. counter: number of
-    evaluations since the last improvement.
+    patience: 0 for never. mode: "min" if lower values are better, else "max". best_loss: the value
+    to improve on, negated for "max". counter: evaluations since the last improvement.
     """
     patience: int = 7
     min_delta: float = 0.0
@@ -74,8 +71,7 @@ class EarlyStopping:
         self.sign = {"min": 1, "max": -1}[self.mode]
 
     def check(self, val_loss: float) -> bool:
-        """Add `val_loss`, the value of an evaluation: the loss, or a different metric that `mode`
-        fits. Return whether to stop."""
+        """Add the metric of an evaluation, by default the loss; return whether to stop."""
         # Smaller gains than min_delta do not count: best_loss may be above the lowest value.
         if self.sign * val_loss < self.best_loss - self.min_delta:
             self.best_loss = self.sign * val_loss
@@ -97,9 +93,11 @@ class EarlyStopping:
 
 
 class ReduceOnPlateau:
-    """A factor of the learning rate, the attribute `scale`, 1.0 at the start. update(loss)
-    multiplies it by `factor` after more than `patience` evaluations in a row without a new lowest
-    loss (like PyTorch's ReduceLROnPlateau with threshold=0), but never below `min_scale`."""
+    """A factor of the learning rate, `scale`, that is reduced when the loss stops improving.
+
+    update(loss) multiplies it by `factor` after more than `patience` evaluations without a new
+    lowest loss, down to `min_scale`, like PyTorch's ReduceLROnPlateau with threshold=0.
+    """
 
     def __init__(self, factor=0.5, patience=5, min_scale=0.0):
         self.factor = factor
@@ -108,7 +106,7 @@ class ReduceOnPlateau:
         self.waiting = EarlyStopping(patience + 1)
 
     def update(self, value):
-        """Add `value`, the loss of an evaluation. Return whether `scale` was reduced."""
+        """Add the loss of an evaluation; return whether `scale` was reduced."""
         if not self.waiting.check(value):
             return False
         self.waiting.counter = 0  # count from zero for the next drop
@@ -125,18 +123,19 @@ class ReduceOnPlateau:
 
 
 class SpikeDetector:
-    """Detector of loss spikes: update(loss) returns whether the loss is more than `sigma` standard
-    deviations (each at least 0.1% of the mean) above the mean of the last `window` normal losses
-    (OLMo 2's criterion, arXiv:2501.00656). It always returns False until half of the window is
-    filled, and while the window has positive and negative losses, as with GRPO."""
+    """Detector of loss spikes by OLMo 2's criterion (arXiv:2501.00656).
+
+    A spike is more than `sigma` standard deviations, at least 0.1% of the mean each, above the mean
+    of the last `window` normal losses. None is detected before half of the window is filled, and
+    while it has losses of both signs, as with GRPO.
+    """
 
     def __init__(self, sigma=6.0, window=128):
         self.sigma = sigma
         self.losses = collections.deque(maxlen=window)
 
     def update(self, loss):
-        """Return whether `loss`, a float, is a spike. If it is not, add it to the window of normal
-        losses."""
+        """Return whether `loss` is a spike; otherwise add it to the window of normal losses."""
         if len(self.losses) >= self.losses.maxlen // 2 and min(self.losses) * max(self.losses) > 0:
             mean = sum(self.losses) / len(self.losses)
             deviation = math.sqrt(sum((x - mean) ** 2 for x in self.losses) / len(self.losses))

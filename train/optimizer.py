@@ -14,10 +14,11 @@ from train.distributed import is_sharded, local
 
 
 def build_optimizer(model, config, log=print):
-    """Return the optimizer of a run, AdamW or Muon, over the parameters of `model`, with the
-    settings in `config` (a TrainConfig). Parameters that lr_groups freezes get requires_grad =
-    False. log(line): called with a summary. ConfigError for invalid lr_groups, or if no parameter
-    is left to train."""
+    """Return the optimizer of a run, AdamW or Muon, for the parameters of `model`.
+
+    Parameters that config.lr_groups freezes get requires_grad = False. log(line): called with a
+    summary. ConfigError for invalid lr_groups, or if no parameter is left to train.
+    """
     c = config
     muon = dict(lr=c.muon_lr, momentum=c.muon_momentum, weight_decay=c.muon_weight_decay)
     return configure_optimizers(model, c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
@@ -29,8 +30,7 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          betas: tuple[float, float], eps: float = 1e-8,
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
-    """Return one optimizer over the trainable parameters of `model`: AdamW or, if `muon` is given,
-    Muon. betas, eps: of AdamW. Other arguments and errors as for group_parameters()."""
+    """Return AdamW or, if `muon` is given, Muon; other arguments as for group_parameters()."""
     groups = group_parameters(model, weight_decay, learning_rate, muon, lr_groups, log)
     # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
@@ -39,12 +39,12 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 
 
 def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=None, log=print):
-    """Return the parameter groups of an optimizer over the trainable parameters of `model`: a list
-    of dicts with params, names, lr, initial_lr, weight_decay and muon (whether Muon updates them).
-    Other options, e.g. betas, have the values that the constructor of the optimizer is given.
+    """Return the parameter groups, dicts, of an optimizer over the trainable parameters of `model`.
 
-    weight_decay: for tensors with two or more dimensions; other tensors have none. learning_rate:
-    the peak rate: each parameter group has the peak as `initial_lr`, and the schedule scales it.
+    Keys: params, names, lr, initial_lr, weight_decay, muon (whether Muon updates them). Other
+    options, e.g. betas, are set by the optimizer's constructor.
+    weight_decay: for tensors with two or more dimensions; other tensors have none.
+    learning_rate: the peak rate, `initial_lr` of each group, which the schedule scales.
     muon: dict(lr, momentum, weight_decay) for the matrices of linear layers, which Muon updates.
     lr_groups: {pattern: value} for parameters whose names match (see matches); the last matching
     pattern is used. value: a factor of the learning rate, or dict(learning_rate, lr_mult,
@@ -79,10 +79,12 @@ def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=No
 
 
 def muon_parameters(model):
-    """Return the names, a set, of the parameters of `model` that Muon updates: weights of
-    nn.Linear, (rows, columns), except the output layer (a module with a name that ends in "head")
-    and matrices with fewer than 16 rows or columns (too thin to orthogonalise). An attribute
-    uses_muon of a module replaces the test for nn.Linear; its weight may be (N, rows, columns)."""
+    """Return the names, a set, of the parameters that Muon updates: weights of linear layers.
+
+    Except the output layer (a module name that ends in "head") and matrices with fewer than 16 rows
+    or columns (too thin to orthogonalise). A module's attribute uses_muon replaces the test for
+    nn.Linear; this weight may be (N, rows, columns).
+    """
     # Not embeddings: the rows of a table are independent, and no linear map to orthogonalise.
     names = {f"{name}.weight" for name, m in model.named_modules() if not name.endswith("head")
              and getattr(m, "uses_muon", isinstance(m, nn.Linear))}
@@ -91,9 +93,7 @@ def muon_parameters(model):
 
 
 def matches(name, pattern):
-    """Return whether `pattern` matches consecutive whole parts of the dotted `name`: h.1 matches
-    h.1.attn.q.weight but not h.10.attn.q; attn.q matches h.3.attn.q.weight. Wildcards are possible:
-    lora_*, h.*.mlp."""
+    """Return whether `pattern`, e.g. h.1 or h.*.mlp, matches consecutive whole parts of `name`."""
     parts = name.split(".")
     wanted = pattern.split(".")
     return any(all(map(fnmatchcase, parts[i:], wanted))
@@ -101,10 +101,12 @@ def matches(name, pattern):
 
 
 def match_lr_groups(lr_groups, model):
-    """Return {parameter name: options} for all trainable parameters of `model`: the options of the
-    last pattern that matches the name, {} if none does. lr_groups: {pattern: options, or a number,
-    which means {"lr_mult": number}}. options: a dict with some of learning_rate, lr_mult,
-    weight_decay. ConfigError for a pattern that matches no such name, or for an invalid value."""
+    """Return {name: options} of all trainable parameters: of the last matching pattern, or {}.
+
+    lr_groups: {pattern: options, or a number, which means {"lr_mult": number}}.
+    options: a dict with some of learning_rate, lr_mult, weight_decay.
+    ConfigError for a pattern that matches no such name, or for an invalid value.
+    """
     allowed = ("learning_rate", "lr_mult", "weight_decay")
     own_options = {name: {} for name, p in model.named_parameters() if p.requires_grad}
     for pattern, value in lr_groups.items():
@@ -125,16 +127,12 @@ def match_lr_groups(lr_groups, model):
 
 
 def scale_rate(rate, own):
-    """Return the peak learning rate of a parameter: own["learning_rate"] or, if it is not set,
-    rate * own["lr_mult"] (default: 1). own: the options for this parameter, a dict, in the result
-    of match_lr_groups() ({} for none). 0 means that the parameter is frozen."""
+    """Return the peak rate of a parameter with the options `own`; 0: the parameter is frozen."""
     return own.get("learning_rate", rate * own.get("lr_mult", 1.0))
 
 
 def log_groups(model, groups, muon, log):
-    """Log by calls of log(line) how many tensors have weight decay, how many Muon updates (only if
-    `muon` is true), how many have each peak learning rate (only if there are several), and how many
-    are frozen (only if any are). groups: the optimizer's parameter groups."""
+    """Log how many tensors have weight decay, use Muon, have each peak rate, or are frozen."""
     def count(params, status=""):
         return f"{len(params)} tensors{status} ({sum(p.numel() for p in params):,} params)"
     decayed = [p for g in groups if g["weight_decay"] for p in g["params"]]
@@ -153,10 +151,11 @@ def log_groups(model, groups, muon, log):
 
 
 def create_state(optimizer):
-    """Create the state of `optimizer` that the first step would create, so that the values in a
-    checkpoint can be copied into it. Existing state and gradients are removed. This function does a
-    step with zero gradients and a learning rate of 0, and then restores the rates. Parameters do
-    not change, unless the optimizer changes them even at a rate of 0."""
+    """Create the state that the optimizer's first step creates, to copy a checkpoint into it.
+
+    Existing state and gradients are removed. Parameters do not change, unless the optimizer changes
+    them at a learning rate of 0 and with zero gradients.
+    """
     optimizer.state.clear()
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -170,10 +169,11 @@ def create_state(optimizer):
 
 
 class Muon(AdamW):
-    """Optimizer: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for
-    parameter groups with muon=True, AdamW for groups with muon=False. Each group must have the key
-    muon. momentum: for groups without the key momentum. kwargs: arguments of AdamW. The ranks share
-    the work: all must call step()."""
+    """Optimizer: Muon for parameter groups with muon=True, AdamW for groups with muon=False.
+
+    Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The key muon is required.
+    momentum: for groups without this key. kwargs: of AdamW. All ranks must call step().
+    """
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
@@ -192,13 +192,12 @@ class Muon(AdamW):
 
 
 def update_matrices(group, state):
-    """Do a step of Muon, in place, for the matrices in the parameter group `group` that have
-    gradients. state: the optimizer's state {parameter: {name: tensor}}, in which momentum_buffer is
-    created if it is missing. All ranks must call.
+    """Do a step of Muon, in place, for the matrices with gradients in a parameter group.
 
+    state: the optimizer's state {parameter: {name: tensor}}; a missing momentum_buffer is created.
     The update is the orthogonalised Nesterov momentum times sqrt(max(1, rows / columns)). Matrices
     of equal shape form a batch, which is divided among the ranks. A parameter (N, rows, columns) is
-    N matrices; if it is sharded, each rank has whole ones.
+    N matrices; if it is sharded, each rank has complete ones. All ranks must call.
     """
     updated = [p for p in group["params"] if p.grad is not None]
     for p in updated:
@@ -227,15 +226,12 @@ def update_matrices(group, state):
 
 
 def split_matrices(tensors):
-    """Return the matrices of this rank in `tensors`, a list of matrices (rows, columns) and batches
-    of matrices (N, rows, columns): a list of views. Of a sharded matrix, the rows of this rank."""
+    """Return views of this rank's matrices (rows of a sharded one) in 2- and 3-dim tensors."""
     return [matrix for t in map(local, tensors) for matrix in (t if t.dim() == 3 else [t])]
 
 
 def batches_by_shape(params, sharded):
-    """Return `params`, a list of matrices (rows, columns) and of parameters (N, rows, columns),
-    divided into batches, a list of lists with matrices of equal shapes. Unless `sharded`, matrices
-    with the transposed shape are in the same batch."""
+    """Return `params` in lists of equal matrix shape; unless `sharded`, transposed shapes too."""
     batches = {}
     for p in params:
         shape = tuple(p.shape) if sharded else tuple(sorted(p.shape[-2:]))
@@ -244,8 +240,7 @@ def batches_by_shape(params, sharded):
 
 
 def gathered_numel(n_matrices, size, n_ranks):
-    """Return the number of elements that each of `n_ranks` ranks sends in orthogonalize_together()
-    for n_matrices matrices with `size` elements each."""
+    """Return how many elements each of n_ranks ranks sends in orthogonalize_together()."""
     # With more ranks than matrices, a rank sends a part of one or two matrices. All ranks send
     # equally many elements: the last ranks may repeat the first matrices.
     if n_matrices >= n_ranks:
@@ -254,10 +249,11 @@ def gathered_numel(n_matrices, size, n_ranks):
 
 
 def orthogonalize_together(matrices):
-    """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together: each
-    rank computes a part of the results and sends it to all, so that all ranks have the same bits.
-    matrices: list of N >= 1 matrices of equal (or transposed) shape, the same on every rank. All
-    ranks must call."""
+    """Return [orthogonalize(matrix) for matrix in matrices], computed by all ranks together.
+
+    matrices: N >= 1, of equal (or transposed) shape, the same on every rank. All ranks must call,
+    and get the same bits.
+    """
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if n_ranks > 1 else 0
     N = len(matrices)
@@ -277,11 +273,10 @@ def orthogonalize_together(matrices):
 
 def orthogonalize_shards(parts, param):
     """Orthogonalise N matrices of equal shape that are sharded by rows like the DTensor `param`.
-    parts: list of this rank's N shards (local rows, columns). Return this rank's shards of the
-    results, (N, local rows, columns). All ranks must call.
 
-    The shards are redistributed so that each rank holds a few whole matrices, and back: two
-    all-to-all collectives on a GPU, with constant memory per rank.
+    parts: this rank's N shards (local rows, columns). Return this rank's shards of the results,
+    (N, local rows, columns). All ranks must call: on a GPU, two all-to-all collectives, which give
+    each rank a few complete matrices, with constant memory per rank.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -297,15 +292,16 @@ def orthogonalize_shards(parts, param):
 
 
 def wide(x):
-    """Return the matrices x, (..., rows, columns), transposed if they have more rows than columns:
-    a view."""
+    """Return a view of x (..., rows, columns), transposed if it has more rows than columns."""
     return x.mT if x.size(-2) > x.size(-1) else x
 
 
 def orthogonalize(g, steps=5):
-    """Return approximately the nearest semi-orthogonal matrix to each matrix in g, (N, rows,
-    columns), in the same shape, by `steps` iterations of a quintic Newton-Schulz method. The
-    singular values of the result are about 0.7 to 1.2, and the dtype is working_dtype(g.device)."""
+    """Return approximately the nearest semi-orthogonal matrix to each in g (N, rows, columns).
+
+    By `steps` iterations of a quintic Newton-Schulz method; the singular values become about 0.7 to
+    1.2. The result has the shape of g and the dtype working_dtype(g.device).
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = wide(g).to(working_dtype(g.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -316,6 +312,5 @@ def orthogonalize(g, steps=5):
 
 
 def working_dtype(device):
-    """Return the dtype in which matrices are orthogonalised on a torch.device: bfloat16 if the
-    hardware supports it natively, otherwise float32 (emulated bfloat16 is slower)."""
+    """Return the dtype to orthogonalise in: bfloat16 if native on the device, otherwise float32."""
     return torch.bfloat16 if has_native_bfloat16(device) else torch.float32

@@ -26,10 +26,11 @@ MAX_SPIKES_IN_A_ROW = 32
 
 @contextlib.contextmanager
 def on_signals(names, handler):
-    """Context manager in which the signals `names` (e.g. ["SIGTERM"]) call handler(number, frame).
-    The previous handlers are restored on exit. Signals that are ignored on entry (nohup) are still
-    ignored. Names that the system does not have (SIGHUP on Windows) are skipped. Without effect
-    outside the main thread."""
+    """Context manager in which the signals `names`, e.g. ["SIGTERM"], call handler(number, frame).
+
+    Restores the previous handlers on exit. Signals that are ignored on entry (nohup) stay ignored;
+    names that the system lacks are skipped. Without effect outside the main thread.
+    """
     with contextlib.ExitStack() as stack:
         for name in names:
             with contextlib.suppress(ValueError, AttributeError):  # not the main thread; Windows
@@ -41,20 +42,19 @@ def on_signals(names, handler):
 
 
 def interrupt(signum, frame):
-    """A handler for on_signals(): raise KeyboardInterrupt(signum), as Ctrl-C does."""
+    """Raise KeyboardInterrupt(signum), as Ctrl-C does: a handler for on_signals()."""
     raise KeyboardInterrupt(signum)
 
 
 class Signals:
-    """Context manager that turns signals into requests: SIGTERM, SIGINT and SIGHUP to save a
-    checkpoint and stop (attribute `stop`: the signal's number, or 0), SIGUSR1 to save (`save`: 1 or
-    0). agree() returns the requests of all ranks.
+    """Context manager that turns signals into requests to save a checkpoint and stop, or to save.
 
-    The handler only sets these attributes and prints. The training loop reads them between
-    micro-batches; a partial step is discarded (completed if the model has persistent buffers).
-    A second request to stop exits the process at once (in a notebook, it raises KeyboardInterrupt).
-    Under torchrun a second request is ignored, because one request causes two signals there (Slurm
-    signals torchrun and all ranks, torchrun signals the ranks), and torchrun kills slow ranks.
+    stop: the number of the signal SIGTERM, SIGINT or SIGHUP, or 0. save: 1 after SIGUSR1, else 0.
+    The training loop reads them between micro-batches; a partial step is discarded (completed if
+    the model has persistent buffers). A second request to stop exits the process at once (in a
+    notebook, it raises KeyboardInterrupt). Under torchrun it is ignored, because one request causes
+    two signals there (Slurm signals torchrun and all ranks, torchrun signals the ranks), and
+    torchrun kills slow ranks.
     """
 
     def __init__(self):
@@ -97,21 +97,19 @@ class Signals:
                 os.write(2, f"\nstopping after this micro-batch{hint}\n".encode())
 
     def agree(self, ranks):
-        """Return (stop, save): the number of the signal that requests a stop, or 0, and whether to
-        save, if any rank has the request. The result is the same on all ranks. Clears the request
-        to save. All ranks must call."""
+        """Return (stop, save), requested by any rank, and clear `save`; all ranks must call."""
         save, self.save = self.save, 0
         stop, save = max_over_ranks([self.stop, save], ranks)
         return stop, bool(save)
 
 
 class Watchdog:
-    """Thread that ends a hanging process. If no call of restart() follows within `seconds` after
-    the last one (0: no limit), the stacks of all threads are printed, with the number `rank`, and
-    appended to stacks.txt in `folder`, and the process exits with code 1. The time starts with the
-    first restart(), and stands still while the process is stopped (SIGSTOP, e.g. by a scheduler
-    that suspends jobs). close() stops the thread. Code in C that holds the GIL blocks this thread
-    too, and the process then does not end."""
+    """Thread that ends the process if no restart() follows within `seconds` after the last one.
+
+    seconds: 0: no limit. Suspended time (SIGSTOP) does not count. The clock starts with the first
+    restart(). Prints the stacks of all threads with `rank`, appends them to stacks.txt in `folder`,
+    and exits with code 1. C code that holds the GIL blocks this thread, too. close() stops it.
+    """
 
     def __init__(self, seconds, folder, rank):
         self.seconds = seconds
@@ -123,7 +121,7 @@ class Watchdog:
             threading.Thread(target=self.watch, daemon=True).start()
 
     def restart(self, slow=False):
-        """Restart the timer. slow: the limit is SLOW_STEP_FACTOR times as long this time."""
+        """Restart the timer; slow: the limit is SLOW_STEP_FACTOR times as long this time."""
         self.deadline = self.clock + self.seconds * (SLOW_STEP_FACTOR if slow else 1)
 
     def close(self):
@@ -158,14 +156,13 @@ class Watchdog:
 # loss spikes and non-finite values
 
 def decide_action(loss, norm, progress, spikes, on_spike, scaled):
-    """Return the action for a step whose loss is a spike, or whose loss or gradient norm is not
-    finite: "update" the weights, "skip" the update, or "stop" the run. It must be called only for
-    these steps, because it updates the counters in `progress` (a Progress).
+    """Return "update", "skip" or "stop" for a step with a loss spike or non-finite numbers.
 
-    A spike: "skip" if on_spike is "skip", "update" if it is "warn"; after more than
-    MAX_SPIKES_IN_A_ROW, the losses in `spikes` (a SpikeDetector) are removed, and the action is
-    "update". Non-finite numbers: "stop". Exception: if the loss is scaled for float16 (`scaled`),
-    and it is finite and only `norm` is not: "skip", up to MAX_OVERFLOWS_IN_A_ROW times in a row.
+    Call it only for these steps, because it updates the counters in `progress` (a Progress).
+    A spike: "skip" if on_spike is "skip", otherwise "update"; after more than MAX_SPIKES_IN_A_ROW,
+    the losses in `spikes` (a SpikeDetector) are removed, and the action is "update".
+    Non-finite numbers: "stop". Exception: if the loss is scaled for float16 (`scaled`) and finite,
+    and only `norm` is not: "skip", up to MAX_OVERFLOWS_IN_A_ROW times in a row.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         progress.overflows += 1
@@ -184,10 +181,12 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 # errors
 
 def run_reporting_errors(config, job, prints=False):
-    """Call job(config), ignore the result, print the error if it fails, and return the exit code
-    (under torchrun, exit the process with it). 0: success; 1: a crash, non-finite numbers, or the
-    last save failed; 2: invalid input; 128 + n: stopped by signal n. prints: whether the job prints
-    its result; an OSError without a filename, e.g. of stdout, is then raised for the caller."""
+    """Call job(config), print an error, and return the exit code (under torchrun, exit with it).
+
+    0: success; 1: a crash, non-finite numbers, or the last save failed; 2: invalid input; 128 + n:
+    stopped by signal n. prints: whether the job prints its result; an OSError without a filename,
+    e.g. of stdout, is then raised.
+    """
     try:
         job(config)
         return exit_process(0)
@@ -207,8 +206,7 @@ def run_reporting_errors(config, job, prints=False):
 
 
 def report_crash(error, config):
-    """Print on stderr the traceback of the exception `error` and advice; without the traceback if
-    memory was insufficient. config: TrainConfig of the run."""
+    """Print an exception's traceback, unless memory was insufficient, and advice on stderr."""
     text = suggest_fix(error, config)
     if not text.startswith("Out of memory"):
         text = "".join(traceback.format_exception(error)) + text
@@ -219,8 +217,7 @@ def report_crash(error, config):
 
 
 def suggest_fix(error, config):
-    """Return a text with possible remedies for the exception `error` (about memory, NCCL,
-    connections or compiling), or "" if there is no advice. config: TrainConfig of the run."""
+    """Return possible remedies for an error of memory, NCCL, connections or compiling, or ""."""
     text = str(error).lower()
     # Also errors of NCCL, cuBLAS and pinned memory, which are not OutOfMemoryError.
     full = any(part in text for part in ("allocate memory", "out of memory", "alloc_failed"))
@@ -244,9 +241,11 @@ def suggest_fix(error, config):
 
 
 def exit_process(code):
-    """Flush stdout and return `code`, an exit code. Under torchrun, exit the process with it
-    immediately instead of returning, because other ranks may not respond, and PyTorch's threads can
-    hang or abort a normal exit (pytorch#190489)."""
+    """Flush stdout and return `code`; under torchrun, exit the process with it immediately.
+
+    Other ranks may not respond, and PyTorch's threads can hang or abort a normal exit
+    (pytorch#190489).
+    """
     with contextlib.suppress(ValueError, AttributeError):  # closed, or None, by a user's function
         sys.stdout.flush()
     if under_torchrun():

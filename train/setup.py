@@ -31,9 +31,7 @@ MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 @dataclass
 class Progress:
-    """State of the training loop that is saved in every checkpoint besides weights and optimizer:
-    step number, last and best losses, counters of spikes and float16 overflows, the reason why the
-    run is finished, and the history of evaluations."""
+    """State of the training loop in every checkpoint, besides weights and optimizer."""
     iter_num: int = 0                  # number of completed optimizer steps
     evaluated: int = -1                # iter_num of the last evaluation
     val_loss: float | None = None      # of the last evaluation
@@ -59,17 +57,17 @@ class Progress:
             setattr(self, name, value if default is None else type(default)(value))
 
     def recent_loss(self):
-        """Return the mean loss of the steps since the last evaluation, without fully masked steps;
-        if there is no such step, self.val_loss (0.0 if that is `None`). It is used as the loss of a
-        fully masked step, so that the spike detector does not see a jump."""
+        """Return the mean loss since the last evaluation, or val_loss, for a fully masked step."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
 class Run:
     """The state of one run: config, ranks, model, optimizer, data, log, progress and monitors.
+
     open_run() makes a Run and calls open_folder, open_data, open_model, open_optimizer and
     open_monitors in this order; these methods set the attributes. on_evaluation: as for train().
-    Only functions in train/train.py have a whole Run as an argument."""
+    Only functions in train/train.py have a Run as an argument.
+    """
 
     def __init__(self, config, ranks, on_evaluation=None):
         # TrainConfig. open_folder() adds the shape of inherited weights, open_data() converts
@@ -95,10 +93,10 @@ class Run:
         self.log.held = []
 
     def open_folder(self, stack):
-        """Create out_dir, lock it until `stack` (an ExitStack) is closed, and set self.start (a
-        Start): from scratch, from a checkpoint of the run, or from given weights, from which
-        self.config then takes the architecture. Raises CheckpointError; UserError if it is already
-        locked."""
+        """Create out_dir, lock it until `stack` is closed, and set self.start, a Start.
+
+        self.config takes the shape of inherited weights. UserError if out_dir is already locked.
+        """
         c = self.config
         stack.callback(self.folder.close)
         # Creates and locks the folder.
@@ -106,10 +104,12 @@ class Run:
         self.config = c.inherit(self.start.shape)
 
     def open_data(self, data=None):
-        """Set self.data: `data` (a Data) or, if `None`, the data in data_dir. Convert lengths in
-        epochs in self.config to steps. Set n_micro (micro-batches per step of this rank),
-        full_count (tokens or rows per micro-batch of this rank, including masked ones) and
-        units_per_step (tokens or rows per step, over all ranks). Raises UserError."""
+        """Set self.data: `data` (a Data) or, if `None`, the data in data_dir.
+
+        Lengths in epochs in self.config become steps. Also set n_micro (micro-batches per step of
+        this rank), full_count (tokens or rows per micro-batch of this rank, including masked ones)
+        and units_per_step (tokens or rows per step, over all ranks). Raises UserError.
+        """
         self.data = open_data(self.config, self.ranks, data)
         dataloader.check_loader(self.data.train, self.config, self.ranks)
         settings = needing_evaluations(self.config)
@@ -128,9 +128,11 @@ class Run:
 
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
-        If the run is resumed, check that the checkpoint fits it. Log the plan. Compile the model in
-        place. stack: an ExitStack; when it is closed, saves are completed, the log is closed, and
-        compiling and freezing undone. Raises CheckpointError, ConfigError, SetupError."""
+
+        If the run is resumed, check that the checkpoint fits. Log the plan, and compile the model
+        in place. When `stack` is closed, saves are completed, the log is closed, and compiling and
+        freezing undone. Raises UserError.
+        """
         c = self.config
         ranks = self.ranks
         self.dtype, reason = device.choose_dtype(c.dtype, ranks.device)
@@ -176,9 +178,10 @@ class Run:
         stack.callback(self.compiler.reset)  # the caller may go on with the model
 
     def build_model(self, model=None):
-        """Return the bare model (without DDP) on the device: `model` or, if `None`, a new model of
-        the model type. If the run shards the model, a new one is built on the meta device, sharded
-        and then filled, so that no rank holds all weights. Raises SetupError."""
+        """Return the bare model (without DDP) on the device: `model` or, if `None`, a new one.
+
+        A new model that is sharded is built on the meta device, so that no rank holds all weights.
+        """
         if model is None:
             with torch.device("meta") if self.sharded else contextlib.nullcontext():
                 model = self.model_type.build_model(self.config, self.data)
@@ -191,8 +194,7 @@ class Run:
         return model.to(self.ranks.device)
 
     def log_plan(self, precision):
-        """Log the start-up lines. With eval_only, train.log is written from here on, otherwise from
-        take_folder() on. precision: text about dtype and compiling, for a start-up line."""
+        """Log the start-up lines, with the text `precision`; with eval_only, begin train.log."""
         self.log.config = asdict(self.config)
         if self.config.eval_only:  # which writes train.log, without take_folder()
             self.log.write_held()
@@ -200,10 +202,10 @@ class Run:
                         device.describe_device(self.ranks.device), precision, self.flops_per_step)
 
     def open_optimizer(self):
-        """Load the weights of init_from if the run starts from them. Build the optimizer, the
-        moving average of the weights (ema) and the gradient scaler. Then wrap the model in DDP,
-        which must know the parameters that the optimizer has frozen. Raises CheckpointError,
-        ConfigError, SetupError."""
+        """Load the weights of init_from, if set, and build the optimizer, ema and gradient scaler.
+
+        DDP wraps the model last: it must know the frozen parameters. Raises UserError.
+        """
         c = self.config
         is_trained = c.init_from != "scratch"
         if self.start.kind == "init_from":
@@ -238,9 +240,7 @@ class Run:
         hook(model, "numbers")  # SetupError if it is not a method
 
     def open_monitors(self, stack):
-        """Create early stopping, the plateau schedule, the spike detector, the signal handler, the
-        watchdog, the clock and the prefetcher. stack: an ExitStack; when it is closed, the threads
-        are stopped."""
+        """Create early stopping, watchdog, prefetcher etc.; closing `stack` ends the threads."""
         c = self.config
         self.stopping = EarlyStopping(c.early_stopping_patience, c.early_stopping_min_delta,
                                       mode=c.early_stopping_mode)
@@ -261,26 +261,24 @@ class Run:
         stack.callback(self.batches.close)
 
     def finish_saves(self, kind, error, trace):
-        """Wait for the save in progress and, unless the run crashed (an exception that is not a
-        UserError), for the copy in the mirror. An exit function for ExitStack.push(): kind, error
-        and trace are the arguments of __exit__."""
+        """Wait for the save and, without a crash, the mirror; an exit function for ExitStack."""
         self.folder.wait()
         if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
             self.folder.mirror.finish(self.log)
 
     def parts(self):
-        """Return {name in the checkpoint: object} of all objects with a state, except model and
-        optimizer: progress, loss scaler, plateau schedule, early stopping, spike detector. Each has
-        state_dict() and load_state_dict()."""
+        """Return {name: object with state_dict()} of all state except model and optimizer."""
         return dict(progress=self.progress, scaler=self.scaler, plateau=self.plateau,
                     early_stopping=self.stopping, spikes=self.spikes)
 
     def restore(self, start):
-        """Load the checkpoint in `start` (a Start) into model, optimizer and parts(). Unless the
-        lr_schedule is plateau now, self.plateau.scale becomes 1. If the run still has steps to do,
-        any of find_evaluation_changes() resets best metric and early stopping; other validation
-        data or samples also reset best_val_loss and the plateau schedule's best loss, and the
-        evaluation is repeated. All ranks must call. Raises CheckpointError."""
+        """Load the checkpoint in `start` into model, optimizer and parts(); all ranks must call.
+
+        Unless the lr_schedule is plateau now, self.plateau.scale becomes 1. If the run still has
+        steps to do, any of find_evaluation_changes() resets best metric and early stopping; other
+        validation data or samples also reset best_val_loss and the plateau schedule's best loss,
+        and the evaluation is repeated. Raises CheckpointError.
+        """
         p = self.progress
         c = self.config
         # The state is freed below.
@@ -303,13 +301,14 @@ class Run:
             self.order_buckets(p.iter_num)
 
     def take_folder(self):
-        """Prepare the files in out_dir for this run, and write train.log, config.yaml and
-        training_args.json (a finished run keeps the last two). With --resume never, files of an
-        earlier run are first moved to a subfolder. After --resume FILE, checkpoints of later steps
-        or another run are moved to a subfolder. If there is no ckpt_best.pt, the best metric is
-        reset. Lines in metrics.jsonl about steps that will be repeated are removed. To be called
-        after all checks that are possible before the first forward pass in training. All ranks must
-        call."""
+        """Prepare the files in out_dir for this run, and begin train.log; all ranks must call.
+
+        Call it after all checks that are possible before the first forward pass in training.
+        It writes config.yaml and training_args.json, which a finished run keeps unless --resume
+        names a file. With --resume never, files of an earlier run are first moved to a subfolder;
+        after --resume FILE, checkpoints of later steps or another run. Without ckpt_best.pt, the
+        best metric is reset. Lines in metrics.jsonl about steps that will be repeated are removed.
+        """
         p = self.progress
         c = self.config
 
@@ -332,10 +331,11 @@ class Run:
         self.is_taken = True
 
     def note_best(self, numbers):
-        """Compare the results of an evaluation, `numbers` {val_NAME: number}, with the best so far,
-        by early_stopping_metric, then by val_loss. If it is better, it becomes the best, and
-        best_due is set: the next save also writes ckpt_best.pt. Return the value of the metric, or
-        `None`, with a warning, if `numbers` has no value for it."""
+        """Compare `numbers` {val_NAME: number} with the best so far, and return the metric's value.
+
+        The order is by early_stopping_metric, then by val_loss. If they are better, best_due is
+        set: the next save also writes ckpt_best.pt. Without a value, warn and return `None`.
+        """
         p = self.progress
         metric = numbers.get(self.config.early_stopping_metric)
         if metric is None:
@@ -352,16 +352,16 @@ class Run:
         return metric
 
     def prepare_step(self, it):
-        """Seed torch for step `it`, and call before_step(it) of the model and its submodules, as
-        train_step() does."""
+        """Seed torch for step `it` and call before_step(it) of the model, as train_step() does."""
         seed_step(self.config.seed, it, self.ranks)
         self.before_step(it)
 
     def order_buckets(self, it):
-        """Compute the gradients of the first micro-batch of step `it` and discard them, to be
-        called after a resume. DDP orders its buckets by the first backward pass, and sums over more
-        than two ranks depend on the order: otherwise the first step would differ in the last bit
-        from an uninterrupted run."""
+        """Compute the gradients of step `it`'s first micro-batch and discard them, after a resume.
+
+        DDP orders buckets by the first backward pass, and sums over more than two ranks depend on
+        the order: otherwise the first step differs in the last bit from an uninterrupted run.
+        """
         self.prepare_step(it)
         state = {name: tensor.clone() for name, tensor in self.raw_model.named_buffers()}
         with self.autocast():  # also for a loader that computes, as in train_step()
@@ -373,10 +373,7 @@ class Run:
             tensor.copy_(state[name])
 
     def require_gradients(self, *_):
-        """Raise SetupError if a trained parameter had no gradient in the last backward pass: DDP
-        has then not averaged all other gradients, and would fail in the next forward pass. With
-        DDP, it is called before each step of the optimizer, by a hook (register_step_pre_hook); the
-        arguments are ignored."""
+        """Raise SetupError if a trained parameter has no gradient in DDP; an optimizer hook."""
         try:  # only DDP knows, also of gradients from earlier micro-batches
             self.model._check_reducer_finalized()
         except RuntimeError as error:
@@ -389,9 +386,10 @@ class Run:
                 f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
-        """Warn about trained parameters that had no gradient in the first step. To be called after
-        that step. For an optimizer other than AdamW and Muon, raise CheckpointError if the state
-        cannot be resumed (check_state). All ranks must call."""
+        """Warn of parameters without a gradient after the first step; all ranks must call.
+
+        Raises CheckpointError if an optimizer other than AdamW and Muon cannot be resumed.
+        """
         state = self.optimizer.state
         unused = [name for name, p in checkpoint.named_params(self.optimizer).items()
                   if not state.get(p)]
@@ -403,10 +401,12 @@ class Run:
             checkpoint.check_state(self.optimizer, self.ranks)
 
     def evaluation_is_due(self, last):
-        """Return whether to evaluate now, before the next step: every eval_interval steps (or
-        eval_epochs epochs), before step 0 if eval_on_start is set, and at the end of the run
-        (`last`: no step follows). False if there was an evaluation at this step, without validation
-        data, and if eval_interval is 0."""
+        """Return whether to evaluate now, before the next step; `last`: no step follows.
+
+        It is due every eval_interval steps (or eval_epochs epochs), before step 0 with
+        eval_on_start, and at the end; never twice at a step, without validation data, or with
+        eval_interval 0.
+        """
         c = self.config
         it = self.progress.iter_num
         if not c.eval_interval or self.data.val is None or self.progress.evaluated == it:
@@ -414,9 +414,10 @@ class Run:
         return last or (self.completes(c.eval_interval, c.eval_epochs) if it else c.eval_on_start)
 
     def forget_unsaved_best(self):
-        """Wait for the save in progress. If a save of ckpt_best.pt failed, restore the previous
-        best metric: later evaluations, also after a resume, are then compared with the file that
-        exists. RuntimeError if a rank was lost during the save. All ranks must call."""
+        """Wait for the save in progress; restore the previous best if ckpt_best.pt was not written.
+
+        Raises RuntimeError if a rank was lost during the save. All ranks must call.
+        """
         self.folder.wait()
         if self.folder.lost:  # a collective may wait for ranks that wait for this one
             raise RuntimeError(self.folder.lost[0])
@@ -425,9 +426,7 @@ class Run:
             self.progress.best_metric, self.progress.loss_of_best = self.best_before
 
     def save_is_due(self):
-        """Return whether to save a checkpoint now, before the next step: every save_interval steps
-        (default: as often as evaluations) and every save_epochs epochs. False if this step has been
-        saved."""
+        """Return whether a save is due by save_interval or save_epochs; False if already saved."""
         c = self.config
         at_interval = (self.completes(c.eval_interval, c.eval_epochs) if c.save_interval is None
                        else self.completes(c.save_interval))
@@ -435,15 +434,12 @@ class Run:
         return self.progress.iter_num != self.saved_at and (at_interval or at_epoch)
 
     def is_numbered(self):
-        """Return whether a checkpoint of this step is also saved as ckpt_NNNNNNN.pt. If save_epochs
-        is set: at each multiple of save_epochs. Otherwise: if keep_last is above 0."""
+        """Return whether to also save ckpt_NNNNNNN.pt, by save_epochs or, if unset, keep_last."""
         c = self.config
         return c.keep_last > 0 if c.save_epochs is None else self.completes(epochs=c.save_epochs)
 
     def completes(self, steps=0, epochs=None):
-        """Return whether the last step has reached or passed a multiple of `epochs` epochs (a
-        float) or, if it is `None` or 0, of `steps` steps, counted from the start of the run. False
-        if both are 0."""
+        """Return whether the last step reached or passed a multiple of `epochs`, else `steps`."""
         it = self.progress.iter_num
         if epochs:
             steps = epochs * self.data.train.samples / self.config.samples_per_step
@@ -452,9 +448,10 @@ class Run:
         return it > 0 and periods[1] > periods[0]
 
     def count_epochs(self):
-        """Return the number of epochs so far, a float, at most max_epochs (which must be set). If
-        the last step has reached or passed a multiple of eval_epochs, return this multiple: 29, not
-        29.01."""
+        """Return the number of epochs so far, a float, at most max_epochs, which must be set.
+
+        If the last step passed a multiple of eval_epochs, return this multiple: 29, not 29.01.
+        """
         c = self.config
         epochs = self.progress.iter_num * c.samples_per_step / self.data.train.samples
         if c.eval_epochs and self.completes(epochs=c.eval_epochs):
@@ -462,26 +459,21 @@ class Run:
         return min(epochs, c.max_epochs)
 
     def limits_reached(self):
-        """Return the list of options that have ended the run and would continue it with larger
-        values: some of "--max_iters" (or "--max_epochs") and "--early_stopping_patience". []: the
-        run is not finished, or the option that ended it has a larger value now."""
+        """Return the options, e.g. "--max_iters", that keep the run finished; [] if it is not."""
         length = "--max_epochs" if self.config.max_epochs else "--max_iters"
         reached = {length: self.progress.iter_num >= self.config.max_iters,
                    "--early_stopping_patience": self.stopping.over}
         return [key for key, yes in reached.items() if yes and self.progress.finished]
 
     def stop(self, signum):
-        """Log how to resume the run, and raise Stopped for the signal `signum`. To be called after
-        a save."""
+        """Log how to resume the run, and raise Stopped(signum); call it after a save."""
         self.log.info(f"Stopped at iter {self.progress.iter_num}, saved. To resume:\n"
                       + logger.resume_command(self.config, self.ranks))
         raise Stopped(signum)
 
     @contextlib.contextmanager
     def eval_mode(self):
-        """Context manager in which the model is in eval mode and, on a CPU, not compiled, since
-        compiling a second variant of the model for evaluations would cost more than it saves. On
-        exit the model is in train mode."""
+        """Put the model in eval mode, without compiled code on a CPU; in train mode on exit."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():
@@ -492,12 +484,7 @@ class Run:
                 self.raw_model.reshard()
 
     def write_samples(self):
-        """Generate texts with the model type's sample(), from the same prompts and seed every time,
-        and append them to samples.txt. Without effect if the model type has no sample().
-
-        A sharded model computes on all ranks, any other model on rank 0. An error in sampling is
-        only a warning.
-        """
+        """Append texts by the model type's sample() to samples.txt; an error is a warning."""
         c = self.config
         it = self.progress.iter_num
         sample = self.model_type.sample
@@ -516,10 +503,11 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config, ranks, model=None, on_evaluation=None, data=None):
-    """Context manager that yields a Run, ready for the next step: a new run, or one that continues
-    from a checkpoint. On exit the log is closed and the folder is unlocked. config: as returned by
-    validate_config(). ranks: a Ranks. model, on_evaluation, data: as for train(). All ranks must
-    call. Raises UserError."""
+    """Yield a Run, ready for the next step: a new run, or one that continues from a checkpoint.
+
+    config: as returned by validate_config(). model, on_evaluation, data: as for train().
+    On exit the log is closed and the folder unlocked. All ranks must call. Raises UserError.
+    """
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
     with contextlib.ExitStack() as stack:
         run = Run(config, ranks, on_evaluation)
@@ -550,9 +538,10 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
 
 
 def validate_config(config):
-    """Return a copy of the TrainConfig `config`, checked like a configuration from a file.
-    ConfigError for invalid values and for dry_run, profile and print_config; SetupError if the
-    package of a tracker is missing."""
+    """Return a copy of `config`, checked like a configuration from a file.
+
+    Raises ConfigError, also for dry_run, profile, print_config; SetupError for a missing package.
+    """
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     if options := [n for n in ("dry_run", "profile", "print_config") if getattr(config, n)]:
         raise ConfigError([f"{', '.join(options)}: only for the command line of run_train.py"])
@@ -569,8 +558,10 @@ def validate_config(config):
 
 
 def check_epochs(config, samples):
-    """Raise SetupError if max_iters steps are more than MAX_EPOCHS_IN_STEPS epochs; not if
-    max_epochs or eval_only is set. samples: number of samples per epoch."""
+    """Raise SetupError if max_iters is more than MAX_EPOCHS_IN_STEPS epochs of `samples` samples.
+
+    With max_epochs or eval_only, there is no limit.
+    """
     c = config
     epochs = c.max_iters * c.samples_per_step / samples
     if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):
@@ -581,9 +572,11 @@ def check_epochs(config, samples):
 
 
 def open_data(config, ranks, data=None):
-    """Return the Data of a run. It is `data`, with torch Datasets in it replaced by loaders, or, if
-    `None`, the data in data_dir, which the model type opens; several weighted folders
-    ("a:0.7,b:0.3") become a mixture. Raises DataError."""
+    """Return the Data of a run: `data` or, if `None`, the data in data_dir.
+
+    Torch Datasets in `data` are replaced by loaders; several weighted folders ("a:0.7,b:0.3")
+    become a mixture. Raises DataError.
+    """
     model_type = load_model_type(config.model)
     if config.eval_epochs and not config.eval_interval:
         config = config.replace(eval_interval=1)  # 0 would leave out the validation data

@@ -3,7 +3,7 @@
 The loop works for any model type, a file model/NAME.py that builds the model and opens the data;
 train/system.py is the interface. A loader returns micro-batch number i of this rank, a pure
 function of (seed, i). The model returns a loss and sums over the batch: `loss, sums =
-model(*batch)`. The state of a run is in train/setup.py.
+model(*batch)`. The state of a run is in train/setup.py. Call these functions on all ranks.
 """
 
 import contextlib
@@ -33,20 +33,19 @@ from train.system import hook
 def train(config: TrainConfig, model: torch.nn.Module | None = None,
           on_evaluation: Callable[[int, dict], object] | None = None,
           data: Data | None = None) -> dict[str, Any]:
-    """Resume or start the run that `config` describes, and train it until it is finished. Return a
-    dict: iter_num, val_loss and best_val_loss (`None` and inf without an evaluation), finished (the
-    reason, a text; "" if it is not finished), history (a list with a dict of numbers per
-    evaluation) and test (numbers on the test data, {} if not evaluated).
+    """Resume or start a run, train it until it is finished, and return the results.
 
-    model: an nn.Module to train, in place, instead of the one that the model file builds. In the
-    end it has the last weights; with test data, those of ckpt_best.pt, which were evaluated.
-    on_evaluation(iter_num, numbers): called after each evaluation with {val_NAME: number}, on every
-    rank; an exception stops the run.
-    data: Data(train, val, spec, test) to train on instead of config.data_dir; the splits are
-    loaders or map-style torch Datasets (train.dataloader.DatasetLoader states the requirements).
-    Raises UserError: Stopped after a signal, BadNumbers if loss or gradients are not finite,
-    CollectiveExit if the last save fails; ConfigError, DataError, CheckpointError or SetupError for
-    input that cannot be used.
+    model: an nn.Module to train in place, instead of the one that the model file builds. It ends
+    with
+        the last weights or, with test data, those of ckpt_best.pt.
+    on_evaluation(iter_num, numbers): called on every rank after each evaluation, with {val_NAME:
+        number}; an exception stops the run.
+    data: to train on instead of config.data_dir; the splits are loaders or map-style torch Datasets
+        (DatasetLoader in train/dataloader.py).
+    Returns iter_num; val_loss and best_val_loss (`None` and inf without an evaluation); finished
+    (the reason, "" if unfinished); history (a dict of numbers per evaluation); test (numbers, {} if
+    not evaluated). Raises UserError: Stopped after a signal, BadNumbers for a non-finite loss or
+    gradient, CollectiveExit if the last save fails, and others for invalid input.
     """
     config = validate_config(config)
     # Under torchrun this process is one of several ranks. All ranks run the same program; what only
@@ -73,9 +72,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 
 def training_loop(run):
-    """Train an opened Run until it is finished, with evaluations and saves; then save, evaluate the
-    test data and log a summary. Raises UserError: Stopped after a signal (the state is then saved),
-    BadNumbers for non-finite numbers, CollectiveExit if the last save fails."""
+    """Train an opened Run until it is finished, with evaluations and saves; then call finish()."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
@@ -109,12 +106,12 @@ def training_loop(run):
 
 
 def train_step(run, lr=None):
-    """Do one optimizer step on the global batch, log it and increase run.progress.iter_num by one.
-    All ranks must call. Return the mean loss over all ranks, a float. The update of the weights is
-    skipped after a float16 overflow and, with on_spike "skip", for a loss spike. If a signal
-    requests a stop between two micro-batches, return `None`: no step is done. lr: learning rate
-    (default: by the schedule). Raises BadNumbers for a non-finite loss or gradient, except for
-    float16 overflows."""
+    """Do one optimizer step on the global batch, log it and return the mean loss over all ranks.
+
+    lr: the learning rate; `None`: by the schedule. Returns `None`, without a step, if a signal
+    requests a stop between two micro-batches. A float16 overflow or a loss spike (on_spike) skips
+    the update; other non-finite numbers raise BadNumbers.
+    """
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -191,9 +188,10 @@ def train_step(run, lr=None):
 
 @torch.no_grad()
 def clip_gradients(optimizer, max_norm, factor=1.0):
-    """Multiply the gradients of the parameters of `optimizer` by `factor` (a number or 0-dim
-    tensor), in place, then clip the global norm to `max_norm` (0: no clipping). Return the norm of
-    the multiplied gradients before clipping, a 0-dim tensor. With FSDP all ranks must call."""
+    """Multiply the gradients by `factor`, clip their norm, and return the norm before clipping.
+
+    max_norm: of all gradients together; 0 does not clip.
+    """
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # FSDP: one collective, and local operations
@@ -207,10 +205,10 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 
 
 def react_to_anomaly(run, lr, loss, norm):
-    """Handle a step whose loss is a spike, or whose loss or gradient norm is not finite: update the
-    counters in run.progress, and warn of a spike. Return whether to update the weights, the same on
-    all ranks. Raises BadNumbers for non-finite numbers, except for float16 overflows, after which
-    the loss scale decreases. lr, loss, norm (of the gradients): floats."""
+    """Warn of a loss spike or raise BadNumbers; return whether to update the weights.
+
+    Counts in run.progress. A float16 overflow is no error: the loss scale decreases.
+    """
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
     # Bad data is a common cause: the message states where the first two micro-batches of this rank
@@ -232,10 +230,7 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Add the loss of a step to the mean that the next evaluation logs as train_loss. Every
-    log_interval steps and in the last step, also log the step. No effect if the step had a float16
-    overflow. lr, loss, norm (of the gradients): floats. sums: {name: tensor}, the model's sums over
-    the step and all ranks, with "count"."""
+    """Add a step's loss to the mean of the next evaluation; log it every log_interval steps."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -261,12 +256,9 @@ def log_step(run, lr, loss, norm, sums):
 # evaluation, and how the run reacts to it
 
 def validate(run):
-    """Evaluate a Run on the validation data. Log the numbers, update the best metric, the plateau
-    schedule and early stopping, call run.on_evaluation(iter_num, numbers), and write samples and
-    loss.svg. All ranks must call.
+    """Evaluate the validation data, log the numbers, and update best metric and schedules.
 
-    Return {val_NAME: number}, or `None` if a signal interrupts the evaluation: nothing is recorded
-    then.
+    Returns {val_NAME: number}; `None` if a signal interrupts the evaluation, which is not recorded.
     """
     c = run.config
     p = run.progress
@@ -302,9 +294,7 @@ def validate(run):
 
 
 def evaluate_validation(run, n_batches):
-    """Return {val_NAME: number} over `n_batches` batches of the validation data, including the
-    numbers of task files (eval_tasks) and of averaged weights (ema). `None` if a signal interrupts
-    the evaluation. All ranks must call. Nothing is logged."""
+    """Return {val_NAME: number}, also of tasks and averaged weights; `None` after a signal."""
     def evaluate_weights():
         numbers = evaluate_loader(run, run.data.val, n_batches)
         if numbers is None or not run.tasks:
@@ -317,9 +307,7 @@ def evaluate_validation(run, n_batches):
 
 
 def evaluate_loader(run, loader, n_batches):
-    """Return {val_NAME: number} of the run's model, in eval mode, over `n_batches` validation
-    batches of `loader`, per source in a mixture (all if it has fewer). `None` if a signal
-    interrupts the evaluation. All ranks must call."""
+    """Return {val_NAME: number} over `n_batches` batches of `loader`; `None` after a signal."""
     forward = functools.partial(run.compiler.call, run.raw_model)
     # Eval mode switches dropout off and, on a CPU, the compiled code.
     with run.eval_mode():
@@ -328,19 +316,17 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Return whether a signal has requested a stop on this rank. Show the progress on the console,
-    and restart the time limit (step_timeout). Called in an evaluation before each round (one batch
-    per rank). done, total: numbers of validation batches, over all ranks."""
+    """Show the progress, restart the time limit, and return whether a signal requests a stop."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
 
 
 def update_best_and_schedules(run, numbers):
-    """Update a Run after an evaluation with the results `numbers` {val_NAME: number}:
-    best_val_loss, the best metric (sets run.best_due if this is the best), the plateau schedule,
-    and early stopping, which may set run.progress.finished. The best metric and early stopping
-    ignore an evaluation of untrained weights (step 0)."""
+    """Update the best metric, the plateau schedule and early stopping after an evaluation.
+
+    Sets run.best_due for a new best, and run.progress.finished for an early stop.
+    """
     c = run.config
     p = run.progress
     p.best_val_loss = min(p.best_val_loss, numbers["val_loss"])
@@ -357,9 +343,7 @@ def update_best_and_schedules(run, numbers):
 
 
 def check_metric_names(run):
-    """Raise SetupError if evaluations of a Run do not have early_stopping_metric as a number, or if
-    two numbers would have the same name. The names are found by an evaluation of one batch, which
-    is skipped if neither can occur. All ranks must call."""
+    """Raise SetupError if early_stopping_metric is missing or two metrics have the same name."""
     c = run.config
     # val_loss exists in every evaluation. Two names can only be equal with task files, averaged
     # weights or a mixture.
@@ -380,11 +364,11 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint of a Run as ckpt.pt, if run.best_due also as ckpt_best.pt, and if
-    run.is_numbered() as ckpt_NNNNNNN.pt, in the background, where a failure is only a warning. With
-    `last`, it is written before this function returns, and a failure raises CollectiveExit. Raises
-    BadNumbers, without saving, if weights or optimizer state are not finite; SetupError if
-    run.take_folder() has not been called. All ranks must call."""
+    """Save a checkpoint in the background: ckpt.pt, and ckpt_best.pt or ckpt_NNNNNNN.pt if due.
+
+    A failure is a warning. With `last`, the files are durable on return, and a failure raises
+    CollectiveExit. Raises BadNumbers, without saving, for non-finite weights or optimizer state.
+    """
     if not run.is_taken:
         raise SetupError("save() without run.take_folder(): call it before the first step")
     run.watchdog.restart(slow=True)
@@ -411,8 +395,7 @@ def save(run, last=False):
 # the beginning and the end of a run
 
 def report_finished(run):
-    """Log that a resumed run has already finished, and how to continue it. Set run.test_numbers to
-    the results in metrics.jsonl on the same test data, and call test(run). All ranks must call."""
+    """Log that a resumed run is finished and how to continue it; evaluate the test data if due."""
     run.log.info(f"This run is finished at iter {run.progress.iter_num}: {run.progress.finished}. "
                  f"A larger {' and '.join(run.limits_reached())} continues it; with `--resume "
                  "never` it starts afresh.")
@@ -422,9 +405,7 @@ def report_finished(run):
 
 
 def finish(run):
-    """Complete a Run after the last step: save, draw loss.svg, evaluate the test data, log a
-    summary and the command that uses the result. All ranks must call. Raises CollectiveExit if the
-    save fails, BadNumbers if the weights are not finite, Stopped after a signal."""
+    """Complete a run: save, draw loss.svg, evaluate the test data, log the next command."""
     # The last save is not in the background: an error is raised.
     save(run, last=True)
     # loss.svg again, with the last steps.
@@ -446,10 +427,10 @@ def finish(run):
 
 
 def test(run):
-    """If there are test data, load the weights in ckpt_best.pt (without this file, the last weights
-    stay) and, unless run.test_numbers has numbers already, evaluate the test data, log the numbers
-    and set run.test_numbers {test_NAME: number}, {} if a signal interrupts the evaluation. The
-    loaded weights stay in the model: save the last ones before. All ranks must call."""
+    """Evaluate the test data, if any, with the best weights, and set run.test_numbers.
+
+    These weights stay in the model: save before. Existing test_numbers are kept; {} after a signal.
+    """
     p = run.progress
     if run.data.test is None:
         return

@@ -57,10 +57,10 @@ class PrepareOptions(FolderOptions):
 # preparing text
 
 def choose_tokenizer(o):
-    """Return the Tokenizer that o.tokenizer names; `None` for char and bpe, which are made from the
-    text later, by make_tokenizer(). o: PrepareOptions. Raises UserError if the tokenizer cannot be
-    read, or if o.vocab_size is missing for bpe or set for a different tokenizer; SetupError for bpe
-    without the package rustbpe."""
+    """Return the Tokenizer that o.tokenizer names; None for char and bpe, which need the text.
+
+    Raises UserError if it cannot be read, or if o.vocab_size is missing for bpe or set for another.
+    """
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     if o.tokenizer == "bpe":
@@ -69,11 +69,11 @@ def choose_tokenizer(o):
 
 
 def make_tokenizer(o, documents):
-    """Return a tokenizer made from the text of `documents`, a Documents. If o.tokenizer is "bpe": a
-    RankTokenizer of up to o.vocab_size tokens, trained on a sample of about BPE_BYTES (500 MB) or
-    less. Otherwise: a CharTokenizer of all characters in the text and, if there are several
-    documents, of the newline, which is written after each. o: PrepareOptions. Raises SetupError for
-    bpe without the package rustbpe."""
+    """Return a bpe or char tokenizer made from the text of `documents`, a Documents.
+
+    bpe: up to o.vocab_size tokens, trained on about BPE_BYTES (500 MB) of text or less.
+    char: all characters and, with several documents, the newline that is written after each.
+    """
     if o.tokenizer == "bpe":
         return encode.train_bpe(encode.sample_texts(documents, BPE_BYTES), o.vocab_size)
     chars = set("\n" if len(documents.ends) > 1 else "")
@@ -83,12 +83,13 @@ def make_tokenizer(o, documents):
 
 
 def prepare(sources, out, tokenizer="byte", log=echo, **options):
-    """Write train.bin, val.bin and meta.json to the folder `out`. Return the content of meta.json,
-    a dict. sources: a list of names of files, folders or data sets. tokenizer: a name or path, as
-    for the option --tokenizer. log: a function that is called with each line of the report.
-    options: other fields of PrepareOptions, e.g. val_fraction, force. Raises UserError for sources
-    that cannot be read or have too little text, and the errors of choose_tokenizer and
-    new_folder."""
+    """Write train.bin, val.bin and meta.json to the folder `out`; return the content of meta.json.
+
+    sources: names of files, folders or data sets. tokenizer, options: fields of PrepareOptions.
+    log(line): called with each line of the report.
+    Raises UserError for sources that cannot be read or have too little text, and the errors of
+    choose_tokenizer and new_folder.
+    """
     start = time.monotonic()
     o = PrepareOptions(sources=[os.path.expanduser(source) for source in sources],
                        out=os.path.expanduser(out), tokenizer=tokenizer or "byte", **options)
@@ -116,9 +117,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
 
 def report_text(out, splits):
-    """Print the numbers of each split, and the command that trains on the folder `out`: with
-    train/config.yaml if there is an NVIDIA GPU and at least 100 million training tokens, otherwise
-    with train/config_quick.yaml. splits: {"train": {"tokens": n, ...}, "val": ...}."""
+    """Print the numbers of each split, and the command that trains on the folder `out`."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     is_large = gpu and splits["train"]["tokens"] >= 100e6
     report(out, splits, "config" if is_large else "config_quick")
@@ -128,10 +127,11 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir):
-    """Prepare the built-in data, Python's standard library, in the folder data_dir, unless data_dir
-    already has prepared data, and print a line. Several processes may call this at once: the first
-    one prepares, the others wait. Raises DataError if data_dir cannot be written, has other files,
-    or has a damaged meta.json."""
+    """Prepare Python's standard library in the folder data_dir unless this has prepared data.
+
+    Several processes may call this at once: the first prepares, the others wait. Raises DataError
+    if data_dir cannot be written, has other files, or has a damaged meta.json.
+    """
     start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
@@ -149,9 +149,7 @@ def ensure_dataset(data_dir):
 # the command line
 
 def run(o):
-    """Run the command: prepare o.sources or o.dataset, exactly one of them, in the folder o.out,
-    and print a summary. o: PrepareOptions; if o.out is empty, the default is written to it, and the
-    source of a dataset that is not in CORPORA is written to o.sources. Raises UserError."""
+    """Run the command: prepare o.sources or o.dataset in the folder o.out and print a summary."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     if o.shards and o.dataset not in CORPORA:

@@ -52,14 +52,11 @@ class ChatOptions(SampleOptions):
 def to_messages(record, fields=(), prompt_only=False):
     """Return the conversation [(role, text), ...] of a record, a dict.
 
-    fields: names of fields of the record; default: the first entry of FORMATS for which all fields
-    are in the record and not `None`. One name: the field with the list of messages. Several names:
-    the fields of the question, whose texts are joined by a blank line, and last the field of the
-    answer; or fields with lists of messages, which are concatenated. The text of the field
-    `system`, if it exists, becomes the first message unless the messages begin with a system
-    message. prompt_only: also accept a question without an answer (one name, of a field with a
-    text; by default also "prompt"). Raises ValueError for a record without these fields, with an
-    empty question, or with values other than text and messages.
+    fields: the field with the messages; or the question's fields, joined by a blank line, and last
+    the answer's; or fields with lists of messages, which are concatenated. Default: find_format().
+    prompt_only: also accept a question without an answer, a field with a text.
+    The field `system`, if any, comes first unless the messages begin with a system message.
+    Raises ValueError for a record without these fields, an empty question, or invalid values.
     """
     check_columns(record, fields)
     fields = fields or find_format(record, prompt_only)
@@ -81,8 +78,7 @@ def to_messages(record, fields=(), prompt_only=False):
 
 
 def find_format(record, prompt_only):
-    """Return the first entry of FORMATS, a list of names of fields, for which all fields are in the
-    record and not `None`. prompt_only: as for to_messages. Raises ValueError if there is none."""
+    """Return the first of FORMATS whose fields all exist and are not None, or raise ValueError."""
     for names in [*FORMATS, ["prompt"]] if prompt_only else FORMATS:
         if all(record.get(name) is not None for name in names):
             return names
@@ -92,17 +88,18 @@ def find_format(record, prompt_only):
 
 
 class ChatWriter(SampleWriter):
-    """The command data.prepare.chat; run() does all the work. args: a ChatOptions."""
+    """The command data.prepare.chat; args is a ChatOptions, and run() does all the work."""
     noun = "chat"
     model = "chat"
     n_shown = 0
 
     def encode(self, record):
-        """Return the training sequences of a record (a dict), [(ids (n,), mask (n,)), ...]; the
-        mask is 1 for the tokens to learn. A sequence longer than block_size + 1 tokens is cut after
-        the last exchange that fits. Return `None` if an answer is empty, there is no answer, or no
-        sequence fits; the reason is counted in self.notes. Prints the sequences of the first
-        args.show records. Raises ValueError for an invalid record."""
+        """Return the training sequences [(ids (n,), mask (n,)), ...] of a record; mask 1: to learn.
+
+        Sequences are cut after the last exchange that fits into block_size + 1 tokens. Returns
+        None, and counts the reason in self.notes, if an answer is missing or empty or no exchange
+        fits. Prints the first args.show records. Raises ValueError for an invalid record.
+        """
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1
         whole = self.template.sequences(messages, self.tokenizer, width)
@@ -123,10 +120,7 @@ class ChatWriter(SampleWriter):
         return None
 
     def write_split(self, folder, split, samples):
-        """Pack the conversations into rows of block_size + 1 tokens, filled up with end tokens, and
-        write SPLIT_tokens.npy, SPLIT_mask.npy and SPLIT_chat.npy to `folder`; SPLIT is `split`.
-        samples: a list of results of encode(). Return {"chats", "rows", "tokens", "learned_tokens":
-        number}, for meta.json."""
+        """Pack conversations into rows of block_size + 1 tokens and write the arrays of a split."""
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
@@ -143,9 +137,7 @@ class ChatWriter(SampleWriter):
 
 
 def cut(ids, mask, width):
-    """Return (ids, mask), cut after the last exchange (question and answer) that ends within the
-    first `width` tokens; empty if the first exchange does not fit. ids, mask: numpy arrays (n,);
-    the mask is 1 for answers."""
+    """Return (ids, mask) up to the last exchange that ends within `width` tokens, perhaps empty."""
     ends = np.flatnonzero(np.diff(mask.astype(np.int8), append=0) < 0) + 1
     n = int(ends[ends <= width].max(initial=0))
     return ids[:n], mask[:n]

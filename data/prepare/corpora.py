@@ -25,8 +25,7 @@ CORPORA = {"fineweb10B": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
 
 
 def download_shakespeare():
-    """Return the path of the tiny-shakespeare text, data/bin/shakespeare.txt, which is downloaded
-    if it does not exist. Raises DataError if the download fails."""
+    """Return the path of the tiny-shakespeare text; download it if missing, or raise DataError."""
     path = os.path.join("data", "bin", "shakespeare.txt")
     if not os.path.exists(path):
         try:
@@ -41,13 +40,13 @@ def download_shakespeare():
 
 
 def prepare_tokens(o):
-    """Download o.dataset (fineweb10B or fineweb_edu), token files that are already split, into the
-    folder o.out, write meta.json, and remove files of an earlier preparation.
+    """Download the token files of o.dataset, already split, to the folder o.out; write meta.json.
 
-    o: Options of data.prepare; o.shards: the number of training files (default: all). Return
-    {"train": {"tokens", "files"}, "val": {"tokens"}}. Raises DataError for a failed download, too
-    many o.shards, options that only apply to text, e.g. o.tokenizer, and a folder with data of
-    other sources unless o.force is True; SetupError without the package huggingface_hub.
+    o: PrepareOptions; o.shards: number of training files (default: all).
+    Returns {"train": {"tokens", "files"}, "val": {"tokens"}}. Removes files of an earlier
+    preparation. Raises DataError for a failed download, too many o.shards, options for text, e.g.
+    o.tokenizer, and a folder with data of other sources unless o.force is True; SetupError without
+    the package huggingface_hub.
     """
     names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:

@@ -31,17 +31,16 @@ THREADS = min(16, os.cpu_count() or 1)
 # the split
 
 def choose_split(documents, fraction):
-    """Choose the part of the text for validation: about `fraction` of the bytes. Return (in_val,
-    cut). The validation split is each document i for which in_val[i] is True, and all text from
-    byte `cut` on, so that a document may be divided there. in_val: a bool array (n,). documents: a
-    Documents, of n documents.
+    """Choose about `fraction` of the bytes of a Documents for validation; return (in_val, cut).
 
+    in_val: a bool array (documents,), True for documents in the validation split.
+    cut: the byte from which all text is in the split; a document may be divided there.
     Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS (10) and have
-    0.5 to 2 times the requested size; cut is then the size of the text. Otherwise the end of the
-    text is chosen. It begins between two documents if there are records, or if 0.5 to 2 times the
-    requested size is possible in this way; otherwise, or if there is only one, inside a document.
-    With records, if the end would be more than half of the text and more than 2 times the requested
-    size, the one document nearest to that size is chosen instead; cut is the size of the text.
+    0.5 to 2 times the requested size; `cut` is then the size of the text. Otherwise the end of the
+    text is chosen. It begins between two documents if there are records or if that gives 0.5 to 2
+    times the requested size; otherwise, or if there is only one, inside a document. With records,
+    if the end is more than half of the text and more than 2 times the requested size, the document
+    nearest to that size is chosen instead; `cut` is the size of the text.
     """
     size = documents.size
     ends = np.array(documents.ends)
@@ -63,18 +62,18 @@ def choose_split(documents, fraction):
 
 
 def seek_character(f, position):
-    """Move the binary file `f` of UTF-8 text to the first byte of the character that contains the
-    byte `position`, and return the position of that byte."""
+    """Seek the binary file `f` to the start of the UTF-8 character at `position`; return it."""
     while f.seek(position) and f.read(1)[0] & 0xC0 == 0x80:
         position -= 1
     return f.seek(position)
 
 
 def find_cut(f, position):
-    """Return a byte position at which the text in the open binary file `f` can be divided without
-    changing a token: the first one after `position` that is before a space or newline and after a
-    visible character (no token of GPT-2 extends over it). Without such a position in the next
-    LOOKAHEAD_BYTES (4096): the start of the character that contains the byte `position`."""
+    """Return the next byte after `position` at which the text in `f` can be cut between tokens.
+
+    It is before a space or newline and after a visible character. Without such a byte in the next
+    LOOKAHEAD_BYTES (4096): the start of the character at `position`.
+    """
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
     spot = re.search(r"\S(?=[ \n])", text)
@@ -82,9 +81,10 @@ def find_cut(f, position):
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one: the bytes from start to end (exclusive) in
-    Documents.path. split: "train" or "val". closes: whether the document ends at `end`. continues:
-    whether it begins before `start`."""
+    """The bytes start to end (exclusive) of Documents.path: a document, or a part of a long one.
+
+    split: "train" or "val". continues: whether the document begins before `start`.
+    """
     split: str
     start: int
     end: int
@@ -93,10 +93,11 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(documents, in_val, cut):
-    """Divide all text into byte ranges of about PIECE_BYTES (1 MiB) or less; yield these as Pieces,
-    in order. documents: a Documents. in_val, cut: the result of choose_split(). A piece is "val" if
-    in_val of the document is True or if it begins at byte `cut` or later, otherwise "train"; a
-    document that extends over `cut` is divided there."""
+    """Yield the text of a Documents as Pieces of about 1 MiB (PIECE_BYTES) or less, in order.
+
+    in_val, cut: the result of choose_split(). A piece is "val" if in_val of the document is True or
+    if it begins at byte `cut` or later; a document that extends over `cut` is divided there.
+    """
     start = 0
     with open(documents.path, "rb") as f:
         for end, val in zip(documents.ends, in_val, strict=True):
@@ -113,9 +114,7 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Return an iterator of lists of Pieces; each list is the task of a thread. pieces: an iterable
-    of Pieces in order; Pieces that begin in the same block of PIECE_BYTES (1 MiB) of the text are
-    grouped."""
+    """Return an iterator of lists of adjacent Pieces that begin in the same MiB (PIECE_BYTES)."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
@@ -130,9 +129,7 @@ def read_piece(f, piece):
 # tokens
 
 def sample_texts(documents, max_bytes):
-    """Yield a sample of the text of a Documents, evenly spread, as texts of about PIECE_BYTES (1
-    MiB) or less: the text of every k-th MiB. k is the smallest number for which these have about
-    `max_bytes` or less in total."""
+    """Yield evenly spread texts of a Documents, about 1 MiB each and max_bytes in all, or less."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):
@@ -140,9 +137,7 @@ def sample_texts(documents, max_bytes):
 
 
 def train_bpe(texts, vocab_size):
-    """Train byte pair encoding on `texts`, an iterable of strings. Return a RankTokenizer of
-    `vocab_size` tokens, including the end of text, or fewer if the texts contain too few pairs.
-    Text is split by GPT-2's pattern. Raises SetupError without the package rustbpe."""
+    """Train a RankTokenizer of up to vocab_size tokens, with the end of text, on `texts`."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)
@@ -151,10 +146,12 @@ def train_bpe(texts, vocab_size):
 
 
 def encode_pieces(pieces, documents, tokenizer):
-    """Encode a list of one or more Pieces. Return (ids, number of bytes of text); ids is an array
-    (n,) of id_dtype(tokenizer.n_vocab). documents: the Documents with the text. After the end of a
-    document follows the id of the end of text; if the tokenizer has no end of text and there are
-    several documents, a newline (unless the document ends with one), which counts as text."""
+    """Encode one or more Pieces of a Documents; return (ids, number of bytes of text).
+
+    ids: (n,) of id_dtype(tokenizer.n_vocab). After a document follows the id of the end of text or,
+    if the tokenizer has none and there are several documents, a newline (unless the document ends
+    with one), which counts as text.
+    """
     dtype = id_dtype(tokenizer.n_vocab)
     has_end = tokenizer.eot_token is not None
     ids = []
@@ -174,18 +171,18 @@ def encode_pieces(pieces, documents, tokenizer):
 
 
 def map_in_order(function, tasks):
-    """Yield function(task) for each task, in the order of `tasks`. tasks: an iterator (not a list),
-    of which threads compute a few tasks at a time."""
+    """Yield function(task) for each task of an iterator (no list), in order, using threads."""
     with ThreadPoolExecutor(THREADS) as pool:
         while some := list(itertools.islice(tasks, 4 * THREADS)):
             yield from pool.map(function, some)
 
 
 def write_splits(folder, documents, tokenizer, in_val, cut):
-    """Encode the text of a Documents and write train.bin and val.bin to the existing `folder`.
-    tokenizer: a Tokenizer. in_val, cut: the result of choose_split(). Return {"train": {"tokens",
-    "documents", "bytes", "sha256"}, "val": ...}: the numbers of tokens, of documents that begin in
-    the split and of bytes of text, and the hexadecimal SHA-256 digest of the file."""
+    """Encode a Documents and write train.bin and val.bin to `folder`; return {split: numbers}.
+
+    in_val, cut: the result of choose_split(). numbers: {"tokens", "documents" (that begin in the
+    split), "bytes" (of text), "sha256" (hexadecimal digest of the file)}.
+    """
     work = functools.partial(encode_pieces, documents=documents, tokenizer=tokenizer)
     shown = time.monotonic()
     n_val = int(in_val.sum())  # documents that begin in it

@@ -46,9 +46,11 @@ MAX_MEAN_STDS = 4096  # a mean of more standard deviations is subtracted
 
 
 def open_array(path):
-    """Return the memory-mapped array (rows, dims) of the .npy file `path`; an array (rows,) becomes
-    (rows, 1). Raises DataError for a file that cannot be read, and for an array of a different
-    shape, without elements, or of a dtype other than integers and floats of up to 64 bits."""
+    """Return the memory-mapped array (rows, dims) of a .npy file; (rows,) becomes (rows, 1).
+
+    Raises DataError for a file that cannot be read, other shapes, no elements, and dtypes other
+    than integers and floats of up to 64 bits.
+    """
     array = open_npy(path)
     array = array[:, None] if array.ndim == 1 else array
     if (array.ndim != 2 or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8
@@ -59,10 +61,11 @@ def open_array(path):
 
 
 class Mean:
-    """The mean of several recordings of the same rows; NaN is ignored. repeats: a list of arrays
-    (rows, dims). Indexed by rows, like a memory-mapped array: mean[i] computes the mean of the rows
-    i only, in float64. Attributes: shape, repeats. Raises DataError if the shapes of the repeats
-    differ."""
+    """The mean of several recordings of the same rows, computed when indexed; NaN is ignored.
+
+    repeats: arrays (rows, dims). mean[i] is the mean of the rows i only, in float64. Raises
+    DataError if the shapes of the repeats differ.
+    """
 
     def __init__(self, repeats):
         self.repeats = repeats
@@ -76,18 +79,19 @@ class Mean:
 
 
 def mean(x):
-    """Return the mean over the first dimension of the array x, in float64. NaN is ignored; the mean
-    is NaN if all values are."""
+    """Return the float64 mean over the first dimension, without NaN; NaN if all values are NaN."""
     with np.errstate(invalid="ignore"):
         return np.nansum(x, 0, dtype=np.float64) / (x == x).sum(0)
 
 
 def noise_ceiling(repeats, chosen):
-    """Return the noise ceiling (dims,) of the mean of n > 1 repeats: the correlation of this mean
-    with the signal that the repeats share. repeats: a list of arrays (rows, dims). chosen: indices
-    (m,) of the rows to use. The ceiling is sqrt(n r / (1 + (n - 1) r)), the root of the reliability
-    (Spearman and Brown); r is the correlation of two repeats, averaged over all pairs, without rows
-    that are NaN in either. The ceiling is 0 if r is negative, NaN if a repeat is constant."""
+    """Return the noise ceiling (dims,) of the mean of n > 1 repeats (rows, dims).
+
+    chosen: indices (m,) of the rows to use. The ceiling is the correlation of the mean with the
+    signal that the repeats share: sqrt(n r / (1 + (n - 1) r)), the root of the reliability
+    (Spearman and Brown). r is the correlation of two repeats, averaged over all pairs, without rows
+    that are NaN in either. The ceiling is 0 if r is negative, NaN if a repeat is constant.
+    """
     r = []
     for pair in itertools.combinations(repeats, 2):
         x = np.stack([array[chosen] for array in pair]).astype(np.float64)
@@ -103,16 +107,15 @@ def noise_ceiling(repeats, chosen):
 
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
-    """Write prepared arrays for --model autoencoder to the folder `out`. Return a dict, the keys of
-    meta.json that only this model has (modalities, target, mean, std, rows, ...).
+    """Write arrays for --model autoencoder to `out`; return the keys of meta.json for this model.
 
-    arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or `None`.
-    val_fraction: share of the runs for validation; 0: no validation rows. runs: (rows,), the number
-    of each row's run, which is never divided between the splits; in the files, runs are numbered
-    from 0 in the order of the rows. force: replace prepared data of other sources in `out`.
-    sources: names of the files, for meta.json. subjects: (rows,) the subject of each row, integers
-    from 0 (default: there is one subject). Every run must be of one subject. Raises DataError for
-    different numbers of rows, infinite values, and the errors of rows_in_val and new_folder.
+    arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or None.
+    val_fraction: share of the runs for validation; 0: no validation rows.
+    runs: (rows,) the number of each row's run, which is never divided between the splits; in the
+    files, adjacent rows of a run have one number, counted from 0.
+    force: replace prepared data of other sources. sources: names of the files, for meta.json.
+    subjects: (rows,) integers from 0 (default: one subject). Every run must be of one subject.
+    Raises DataError for different row counts and infinite values; see rows_in_val and new_folder.
     """
     dims = {name: array.shape[1] for name, array in arrays.items()}
     meta = dict(target=None, modalities=dims, mean={}, std={})
@@ -155,11 +158,13 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
 
 
 def rows_in_val(runs, subjects, fraction):
-    """Return a bool array (rows,), True for the rows of the validation split: whole runs, about
-    `fraction` of the runs of each subject and at least one, but not all, chosen without randomness
-    by runs_in_val(); no rows if `fraction` is 0. runs, subjects: arrays (rows,) of numbers, the run
-    and the subject of each row. Raises DataError for subjects other than integers from 0 to 2**31 -
-    1, a run of several subjects and, unless `fraction` is 0, a subject with only one run."""
+    """Return bool (rows,), True for validation rows: about `fraction` of each subject's runs.
+
+    runs, subjects: (rows,) the numbers of each row's run and subject. At least one run per subject
+    is chosen, but not all, by runs_in_val(); none if `fraction` is 0. Raises DataError for subjects
+    other than integers from 0 to 2**31 - 1, a run of several subjects and, unless `fraction` is 0,
+    a subject with only one run.
+    """
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
@@ -176,10 +181,10 @@ def rows_in_val(runs, subjects, fraction):
 
 
 def read_chunks(name, array, chosen):
-    """Yield the rows `chosen`, (n,) indices, of `array` (rows, dims) in blocks (CHUNK_ROWS or
-    fewer, dims), because `array` may exceed the memory. The dtype is unchanged. name: of the array,
-    for the message. Raises DataError for values that are infinite in float32; NaN, a missing value,
-    is allowed."""
+    """Yield the rows `chosen` (n,) of `array` in blocks (CHUNK_ROWS or fewer, dims).
+
+    The dtype is unchanged. Raises DataError for values infinite in float32; NaN is allowed.
+    """
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]
@@ -193,9 +198,7 @@ def read_chunks(name, array, chosen):
 
 
 def statistics(name, array, chosen):
-    """Return (mean, standard deviation), each (dims,) float64, over the rows `chosen`, (n,)
-    indices, of `array` (rows, dims). NaN is ignored; both are 0 for a dimension of NaN only. name:
-    of the array, for the message. Raises DataError for infinite values."""
+    """Return (mean, std), (dims,) float64, of rows `chosen` (n,) without NaN; 0 if all are NaN."""
     chunks = functools.partial(read_chunks, name, array, chosen)
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, map(np.fmax.reduce, chunks()))
@@ -208,9 +211,7 @@ def statistics(name, array, chosen):
 
 
 def write_array(path, name, array, chosen, shift):
-    """Write the rows `chosen`, (n,) indices, of `array` (rows, dims) minus `shift` (dims,) as
-    float32 to the .npy file `path`. name: of the array, for the message. Raises DataError for
-    infinite values."""
+    """Write the rows `chosen` (n,) of `array` minus `shift` (dims,) as float32 to a .npy file."""
     header = dict(descr="<f4", fortran_order=False, shape=(len(chosen), array.shape[1]))
     with open(path, "wb") as f:  # no memory map: a full disk would kill this process (SIGBUS)
         np.lib.format.write_array_header_1_0(f, header)
@@ -222,13 +223,12 @@ def write_array(path, name, array, chosen, shift):
 # synthetic data
 
 def synthetic(n_runs=30, run_length=200, noise=0.25, seed=0):
-    """Return example data: ({modality: array (rows, dims)}, target (rows, 60), runs (rows,)), with
-    rows = n_runs * run_length.
+    """Return ({modality: array (rows, dims)}, target (rows, 60), runs (rows,)) of example data.
 
-    Eight hidden signals of variance 1 change slowly in time. Each modality (video, audio, text) is
-    a nonlinear mixture of some signals, the target a linear mixture of all signals plus noise of
-    standard deviation `noise`: no single modality is sufficient. The highest correlation with the
-    target that can be reached is 1 / sqrt(1 + noise ** 2).
+    rows = n_runs * run_length. Eight hidden signals of variance 1 change slowly in time. Each
+    modality (video, audio, text) is a nonlinear mixture of some signals, the target a linear
+    mixture of all plus noise of standard deviation `noise`: no single modality is sufficient. The
+    highest possible correlation with the target is 1 / sqrt(1 + noise ** 2).
     """
     rng = np.random.default_rng(seed)
     z = rng.standard_normal((n_runs, run_length, 8))
@@ -268,11 +268,10 @@ class FeatureOptions(FolderOptions):
 
 
 def open_arrays(args):
-    """Open the files that `args`, a FeatureOptions, names. Return ({name of a modality: array
-    (rows, dims)}, target, runs (rows,), subjects); target is an array, a Mean or `None`, subjects
-    (rows,) or `None`. Default of args.runs: about 20 equal runs, counted from the first row of each
-    subject.
+    """Open the files that a FeatureOptions names; return (arrays, target, runs, subjects).
 
+    arrays: {name of a modality: (rows, dims)}. target: an array, a Mean or None. subjects: (rows,)
+    or None. runs: (rows,); default: about 20 equal runs, counted anew for each subject.
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
     names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
     followed by letters, digits and _.
@@ -300,8 +299,7 @@ def open_arrays(args):
 
 
 def run(args):
-    """Run the command: write the folder of prepared arrays and print a summary. args:
-    FeatureOptions. Raises UserError for invalid options or files."""
+    """Run the command: write the folder of prepared arrays and print a summary."""
     more = args.target or args.runs or args.subjects
     if bool(args.arrays) == args.synthetic or args.synthetic and more:
         raise UserError("give one or more FILE.npy, or --synthetic without --target, --runs and "

@@ -1,5 +1,4 @@
-"""The output of all data.prepare commands: a folder of prepared data, which never looks complete
-while files are missing, and a summary."""
+"""The output of data.prepare commands: a folder, marked incomplete until the end, and a summary."""
 
 import os
 import re
@@ -27,26 +26,25 @@ PREPARED = (r"(train|val|test)(\.bin|_\w+\.npy|_rows\.jsonl)|tokenizer\.(json|ti
 
 @dataclass
 class FolderOptions:
-    """Base class of the options of all data.prepare commands: the folder to write, and whether to
-    replace data of other sources in it."""
+    """Options of all data.prepare commands: the folder to write, and whether to replace data."""
     out: str = key("", "folder to write (default: data/bin/ and the name of the first source)",
                    metavar="FOLDER", path=True)
     force: bool = key(False, "replace data of other sources in that folder")
 
 
 def absolute(sources):
-    """Return a list of the names in `sources`, in which existing paths are made absolute. Other
-    names, e.g. hf:NAME, are unchanged."""
+    """Return `sources` with existing paths made absolute; other names, e.g. hf:NAME, unchanged."""
     return [os.path.abspath(name) if os.path.exists(name) else name for name in sources]
 
 
 def check_replaceable(out, model, sources, force):
-    """Raise DataError unless the data in the folder `out` may be replaced. That is the case if
-    `out` is missing or empty, `force` is True, or the data was prepared (or an interrupted
-    preparation began) for --model `model` from the same `sources`, a list of names in the same
-    order; but not if one is /dev/stdin or /dev/fd/N, whose content can be another each time.
-    Also raises DataError, even if `force` is True, for a source in `out` that has the name of a
-    prepared file, e.g. train_rows.jsonl. Raises OSError if `out` is a file."""
+    """Raise DataError unless the data in the folder `out` may be replaced.
+
+    That is the case if `out` is missing or empty, `force` is True, or the data was prepared, or an
+    interrupted preparation began, for --model `model` from the same sources in the same order; but
+    not from /dev/stdin or /dev/fd/N, whose content varies. A source in `out` with the name of a
+    prepared file, e.g. train_rows.jsonl, is always an error. Raises OSError if `out` is a file.
+    """
     for path in map(os.path.realpath, sources):
         if re.fullmatch(f"{re.escape(os.path.join(os.path.realpath(out), ''))}({PREPARED})", path):
             raise DataError(f"{path}: it would be replaced; name another folder with --out")
@@ -64,14 +62,12 @@ def check_replaceable(out, model, sources, force):
 
 @contextmanager
 def new_folder(out, model, sources, force=False):
-    """Context manager that yields the path of a temporary folder. At the end of the block, the
-    files in this folder, one of which must be meta.json, are moved to the folder `out`.
+    """Yield a temporary folder; at the end of the block, move the files in it to the folder `out`.
 
-    Until then, and after an exception, `out` does not change. Files of an earlier preparation are
-    removed from `out`, all other files remain. The temporary folder is next to `out`, or inside if
-    `out` is a mount point. Raises DataError if `out` has files that were not prepared from
-    `sources`, a list of names, for --model `model`, unless `force` is True; UserError if a
-    different process prepares the same folder.
+    One of the files must be meta.json. `out` does not change before the end of the block, nor after
+    an exception in it. Files of an earlier preparation are removed from `out`, all others remain.
+    The temporary folder is next to `out`, or inside if `out` is a mount point. Raises the errors of
+    check_replaceable(), and UserError if another process prepares the same folder.
     """
     check_replaceable(out, model, sources, force)
     out = os.path.realpath(out)  # a link to a folder is preserved
@@ -93,10 +89,11 @@ def new_folder(out, model, sources, force=False):
 
 
 def move_files(folder, out):
-    """Move the files of `folder` to `out`, which is created, and remove files of an earlier
-    preparation. meta.json, which must exist, is moved last; its `sources` become absolute(). Until
-    then, a meta.json in `out` states that the folder is incomplete, so that no mixture of files is
-    ever read."""
+    """Move the files in `folder` to `out`, durably; remove those of an earlier preparation.
+
+    meta.json, which must exist, is moved last; the sources in it are made absolute. Until then, a
+    meta.json in `out` states that the folder is incomplete.
+    """
     meta = read_meta(folder)
     meta.sources = absolute(meta.sources or ())  # a relative path can name different files
     write_meta(folder, meta)
@@ -115,20 +112,20 @@ def move_files(folder, out):
 
 
 def read_settings(path):
-    """Return the settings {key: value as text} of the YAML configuration `path`, a Path. If it has
-    the key `base`, the name of a file in the same folder, the settings of that file are included,
-    with lower priority."""
+    """Return the settings {key: text} of a YAML file over those of the file that `base` names."""
     settings = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
     base = settings.pop("base", None)
     return (read_settings(path.parent / base) if base else {}) | settings
 
 
 def fit_to_data(splits, path):
-    """Return the options of run_train.py with which the configuration `path`, a Path of a YAML
-    file, suits the data: " --max_epochs 20" (WARN_EPOCHS) if it would take more epochs and does not
-    set max_epochs, and " --block_size N" for tokens of which a split has no window. splits: {split:
-    {name: number}}; the number of samples in an epoch is the value of "rows", "pairs" or
-    "questions", otherwise "tokens" / block_size."""
+    """Return the options of run_train.py with which the configuration `path` suits the data.
+
+    path: a Path of a YAML file. splits: {split: {name: number}}, with "rows", "pairs" or
+    "questions", the samples in an epoch, or "tokens".
+    Options: " --max_epochs 20" (WARN_EPOCHS) if training takes more epochs and max_epochs is not
+    set, and " --block_size N" if the tokens of a split do not fill a window.
+    """
     numbers = splits["train"]
     settings = read_settings(path)
     names = ("max_iters", "batch_size", "gradient_accumulation_steps", "block_size")
@@ -142,18 +139,18 @@ def fit_to_data(splits, path):
 
 
 def start_option(source):
-    """Return " --init_from SOURCE", the option of run_train.py to start from a model, if `source`,
-    the value of --tokenizer, is a model: a checkpoint (.pt), hf:OWNER/NAME or a Hugging Face
-    folder; otherwise ""."""
+    """Return " --init_from SOURCE" for a checkpoint, hf:NAME or Hugging Face folder; else ""."""
     config = os.path.expanduser(os.path.join(source, "config.json"))
     is_model = source.startswith("hf:") or source.endswith(".pt") or os.path.exists(config)
     return f" --init_from {quote_path(source)}" if is_model else ""
 
 
 def report(out, splits, config, options=""):
-    """Print the numbers of each split, and the command that trains on the folder `out`. splits:
-    {split: {name: number}}. config: the configuration for this command, a path in train/ without
-    .yaml, e.g. "configs/chat". options: text to append to the command."""
+    """Print the numbers of each split, and the command that trains on the folder `out`.
+
+    splits: {split: {name: number}}. options: text to append to the command.
+    config: the configuration, a path in train/ without .yaml, e.g. "configs/chat".
+    """
     for split, numbers in splits.items():
         texts = [f"{round(n, 3):,} {name.replace('_', ' ')}" for name, n in numbers.items()
                  if name != "sha256" and (n or name != "documents")]  # 0: the end of one document

@@ -55,9 +55,7 @@ class LabelOptions(FolderOptions, Fields):
 
 
 def prepare_labels(args):
-    """Run the command: write the folder of labelled texts and print a summary. args: LabelOptions;
-    if args.example is True, args.files and args.group are overwritten. Raises UserError for invalid
-    options or files."""
+    """Run the command: write the folder of labelled texts and print a summary."""
     if bool(args.files) == args.example:
         raise UserError("give one or more FILEs, or --example")
     tokenizer = open_tokenizer(args.tokenizer)
@@ -106,9 +104,7 @@ def prepare_labels(args):
 
 
 def split_rows(rows, fraction):
-    """Split a list of LabelledTexts by a hash of the group. Return {"train": list, "val": list,
-    "test": list}. fraction: the share of the groups for val, and also for test. Raises DataError if
-    a split is empty."""
+    """Return {split: rows} by a hash of the group: about `fraction` for val and for test."""
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
@@ -119,9 +115,10 @@ def split_rows(rows, fraction):
 
 
 def find_classes(rows):
-    """Return the list of the different labels of `rows`, LabelledTexts, sorted (numerically if all
-    are integers); [] for data without labels. Raises DataError if only some rows have a label, or
-    all have the same label."""
+    """Return the labels of LabelledTexts, sorted (integers numerically); [] without labels.
+
+    Raises DataError if only some rows have a label, or all have the same.
+    """
     names = {row.label for row in rows}
     if names == {None}:
         return []
@@ -136,10 +133,11 @@ def find_classes(rows):
 # the example: which word is missing from this piece of code, and where?
 
 def missing_words(source):
-    """Find examples of a missing word in Python code. Yield (word, text, start, end) for each:
-    `text` is a few lines of `source`, a string, without one occurrence of `word`, an entry of
-    EXAMPLE_WORDS; text[start:end], the evidence, is the name that followed the word. Raises
-    SyntaxError or tokenize.TokenError for invalid source."""
+    """Yield (word, text, start, end) for each example of a missing word in Python code.
+
+    text: a few lines of `source` without one occurrence of `word`, an entry of EXAMPLE_WORDS.
+    text[start:end]: evidence, the name after the word. Raises SyntaxError or tokenize.TokenError.
+    """
     lines = [*io.StringIO(source)]  # as tokenize counts them: a form feed ends no line
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
@@ -155,10 +153,11 @@ def missing_words(source):
 
 
 def example_records():
-    """Yield (location, record) of example data: records {"text", "label", "start", "end", "file"}
-    from missing_words() in the sources of numpy and torch; location and "file" are the name of the
-    source file. There are at most EXAMPLE_ROWS_PER_WORD (1200) records for each label. All texts
-    are different: a copy could be in another split."""
+    """Yield (location, record) of missing words in the sources of numpy and torch.
+
+    record: {"text", "label", "start", "end", "file"}; "file" is the location. All texts are
+    different. A label has at most EXAMPLE_ROWS_PER_WORD (1200) records.
+    """
     files = {}
     for package in ("numpy", "torch"):
         folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])

@@ -39,11 +39,12 @@ class PairOptions(SampleOptions):
 
 
 def to_pair(record):
-    """Return [conversation with the chosen answer, conversation with the rejected answer] of a
-    record; each is a list of messages (role, text) that ends with the answer. record: a dict with
-    chosen and rejected, and optionally prompt (see join_messages) and system, a text that becomes
-    the first message unless there is a system message. Raises ValueError for missing or invalid
-    fields, for different messages before the answers, and for equal answers."""
+    """Return the two conversations of a record: with the chosen and with the rejected answer.
+
+    record: {"chosen", "rejected"}, optionally "prompt" (see join_messages) and "system", a text
+    that comes first unless there is a system message. Raises ValueError for missing or invalid
+    fields, different messages before the answers, and equal answers.
+    """
     if not {"chosen", "rejected"} <= record.keys():
         raise ValueError("expected the fields chosen and rejected")
     prompt = record.get("prompt")
@@ -61,11 +62,10 @@ def to_pair(record):
 def join_messages(prompt, answer, name):
     """Return the conversation [(role, text), ...] of a prompt and an answer.
 
-    prompt: a text, a list of messages, or `None`. answer: a text (only with a prompt); a list of
-    messages that begins with the assistant's, which are appended to the prompt, if any; or a list
-    with the whole conversation, which is returned without the prompt. Messages are dicts, as for
-    parse_messages. name: the field of the answer, for error messages. Raises ValueError for other
-    values, and if the whole conversation lacks a message of the prompt.
+    prompt: a text, messages (dicts, as for parse_messages), or None. answer: a text (only with a
+    prompt); messages from the assistant on, which are appended to the prompt, if any; or the full
+    conversation, which is returned. name: the answer's field, for messages. Raises ValueError for
+    other values, and if the full conversation lacks a message of the prompt.
     """
     if prompt == "":
         raise ValueError("prompt: expected a text, got ''")
@@ -86,17 +86,17 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Change `mask` (n,), which is 1 for all answers, in place: keep the 1s of the last answer
-    only. Return (ids, mask)."""
+    """Keep the 1s of the last answer only in `mask` (n,), in place; return (ids, mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask
 
 
 class PairWriter(SampleWriter):
-    """The command data.prepare.pairs; run() does all the work. args: a PairOptions. The constructor
-    sets the random seeds and loads the reference model args.reference; DataError if this is not a
-    chat model."""
+    """The command data.prepare.pairs; args is a PairOptions, and run() does all the work.
+
+    The constructor seeds the generators and loads args.reference; DataError if no chat model.
+    """
     noun = "pair"
     model = "dpo"
     suffix = "-pairs"
@@ -122,10 +122,11 @@ class PairWriter(SampleWriter):
         self.options = f" --init_from {quote_path(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
-        """Return [(ids, mask) of the chosen conversation, (ids, mask) of the rejected one], arrays
-        (n,), of a record, a dict. The mask is 1 for the tokens of the last answer. Return `None`,
-        and count the reason in self.notes, if one of the two is longer than block_size + 1 tokens.
-        Raises ValueError for an invalid record."""
+        """Return [(ids, mask) of the chosen, of the rejected conversation] of a record, each (n,).
+
+        The mask is 1 for the last answer. Returns None, and counts the reason in self.notes, if a
+        conversation has more than block_size + 1 tokens. Raises ValueError for an invalid record.
+        """
         pair = [mask_last_answer(*self.template.sequences(side, self.tokenizer)[-1])
                 for side in to_pair(record)]
         width = self.block_size + 1
@@ -135,10 +136,7 @@ class PairWriter(SampleWriter):
         return pair
 
     def write(self, folder, splits):
-        """Write the encoded pairs and the log probabilities of the reference model to `folder`.
-        splits: {"train": list of results of encode(), "val": list}. First, self.block_size is
-        reduced to the length of the longest conversation, rounded up to a multiple of
-        LENGTH_MULTIPLE (16), if that is smaller. Return {split: {name: number}}, for meta.json."""
+        """Write all pairs; first reduce self.block_size if all conversations are shorter."""
         import torch
 
         from train.device import choose_dtype

@@ -35,13 +35,12 @@ class PromptOptions(SampleOptions):
 
 
 def to_question(record, fields=()):
-    """Return (messages, answer) of a record, a dict. messages: [(role, text), ...] up to the last
-    question. answer: the reference answer, a text or `None`.
+    """Return (messages up to the last question, reference answer) of a record, a dict.
 
-    The reference answer is the answer to the last question in the record or, without this, the
-    field `answer`, a text or a number, which becomes a text ("5" for 5.0). fields: the field of the
-    prompt, or the fields of the question and, last, of the answer (default: the fields of a known
-    format, see to_messages). Raises ValueError for a record without these fields or a question.
+    messages: [(role, text), ...]. The reference answer is that to the last question or, without
+    one, the field `answer`, a text or a number, which becomes a text ("5" for 5.0), or None.
+    fields: the prompt's field, or the question's and, last, the answer's (default: as to_messages).
+    Raises ValueError for a record without these fields or a question.
     """
     messages = to_messages(record, fields, prompt_only=True)
     answer = record.get("answer")
@@ -56,21 +55,20 @@ def to_question(record, fields=()):
 
 
 class PromptWriter(SampleWriter):
-    """The command data.prepare.prompts; run() does all the work. args: a PromptOptions."""
+    """The command data.prepare.prompts; args is a PromptOptions, and run() does all the work."""
     noun = "question"
     model = "grpo"
     suffix = "-prompts"
 
     def encode(self, record):
-        """Return [(ids, mask), prompt, line] of a record, a dict. Return `None`, and count the
-        reason in self.notes, if the prompt has more than args.block_size tokens (default:
-        self.block_size - 1). Raises ValueError for an invalid record.
+        """Return [(ids, mask), prompt, line] of a record.
 
-        (ids, mask): arrays (n,) from which split_by_prompt chooses the same split as in
-        data.prepare.chat: the conversation before the second answer (the reference answer counts),
-        or before the only one, and one token in place of this answer; the mask is 1 only at the
-        first token of each answer. prompt: the list of token ids to write. line: a dict, the line
-        of SPLIT_rows.jsonl.
+        (ids, mask): arrays (n,) for the same split as in data.prepare.chat: the conversation before
+        the second answer (the reference answer counts), or before the only one, and one token in
+        place of this answer; the mask is 1 only at the first token of each answer.
+        prompt: the token ids to write. line: the dict to write to SPLIT_rows.jsonl.
+        Returns None, and counts the reason in self.notes, for a prompt of more than args.block_size
+        tokens (default: self.block_size - 1). Raises ValueError for an invalid record.
         """
         messages, answer = to_question(record, self.args.field)
         max_tokens = self.args.block_size or self.block_size - 1  # the answer needs a token
@@ -87,9 +85,7 @@ class PromptWriter(SampleWriter):
         return [(np.array([*start, self.tokenizer.eot_token], np.uint32), mask), ids, line]
 
     def write(self, folder, splits):
-        """Write the encoded prompts to `folder`, in rows as long as the longest prompt. splits:
-        {"train": list of results of encode(), "val": list}. Sets self.block_size to that length.
-        Return {split: {name: number}}, for meta.json."""
+        """Write all prompts, in rows as long as the longest one, which sets self.block_size."""
         self.block_size = max(len(ids) for rows in splits.values() for _, ids, _ in rows)
         return super().write(folder, splits)
 

@@ -1,5 +1,4 @@
-"""The steps that the commands chat, pairs and prompts share: read records, encode them, split them
-by a hash of the prompt, write the rows and meta.json, and print a summary."""
+"""The steps that the commands chat, pairs and prompts share, from reading records to a summary."""
 
 import os
 import re
@@ -21,7 +20,7 @@ from train.base.fields import key
 
 @dataclass
 class SampleOptions(FolderOptions):
-    """Base class of the options of the commands chat, pairs and prompts."""
+    """Options of the commands chat, pairs and prompts."""
     sources: list[str] = key([], f"{SOURCES}; or example, example-more: questions about the names "
                              "in Python's standard library", positional=True, required=True,
                              metavar="SOURCE")
@@ -33,11 +32,12 @@ class SampleOptions(FolderOptions):
 
 
 def example_records(source):
-    """Yield (location, record) of example data, records {"prompt", "response", "chosen",
-    "rejected"}. For each snake_case name in the source of Python's standard library: prompt
-    requests a different spelling of the name, e.g. in CamelCase; response and chosen are the
-    correct answer; in rejected, one letter of it is changed between upper and lower case. source:
-    "example", or "example-more" for further spellings."""
+    """Yield (location, record) of questions about names in Python's standard library.
+
+    record: {"prompt", "response", "chosen", "rejected"}; the prompt requests a different spelling,
+    e.g. in CamelCase; response and chosen are the correct answer; in rejected, the case of one
+    letter is changed. source: "example", or "example-more" for further spellings.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [*library.glob("*.py"), *(path for path in library.glob("*/*.py")
                                       if not re.search("test|packages", path.parent.name))]
@@ -61,16 +61,15 @@ def example_records(source):
 
 class SampleWriter:
     """Base class of the commands data.prepare.chat, pairs and prompts; run() does all the work.
-    args: a SampleOptions that also has `tokenizer`, the source for open_chat_format(). Subclasses
-    set noun (the word for a sample in messages) and model (a value of --model), and define
+
+    args: a SampleOptions that also has `tokenizer`, the source for open_chat_format().
+    Subclasses set noun (the word for a sample in messages), model (a value of --model), and define
 
         encode(record)          return the encoded sample, a list whose first item is (ids, mask),
-                                for split_by_prompt; or `None`, to leave the record out, after
-                                counting the reason in self.notes. Raises ValueError for an
-                                invalid record
+                                for split_by_prompt; or None, to leave the record out, after
+                                counting the reason in self.notes; ValueError: an invalid record
         write_split(folder, split, samples)
-                                write the encoded samples of a split; return {name: number},
-                                for meta.json
+                                write results of encode(); return {name: number}, for meta.json
     """
     suffix = ""  # of the default folder
     config = ""  # of the next command (default: that of the model type), and options
@@ -92,9 +91,7 @@ class SampleWriter:
         self.extra = {}  # keys of meta.json
 
     def run(self):
-        """Run the command: write the folder of prepared samples, args.out or by default a folder in
-        data/bin, and print a summary. Raises DataError for a tokenizer without an end of text, and
-        for a folder with other data unless args.force is True; also the errors of read()."""
+        """Run the command: write the folder of prepared samples and print a summary."""
         args = self.args
         name = source_name(args.sources[0]) + self.suffix
         out = args.out or os.path.join("data", "bin", name)
@@ -112,15 +109,15 @@ class SampleWriter:
         report(out, splits, self.config or f"configs/{self.model}", self.options)
 
     def write(self, folder, splits):
-        """Write all encoded samples to `folder`. splits: {"train": list of results of encode(),
-        "val": list}. Return {split: {name: number}}, for meta.json."""
+        """Write {split: results of encode()} to `folder`; return {split: {name: number}}."""
         return {split: self.write_split(folder, split, part) for split, part in splits.items()}
 
     def read(self):
-        """Read and encode the records of args.sources, at most args.num_samples, and split the
-        results by a hash of the prompt. Return {"train": list of results of encode(), "val": list}.
-        Creates self.notes, a Counter {what happened to a record: number}, and prints it. Raises
-        DataError for unreadable sources, bad records (unless args.skip_bad) and an empty split."""
+        """Return the encoded records {"train": list, "val": list}, split by a hash of the prompt.
+
+        Creates and prints self.notes, a Counter of notes on records. Raises DataError for
+        unreadable sources, bad records (unless args.skip_bad) and an empty split.
+        """
         args = self.args
         self.notes = Counter()
         sources = [example_records(source) if source in ("example", "example-more") else source
@@ -140,7 +137,6 @@ class SampleWriter:
         return splits
 
     def pad_tokens(self, ids, width):
-        """Return an array (n, width) of token ids, uint16 or uint32: n sequences, each filled up at
-        the end with end tokens. ids: n sequences of at most `width` ids."""
+        """Return n sequences of ids as uint16 or uint32 (n, width), filled up with end tokens."""
         dtype = id_dtype(self.tokenizer.n_vocab)
         return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

@@ -26,10 +26,11 @@ BLANKS = " \t\r\n"
 # finding files
 
 def find_files(source):
-    """Return the list of paths to read for a source, a name. For a folder: the files in it and in
-    folders below, as walk() lists them, without __pycache__. For dataset:stdlib: the .py files of
-    Python's library, without those in STDLIB_SKIP, e.g. tests. For any other source (a file,
-    hf:NAME, a folder that the package datasets saved): [source]. Errors: as for records.walk."""
+    """Return the paths to read for a source: the files in a folder, or [source].
+
+    For a folder: as records.walk(), without __pycache__, and with the same errors. For
+    dataset:stdlib: the .py files of Python's library, without STDLIB_SKIP, e.g. tests.
+    """
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], records.STDLIB_SKIP)
         return [path for path in paths if path.endswith(".py")]
@@ -39,8 +40,7 @@ def find_files(source):
 
 
 def source_name(source):
-    """Return the name of a source, for the default name of the output folder: the last part of the
-    path or of hf:NAME, without extension."""
+    """Return the last part of a path or hf:NAME, without extension, to name the output folder."""
     path = source.split(":")[1] if source.startswith("hf:") else os.path.abspath(source)
     return Path(path.removesuffix(".gz")).stem
 
@@ -49,10 +49,11 @@ def source_name(source):
 # reading documents
 
 def read_text(path, separator):
-    """Yield (text, whether a document ends here) of a text file. separator: the line between two
-    documents, "" for blank lines: each document is yielded as a whole. `None`: the file is one
-    document, which is yielded in several blocks with False. The last item is an empty text with
-    True. Raises ValueError if the file is binary or not UTF-8."""
+    """Yield (text, whether a document ends here) of a text file, and at the end ("", True).
+
+    separator: the line between two documents ("": blank lines), each yielded as one text; None: the
+    file is one document in several blocks. Raises ValueError if the file is binary or not UTF-8.
+    """
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
@@ -74,9 +75,7 @@ def read_text(path, separator):
 
 
 def record_text(record, fields):
-    """Return the text of a record, a dict: the texts of `fields`, a list of names, joined by
-    newlines. A value `None` counts as no text. Raises ValueError if a field is missing or has any
-    other value."""
+    """Return the texts of `fields` joined by newlines; ValueError unless each is a text or None."""
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -85,10 +84,12 @@ def record_text(record, fields):
 
 
 class Documents:
-    """The documents of all sources, concatenated in a new UTF-8 file, `path`. Call add_file() for
-    each file of a source, then file.close(). Attributes: path; file; ends, the position after each
-    document, in bytes; size, in bytes; has_records, whether some documents are records;
-    is_damaged, whether the last file could not be read to the end, e.g. a damaged .gz."""
+    """The documents of all sources, concatenated in a new UTF-8 file, `path`.
+
+    Call add_file() for each file of a source, then file.close(). Attributes: path; file; ends, the
+    byte position after each document; size, in bytes; has_records, whether some documents are
+    records; is_damaged, whether the last file could not be read to the end, e.g. a damaged .gz.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -102,9 +103,7 @@ class Documents:
         return self.ends[-1] if self.ends else 0
 
     def add_file(self, path, o):
-        """Append the documents of the file `path`, or no document if the file has problems. o:
-        Options of data.prepare (field, separator, num_samples). Return the list of problems,
-        [(location, message), ...]."""
+        """Append the documents of `path`, none if problems [(location, text), ...] are returned."""
         size = self.size
         ends = array("q", [size])
         problems = []
@@ -139,8 +138,7 @@ class Documents:
 
 
 def is_data(path, problems, documents):
-    """Return whether a file in a folder is data, so that its `problems` are errors; otherwise it is
-    something else, e.g. an image or a package.json. documents: the Documents that just read it."""
+    """Return whether the file that `documents` just read is data, so that `problems` are errors."""
     name = path.lower().removesuffix(".gz")
     if documents.is_damaged or name.endswith((".jsonl", ".ndjson", ".parquet")):
         return True
@@ -151,10 +149,11 @@ def is_data(path, problems, documents):
 
 
 def read_sources(o, path):
-    """Copy the text of o.sources to the new file `path`. o: Options of data.prepare. Return
-    (Documents, list of skipped files). Skipped are files that were already read, e.g. through a
-    link, and files in a folder that are not text. Raises a DataError that lists the problems of all
-    sources; also for almost no text, and for o.field without records."""
+    """Copy the text of o.sources to the new file `path`; return (Documents, skipped files).
+
+    o: PrepareOptions. Skips files already read, e.g. through a link, and files in folders that are
+    no text. Raises DataError with the problems, and for almost no text or o.field without records.
+    """
     documents = Documents(path)
     skipped = []
     problems = []

@@ -1,4 +1,4 @@
-"""A multimodal autoencoder that also predicts a recorded signal: --model autoencoder
+"""A multimodal autoencoder that also predicts a recorded signal (--model autoencoder).
 
 One encoder per modality (e.g. video, audio and text features) maps to a common bottleneck. From the
 bottleneck, one decoder per modality reconstructs the features, and a linear head predicts a target,
@@ -68,15 +68,16 @@ class Keys:
 
 class MultimodalAutoencoder(nn.Module):
     """Autoencoder of several modalities with an optional head that predicts a target.
-    forward(*arrays) returns (mean loss, sums {name: tensor} over the rows).
 
+    spec: Data.spec of open_data().
+    linear_path: (weight, bias) of fit_linear_path(), the initial values of the ridge regression;
+    `None` without config.linear_path or a target, and for a checkpoint's model (on the meta
+    device).
+    forward(*arrays) returns (mean loss, sums {name: tensor} over the rows).
     arrays: a batch of N rows, as from open_features(): one array per modality, (N, D) or with the
     key delays (N, delays + 1, D); then the target (N, T), if the data have one; then, for data of
-    several subjects, (N, S) with 1 for the subject of the row and 0 elsewhere. config: a
-    TrainConfig. spec: the dict of read_features_meta(). linear_path: (weight, bias) of
-    fit_linear_path(), the initial values of the ridge regression; `None` without
-    config.linear_path or a target, and for a checkpoint's model, which is on the meta device.
-    encode() computes the bottleneck, predict() the prediction of the target.
+    several subjects, (N, S) with 1 for the row's subject and 0 elsewhere.
+    As an input, NaN counts as the mean; with time_layers, earlier rows of NaN only are masked.
     """
 
     def __init__(self, config, spec, linear_path=None):
@@ -123,18 +124,17 @@ class MultimodalAutoencoder(nn.Module):
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def adopt(self, weights):
-        """Return the weights {name: tensor} with which training starts (init_from): `weights`, in
-        which the ridge regression of the linear path is replaced by the one fitted to the data of
-        this run. Without a fitted linear path, `weights` is returned unchanged."""
+        """Return `weights` {name: tensor} with the ridge regression fitted in this run, if any."""
         if self.linear_path is None:
             return weights
         return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
 
     def standardise(self, arrays):
-        """Return {name: float32 tensor}: the modalities (N, D) or, with delays, (N, delays + 1, D)
-        and the target (N, T), standardised with the mean and standard deviation of each column over
-        the training rows. Missing values are NaN. "subjects" (N, S), if present, is not changed.
-        arrays: the tensors, in the order of forward()."""
+        """Return {name: float32 tensor}, standardised with the columns' training statistics.
+
+        arrays: the tensors, in the order of forward(); the shapes are kept.
+        Missing values are NaN. "subjects" (N, S), if present, is not changed.
+        """
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
         if "subjects" in self.spec:
@@ -142,9 +142,7 @@ class MultimodalAutoencoder(nn.Module):
         return x
 
     def encode(self, x):
-        """Return the bottleneck (N, Z) for x, the dict that standardise() returns, of which only
-        the modalities are used. Z is the key d_latent. NaN counts as 0, the mean. In training mode,
-        dropout is applied."""
+        """Return the bottleneck (N, Z) of the modalities in x, the dict of standardise()."""
         c = self.keys
         hidden = []
         for name in self.spec["modalities"]:
@@ -156,18 +154,17 @@ class MultimodalAutoencoder(nn.Module):
         return self.bottleneck(self.attend(h, x) if c.time_layers else h)
 
     def attend(self, h, x):
-        """Apply the transformer over time to h (N, K, W), windows of K encoded rows of width W.
-        Return the output (N, W) at the present row of each window, index 0. x: the dict that
-        standardise() returns. Rows in which all features of all modalities are NaN are masked,
-        except the present row."""
+        """Return the time transformer's output (N, W) at the present row of each window.
+
+        h (N, K, W): encoded rows, the present one at index 0.
+        x: the dict of standardise(), in which earlier rows of NaN only are masked.
+        """
         missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
         missing[:, 0] = False  # attention to no row at all is not defined
         return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
 
     def predict(self, x, z):
-        """Return the prediction (N, T) of the standardised target, including the linear path, if
-        any. x: the dict that standardise() returns; z (N, Z): the bottleneck, encode(x). For a
-        model with a target only."""
+        """Return the prediction (N, T) of the standardised target, for x and z = encode(x)."""
         subjects = x.get("subjects")
         if self.linear is None:
             return of_subject(self.head(z).float(), subjects)
@@ -175,9 +172,7 @@ class MultimodalAutoencoder(nn.Module):
         return of_subject(self.head(F.gelu(z)).float(), subjects) + self.predict_linear(x)
 
     def predict_linear(self, x):
-        """Return the prediction (N, T), float32, of the standardised target by the ridge regression
-        of the linear path alone. x: the dict that standardise() returns; NaN counts as 0, the mean.
-        For a model with linear_path only."""
+        """Return the linear path's prediction (N, T), float32, of the standardised target."""
         features = torch.cat([x[name].nan_to_num() for name in self.spec["modalities"]], dim=-1)
         with torch.autocast(features.device.type, enabled=False):
             # Sharded, the parameters may be in bfloat16.
@@ -206,14 +201,14 @@ class MultimodalAutoencoder(nn.Module):
         return loss.mean(), sums
 
     def numbers(self, sums):
-        """Return {name: float or `None`} for a log line. sums: the sums of forward(), added over
-        all batches.
+        """Return {name: float or `None`} for a log line; sums: of forward(), added over batches.
 
         recon_NAME of each modality and, with a target, match: the parts of the loss, means over the
-        rows, without the weights. correlation (with a target): Pearson's r between predictions and
-        targets over all rows of a subject, averaged over the columns of the target and the subjects
-        for which it is defined; `None` if it is never defined. ridge (in evaluations, with a linear
-        path): the same for the linear path alone.
+        rows, without the weights.
+        correlation (with a target): Pearson's r between predictions and targets over all rows of a
+        subject, averaged over the target's columns and the subjects for which it is defined; `None`
+        if it is never defined.
+        ridge (in evaluations, with a linear path): the same for the linear path alone.
         """
         out = ModelHooks.numbers(self, sums)
         if self.head is not None:

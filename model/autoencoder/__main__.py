@@ -19,13 +19,14 @@ from train.evaluate import pack, to_numbers, unpack
 
 @torch.no_grad()
 def evaluate_rows(model, arrays, rows=1024):
-    """Evaluate `model`, a MultimodalAutoencoder in eval mode on the CPU, on all rows of `arrays`,
-    numpy arrays in the order of forward(), in batches of `rows` rows. Return (metrics, r, outputs).
+    """Evaluate a model, in eval mode on the CPU, and return (metrics, r, outputs).
 
-    metrics: {name: number or `None`}: "rows", "loss" and the numbers of model.numbers(), in which
-    recon_NAME or match of an array of NaN only is `None`. r: the tensor of correlations(), `None`
-    without a target. outputs: numpy arrays {"latent": (N, Z) the bottleneck, "prediction": (N, T)
-    the predicted target in the units of the original data, only if the model has a target}.
+    arrays: numpy arrays in the order of forward(). rows: the batch size.
+    metrics: {name: number or `None`}: "rows", "loss" and model.numbers(); `None` also for
+    recon_NAME or match if the array has NaN only.
+    r: the tensor of correlations(); `None` without a target.
+    outputs: numpy arrays {"latent": the bottleneck (N, Z), "prediction": the target (N, T) in the
+    original units, if the model has a target}.
     """
     total = 0.0
     parts = defaultdict(list)
@@ -53,11 +54,11 @@ def evaluate_rows(model, arrays, rows=1024):
 
 
 def evaluate_ridge(model, arrays):
-    """Fit the baseline, a ridge regression on the same delays as `model`, a MultimodalAutoencoder,
-    to the training rows of the model's data_dir. Return the correlations(), a tensor (T,) or, for S
-    subjects, (S, T), between the target and the prediction of the baseline on `arrays`, the list of
-    open_features() with the model's spec and delays. Raises DataError if the training data are
-    missing or cannot be fitted."""
+    """Return correlations() of the baseline, a ridge regression, on `arrays`: (T,) or (S, T).
+
+    arrays: of open_features() with the model's spec and delays. The baseline is fitted to the
+    training rows in the model's data_dir; raises DataError if they are missing or cannot be fitted.
+    """
     weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = map(torch.from_numpy, data.design(arrays, model.spec))
     subjects = torch.from_numpy(arrays[-1]) if "subjects" in model.spec else None
@@ -66,9 +67,7 @@ def evaluate_ridge(model, arrays):
 
 
 def draw(figure, r, ridge, ceiling=None):
-    """Draw two plots into `figure`, a matplotlib Figure: the correlations r of the model against
-    those of ridge regression, and all of them sorted by r. r, ridge, ceiling (n,): numpy arrays of
-    correlations for the n columns of the target. ceiling: the noise ceiling, `None`: not drawn."""
+    """Draw two plots of correlations (n,), numpy arrays, into `figure`, a matplotlib Figure."""
     left, right = figure.subplots(1, 2)
     known = np.isfinite(r - ridge)  # not of a constant target or prediction
     share = np.mean(r[known] > ridge[known])
@@ -101,9 +100,10 @@ class EvaluationOptions:
 
 
 def evaluate_checkpoint(args):
-    """Evaluate a checkpoint on a split of prepared features: print the metrics and write the files
-    that args.plot, args.to and args.arrays name. args: an EvaluationOptions. Raises UserError if
-    the checkpoint or the data cannot be used, or if a package is missing."""
+    """Print a checkpoint's metrics on a split of features, and write the files that args names.
+
+    Raises UserError if the checkpoint or the data cannot be used, or if a package is missing.
+    """
     fig = args.plot and require("matplotlib.figure", "--plot").Figure((10, 5), layout="constrained")
     model, _ = load_model(args.ckpt, expect="autoencoder")
     folder = args.data_dir or model.keys.data_dir

@@ -1,6 +1,6 @@
 """Data of --model autoencoder: arrays and windows of rows, their loaders, and ridge regression.
 
-The letters of shapes are explained in model/autoencoder/__init__.py.
+Everywhere, spec has the content of read_features_meta(). Shapes: see model/autoencoder/__init__.py.
 """
 
 import os
@@ -21,7 +21,7 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
 
 def read_features_meta(folder):
-    """Read meta.json of a folder that data.prepare.features wrote. Return a dict:
+    """Return the content of meta.json in a folder of data.prepare.features, a dict:
 
         modalities   {name: number of columns D}
         target       number of columns of the target, or `None`
@@ -42,40 +42,37 @@ def read_features_meta(folder):
 
 
 def array_dims(spec):
-    """Return {name: number of columns} of the arrays in the order of a batch: the modalities, then
-    "target", if the data have one. spec: the dict of read_features_meta()."""
+    """Return {name: column count} of the arrays in batch order: modalities, then any "target"."""
     return spec["modalities"] | ({"target": spec["target"]} if spec["target"] else {})
 
 
 def add_delays(array, runs, delays):
-    """Return the windows (N, delays + 1, D) of an array (N, D), in memory: [i, k] is row i - k,
-    i.e. k = 0 is row i and larger k are earlier rows. [i, k] is NaN if row i - k is of a different
-    run or does not exist. runs (N,): the number of the run (recording session) of each row,
-    ascending."""
+    """Return the windows (N, delays + 1, D) of an array (N, D), in memory: [i, k] is row i - k.
+
+    runs (N,): number of each row's run (recording session).
+    [i, k] is NaN if row i - k is of a different run or does not exist.
+    """
     index = np.arange(len(array))[:, None] - np.arange(delays + 1)  # (N, K)
     is_inside = (index >= 0) & (runs[index.clip(0)] == runs[:, None])
     return np.where(is_inside[..., None], array[index.clip(0)], np.float32(np.nan))
 
 
 def open_runs(folder, split):
-    """Return an array (N,) with the number of the run (recording session) of each row, ascending,
-    read from folder/SPLIT_runs.npy. split: "train" or "val". Raises DataError if the file is
-    missing or invalid."""
+    """Return each row's run number (N,), ascending, from SPLIT_runs.npy, or raise DataError."""
     return np.array(open_rows(folder, split, runs=((), 0, 1 << 31))[0])
 
 
 def open_features(folder, split, spec=None, delays=0):
-    """Return a list of the arrays of a split ("train" or "val"), in the order of array_dims(spec):
-    the modalities, then the target. The arrays are (N, D), float32 and memory-mapped; with delays >
-    0, modalities are windows (N, delays + 1, D) in memory, see add_delays(). For data of several
-    subjects, a further array (N, S) follows, with 1 at the index of the row's subject in
-    spec["subjects"] and 0 elsewhere.
+    """Return the arrays of a split ("train" or "val") in the order of array_dims(spec).
 
-    spec: the dict of read_features_meta() to which the arrays must fit, e.g. of a model that was
-    trained on other data (default: of `folder`). An array that `folder` lacks is filled with NaN.
-    If the offsets of shift_of() differ between `folder` and `spec`, the difference is added, and
-    the array is float64. Raises DataError for missing files, an empty split, arrays that `spec`
-    lacks, numbers of columns that differ, and rows of a subject that is not in `spec`.
+    spec: which the arrays must fit, e.g. of a model trained on other data (default: of `folder`).
+    The arrays are (N, D), float32 and memory-mapped; with delays > 0, modalities are windows (N,
+    delays + 1, D) in memory, see add_delays(). If `spec` has subjects, an array (N, S) follows,
+    with 1 at the index of the row's subject in spec["subjects"] and 0 elsewhere. An array that
+    `folder` lacks is filled with NaN. If the offsets of shift_of() differ between `folder` and
+    `spec`, the difference is added, and the array is float64.
+    Raises DataError for missing files, an empty split, arrays that `spec` lacks, column counts that
+    differ, and rows of a subject that is not in `spec`.
     """
     meta = read_features_meta(folder)
     spec = spec or meta
@@ -109,34 +106,33 @@ def open_features(folder, split, spec=None, delays=0):
 
 
 def of_subject(outs, subjects):
-    """Select the outputs of the subject of each row: return (N, T). outs (N, S * T): T outputs for
-    each of S subjects, one subject after the other. subjects (N, S): 1 for the subject of the row,
-    0 elsewhere; `None`: outs is returned."""
+    """Return the outputs (N, T) of each row's subject.
+
+    outs (N, S * T): subject by subject. subjects (N, S): 1 for the row's subject, 0 elsewhere;
+    `None`: return outs.
+    """
     if subjects is None:
         return outs
     return (outs.unflatten(1, (subjects.shape[1], -1)) * subjects[..., None]).sum(1)
 
 
 def shift_of(spec, name):
-    """Return the offset that data.prepare.features subtracted from the array `name`: a list of D
-    floats, or 0.0 if there is none. spec: the dict of read_features_meta()."""
+    """Return the offset that was subtracted from the array `name`: a list of D floats, or 0.0."""
     return spec.get("shift", {}).get(name, 0.0)
 
 
 def scale_of(spec, name):
-    """Return (mean, standard deviation) of the columns of the array `name` over the training rows:
-    numpy arrays (D,), float32. A standard deviation of 0 is replaced by 1. spec: the dict of
-    read_features_meta()."""
+    """Return (mean, std) of an array's training rows, float32 (D,) each; a std of 0 becomes 1."""
     mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
     return mean, np.where(std > 0, std, np.float32(1))
 
 
 def open_ceiling(folder, split, spec):
-    """Return the noise ceiling, a float32 tensor (S, T), for each of S subjects (1 without
-    subjects) and each column of the target: the correlation with the target that a perfect model
-    would have, estimated by data.prepare.features from repeated recordings in the split ("train" or
-    "val"). `None` if there were no repeats, or if the subjects of `folder` differ from those of
-    `spec`, the dict of read_features_meta(). Raises DataError if the file is invalid."""
+    """Return the noise ceiling (S, T), float32: a perfect model's correlation with the target.
+
+    `None` without repeated recordings in the split ("train" or "val"), or if the subjects of
+    `folder` and `spec` differ. S is 1 without subjects. Raises DataError if the file is invalid.
+    """
     own = read_features_meta(folder).get("subjects")
     if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
         return None
@@ -144,10 +140,7 @@ def open_ceiling(folder, split, spec):
 
 
 def design(arrays, spec):
-    """Return (x, y), the float64 arrays of a regression: x (N, K, P) the standardised features, the
-    P columns of all modalities for the K = delays + 1 rows of a window, in which missing values are
-    0; y (N, T) the standardised targets, in which missing values are NaN. arrays: the list of
-    open_features(), with a target. spec: the dict of read_features_meta()."""
+    """Return (x (N, K, P), y (N, T)), float64 and standardised; NaN is 0 in x, and kept in y."""
     scales = [scale_of(spec, name) for name in array_dims(spec)]
     *x, y = [(array - mean) / std for array, (mean, std) in zip(arrays, scales)]
     x = np.concatenate(x, axis=-1, dtype=np.float64)
@@ -155,14 +148,15 @@ def design(arrays, spec):
 
 
 def fit_linear_path(folder, spec, delays):
-    """Fit a ridge regression to the training rows of `folder`, separately for each of S subjects.
-    Return (weight (S * T, K * P), bias (S * T,)), float32 tensors, which predict the T standardised
-    columns of the target from x.flatten(1), x (N, K, P) of design(): the P standardised features of
-    a row, then those of the `delays` rows before it, the latest first. spec: the dict of
-    read_features_meta(). A column of the target that is missing in all rows of a subject is
-    predicted as 0, the mean. Other rows with a missing target are left out. Raises DataError if
-    there is no target or fewer than 3 rows of a subject remain, and the errors of open_features()
-    and open_runs()."""
+    """Fit a ridge regression to the training rows of each subject; return (weight, bias), float32.
+
+    weight (S * T, K * P), bias (S * T,): they predict the standardised target from x.flatten(1), x
+    (N, K, P) of design(): the features of a row, then those of the `delays` rows before it, the
+    latest first.
+    A target column that is missing in all rows of a subject is predicted as 0, the mean; other rows
+    with a missing target are left out. Raises DataError if there is no target or fewer than 3 rows
+    of a subject remain, and the errors of open_features() and open_runs().
+    """
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
     arrays = open_features(folder, "train", spec, delays)
@@ -182,11 +176,12 @@ def fit_linear_path(folder, spec, delays):
 
 
 def fit_with_delays(x, y, runs):
-    """Fit a ridge regression of y (N, T) on windows x (N, K, P) of K rows with P features, float64
-    arrays without NaN. Return [weight (T, K * P), bias (T,)]. For each column of y, two fits are
-    compared: on the whole window, and on the present row x[:, 0] alone (the weights of the other
-    rows are then 0). The one with the smaller error on left-out runs is returned. runs (N,): the
-    number of the run of each row, ascending."""
+    """Fit a ridge regression of y (N, T) on windows x (N, K, P); return [weight, bias].
+
+    x, y: float64 arrays without NaN. runs (N,): each row's run number, ascending.
+    weight (T, K * P), bias (T,): per column of y the better of two fits by the error on left-out
+    runs: on the whole window, or on the present row x[:, 0] alone (the other weights are then 0).
+    """
     fits = [fit_ridge(x[:, :k].reshape(len(x), -1), y, runs) for k in sorted({1, x.shape[1]})]
     weights, biases, _, errors = zip(*fits)
     weights = [np.pad(w, ((0, len(weights[-1]) - len(w)), (0, 0))) for w in weights]
@@ -195,12 +190,12 @@ def fit_with_delays(x, y, runs):
 
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.features
-    wrote. A batch has the arguments of MultimodalAutoencoder.forward(). config: a TrainConfig;
-    ranks: a Ranks. With config.linear_path and a target, the ridge regression is fitted here on
-    rank 0, and the attribute linear_path of the Data is the (weight, bias) of fit_linear_path().
-    Raises DataError for data that cannot be used, and ConfigError for keys that do not suit the
-    data."""
+    """Return the Data (loaders and spec) of a folder that data.prepare.features wrote.
+
+    A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and a
+    target, the Data's attribute linear_path is the result of fit_linear_path(). All ranks must
+    call. Raises DataError for data that cannot be used, ConfigError for keys that do not suit them.
+    """
     meta = read_features_meta(config.data_dir)
     weighted = {name for name, weight in config.modality_weights.items() if weight != 1}
     if unknown := weighted - meta["modalities"].keys():

@@ -1,4 +1,4 @@
-"""A classifier of texts that also locates the evidence for the label: --model classifier
+"""A classifier of texts that also locates the evidence for the label (--model classifier).
 
     python run_train.py --config train/configs/classifier.yaml --init_from out/quick/ckpt.pt
     python -m model.classifier --ckpt out/classifier/ckpt_best.pt --data other.csv --out out/other
@@ -61,11 +61,12 @@ class Keys:
 # data
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder that data.prepare.labels
-    wrote. A batch is (tokens, lengths, labels, spans), the arguments of Classifier.forward().
-    config: a TrainConfig; ranks: a Ranks. Raises DataError if files are missing or invalid, if the
-    folder lacks the labels or the evidence that config.task needs, or if learned positions are too
-    few for the longest text."""
+    """Return the Data (loaders and spec) of a folder that data.prepare.labels wrote.
+
+    A batch is (tokens, lengths, labels, spans), the arguments of Classifier.forward(). Raises
+    DataError if files are missing or invalid, if the labels or the evidence for config.task are
+    missing, or if learned positions are too few for the longest text.
+    """
     c = config
     meta = read_labels_meta(c.data_dir)
     tokenizer = open_tokenizer(c.data_dir)
@@ -96,8 +97,7 @@ def open_data(config, ranks):
 # the model
 
 class Pointer(nn.Module):
-    """Attention scores of a query for the tokens of a text, forward(query, x, mask): scaled dot
-    products of projections of both. dim: the number of channels C."""
+    """Scores of a query for a text's tokens, as in attention; dim: the number of channels C."""
 
     def __init__(self, dim):
         super().__init__()
@@ -105,8 +105,7 @@ class Pointer(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query, x, mask):
-        """Return the score (B, T), float32, of each token. query (B, C); x (B, T, C): states of the
-        tokens; mask (B, T) bool: false for tokens that get the score -inf."""
+        """Return float32 scores (B, T) of x (B, T, C) for query (B, C); -inf if mask is false."""
         keys, query = self.key(x).float(), self.query(query).float()
         # Not in bfloat16: near scores would be equal, and argmax takes the first of these.
         with torch.autocast(x.device.type, enabled=False):
@@ -115,11 +114,10 @@ class Pointer(nn.Module):
 
 
 class NGrams(nn.Module):
-    """Class scores of a text from the n-grams of 1 to MAX_NGRAM (6) tokens in it: logistic
-    regression with n_buckets weights for each of n_classes classes. A hash of the n-gram selects
-    the weight (arXiv:0902.2206).
+    """Logistic regression on the n-grams of 1 to MAX_NGRAM (6) tokens in a text.
 
-    Each different n-gram (bucket) of a text has the value 1 / sqrt(number of different ones in the
+    A hash of the n-gram selects one of n_buckets weights per class (arXiv:0902.2206). Each
+    different n-gram (bucket) has the value NGRAM_SCALE / sqrt(number of different ones in the
     text), however often it occurs. Adam scales the gradients of rare n-grams, which replaces the
     idf of TF-IDF.
     """
@@ -129,8 +127,7 @@ class NGrams(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_buckets, n_classes))
 
     def forward(self, tokens, mask):
-        """Return the class scores (B, K), float32 logits, of B texts. tokens (B, T): int64 ids;
-        mask (B, T) bool: false for the padding after the text."""
+        """Return float32 logits (B, K) of int64 tokens (B, T); mask (B, T): false for padding."""
         n_buckets = self.weight.size(0)
         T = tokens.size(1)
         tokens = F.pad(tokens, (0, MAX_NGRAM))
@@ -150,31 +147,27 @@ class NGrams(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A GPT with a linear head for the label of a text and two pointers for the evidence.
-
-    forward(tokens, lengths, labels, spans) returns (mean loss, sums); forward(tokens, lengths)
-    returns the predictions (class scores, spans).
+    """A GPT with a linear head for a text's label and two pointers for the evidence.
 
     In a causal model only the state of the last token depends on the whole text, so the label is
-    computed from this state. If bidirectional, the mean of all states is used instead. The evidence
-    is located in two steps: the state or mean that represents the text selects the last token of a
-    span, and the state of the selected token selects the first token of the span. If a text has
-    several spans, their last tokens are equally probable targets.
+    computed from this state; if bidirectional, from the mean of all states. The evidence is located
+    in two steps: this state or mean selects the last token of a span, and the selected token's
+    state the first one. If a text has several spans, their last tokens are equally probable
+    targets.
     """
 
     def __init__(self, shape, spec, seed=1337, span_weight=1.0, bidirectional=False, ngrams=0):
         """Create the model with initial values from `seed`.
 
-        shape: the GPTConfig of the backbone, which is built without an output layer. With rotary
-        positions, block_size is replaced by the length of the longest text. span_weight: weight of
-        the loss of the evidence in the task "joint". bidirectional: each token attends to the whole
-        text; always the case if shape.causal is false. ngrams: number of buckets of an NGrams whose
-        scores are added, 0: none; not used for the task "span".
-
+        shape: the GPTConfig of the backbone, which is built without an output layer; with rotary
+        positions, block_size is replaced by spec["max_tokens"].
         spec: Data.spec, a dict with "task" ("class": label, "span": evidence, "joint": both),
-        "classes", "class_counts" (training rows per class: with ngrams, the fewer there are, the
-        smaller the network's scores), "max_tokens" and, if present, "n_spans" (S, default 1) and
-        "frame" (numbers of tokens that the tokenizer puts before and after a text, never evidence).
+        "classes", "class_counts" (training rows per class; with ngrams, few rows reduce the
+        network's scores), "max_tokens" and, if present, "n_spans" (S, default 1) and "frame"
+        (numbers of tokens that the tokenizer puts before and after a text).
+        span_weight: weight of the evidence's loss in the task "joint".
+        bidirectional: each token attends to the whole text; always if shape.causal is false.
+        ngrams: buckets of an NGrams whose scores are added; 0: none; not used for the task "span".
         """
         super().__init__()
         self.config = shape
@@ -203,21 +196,21 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor} of a GPT or a classifier, the weights to start from
-        (init_from), with the parameter names of this model: gpt. is put before the names of a GPT.
-        Heads of a classifier whose shapes differ are left out, and keep their new initial values.
-        """
+        """Return a GPT's or a classifier's weights with this model's names, without unfit heads."""
         own = self.state_dict()
         weights = self.gpt.adopt({n.removeprefix("gpt."): t for n, t in weights.items()})
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
         return {n: t for n, t in named.items() if n.startswith("gpt.") or own[n].shape == t.shape}
 
     def forward(self, tokens, lengths, labels=None, spans=None):
-        """Return (mean loss, sums {name: tensor}), see losses(), or without `labels` the
-        predictions (class scores (B, K), logits; spans (B, 2S)), each `None` if the task does not
-        include it. tokens (B, T): ids; lengths (B,): number of tokens of each text; labels (B,):
-        class indices; spans (B, 2S): indices of the first and last token of each of up to S spans
-        of evidence, padded with -1. In every task, the loss requires both labels and spans."""
+        """Return (mean loss, sums), see losses(); without `labels` the predictions.
+
+        tokens (B, T): ids. lengths (B,): each text's token count. labels (B,): class indices.
+        spans (B, 2S): first and last token of up to S spans of evidence, padded with -1. Every task
+        requires both labels and spans for the loss.
+        Predictions: (class logits (B, K), spans (B, 2S)), each `None` if the task does not include
+        it.
+        """
         position = torch.arange(tokens.size(1), device=tokens.device)
         mask = position < lengths[:, None]  # (B, T)
         x = self.gpt.trunk(tokens, mask=mask[:, None, None] if self.bidirectional else None)
@@ -240,19 +233,22 @@ class Classifier(nn.Module):
         return scores, None if ends is None else self.predict_spans(x, ends)
 
     def start_scores(self, x, end):
-        """Return the score (B, T), float32 logits, of each token as the first token of a span that
-        ends with the token `end` (B,); -inf for later tokens, but not for tokens outside of the
-        text, e.g. of the frame. x (B, T, C): states of the tokens."""
+        """Return float32 logits (B, T) of each token as the first one of a span that ends at `end`.
+
+        x (B, T, C): states of the tokens. end (B,): token index; later tokens get -inf, but not
+        tokens outside of the text, e.g. of the frame.
+        """
         mask = torch.arange(x.size(1), device=x.device) <= end[:, None]
         return self.start(states_at(x, end), x, mask)
 
     def predict_spans(self, x, ends):
-        """Return the predicted spans (B, 2S), first and last token of each, which do not overlap:
-        the best first, padded with -1. A span is the most probable last token and, for this one,
-        the most probable first token; the next span is selected from the tokens that are left. A
-        span after the first is predicted only if its last token is at least SPAN_SHARE (0.2) times
-        as probable as that of the first span. x (B, T, C): states of the tokens; ends (B, T): the
-        score of each token as a last token."""
+        """Return the predicted spans (B, 2S), the best first, padded with -1.
+
+        x (B, T, C): states of the tokens. ends (B, T): each token's score as a last token.
+        A span is the most probable last token and, for this one, the most probable first token.
+        Spans do not overlap. A span after the first is predicted only if the last token is at least
+        SPAN_SHARE (0.2) times as probable as that of the first span.
+        """
         position = torch.arange(x.size(1), device=x.device)
         limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)
         spans = []
@@ -269,10 +265,13 @@ class Classifier(nn.Module):
         return torch.stack(spans, dim=1)
 
     def span_losses(self, x, ends, spans):
-        """Return the loss (B,) of the evidence of each text: half of the negative log-probability
-        of a span (last token, and first token given the last), averaged over the spans of the text;
-        0 for a text without evidence. x (B, T, C): states of the tokens; ends (B, T): the score of
-        each token as a last token; spans (B, 2S): the true spans, padded with -1."""
+        """Return the evidence's loss (B,) of each text; 0 for a text without evidence.
+
+        x (B, T, C): states of the tokens. ends (B, T): each token's score as a last token. spans
+        (B, 2S): the true spans, padded with -1. The loss is half of a span's negative
+        log-probability (last token, and first token given the last), averaged over the text's
+        spans.
+        """
         total = 0
         for span in spans.split(2, dim=1):  # (B, 2)
             first, last = span.clamp(min=0).unbind(1)  # (B,) each
@@ -285,12 +284,11 @@ class Classifier(nn.Module):
     def losses(self, x, scores, ends, labels, spans):
         """Return (mean loss, sums {name: tensor}) of a batch.
 
-        sums: "count", the number of texts, or for the task "span" of texts with evidence; for the
-        task "joint" "label_loss" and "span_loss"; in eval mode also the sums for numbers():
-        "confusion" (K, K), and the sums of metrics.span_sums(). x (B, T, C): states of the tokens;
-        scores (B, K): class scores, `None` for the task "span"; ends (B, T): the score of each
-        token as a last token, `None` for the task "class"; labels (B,), spans (B, 2S): the true
-        values.
+        x (B, T, C): states of the tokens. labels (B,), spans (B, 2S): the true values.
+        scores (B, K): class scores; `None` for the task "span".
+        ends (B, T): each token's score as a last token; `None` for the task "class".
+        sums: "count", the texts, or for the task "span" those with evidence; for the task "joint"
+        "label_loss" and "span_loss"; in eval mode also "confusion" (K, K) and metrics.span_sums().
         """
         losses = {}  # (B,) each
         if self.head is not None:
@@ -314,13 +312,13 @@ class Classifier(nn.Module):
         return loss, sums
 
     def numbers(self, sums):
-        """Return {name: float or `None`} for a log line; `None` if there is nothing to count. sums
-        {name: tensor}: of losses(), added over batches.
+        """Return {name: float or `None`} for a log line; sums: of losses(), added over batches.
 
         For the task "joint" label_loss and span_loss. In evaluations, for labels: accuracy;
         precision, recall and f1, each with the suffixes _macro and _weighted. For evidence:
         exact_match and token_f1, see metrics.span_metrics(). score: the mean of f1_macro and
-        exact_match, or the one that exists. For the task "span", f1_macro is token_f1.
+        exact_match, or the one that exists. For the task "span", f1_macro is token_f1. `None`:
+        nothing to count.
         """
         count = float(sums["count"])
         out = {name: float(sums[name]) / count if count else None
@@ -344,8 +342,7 @@ class Classifier(nn.Module):
 
 
 def states_at(x, positions):
-    """Return x[b, positions[b]] for each row b: (B, C) or (B,). x (B, T, C) or (B, T); positions
-    (B,) int64."""
+    """Return x[b, positions[b]] of each row b: (B, C) for x (B, T, C), (B,) for x (B, T)."""
     return x[torch.arange(len(x), device=x.device), positions]
 
 

@@ -41,10 +41,12 @@ class ReportOptions(labels.Fields):
 
 
 def evaluate_checkpoint(args):
-    """Evaluate the classifier args.ckpt on args.data: write metrics.json and predictions.jsonl to
-    the folder args.out, and print the report. args: a ReportOptions; in place, empty args.data is
-    set to the first folder of the training run, and empty args.out to the folder `report` of the
-    checkpoint's folder. Raises UserError if the checkpoint or the data cannot be used."""
+    """Print the metrics of the classifier args.ckpt on args.data, and write them to args.out.
+
+    Writes metrics.json and predictions.jsonl. In place, empty args.data is set to the training
+    run's first folder, and empty args.out to the checkpoint's folder plus `report`. Raises
+    UserError if the checkpoint or the data cannot be used.
+    """
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
     state = load_checkpoint(args.ckpt)
@@ -102,8 +104,7 @@ def evaluate_checkpoint(args):
 
 
 def warn_if_changed(state):
-    """Print a warning if the folder of the training data has other training rows than in the run of
-    the checkpoint `state`: rows for testing may then be rows that the model has learned."""
+    """Print a warning if data_dir has other training rows now than in the checkpoint's run."""
     with contextlib.suppress(UserError):  # the folder is gone, or has data of another kind
         data = open_data(saved_config(state["config"]), Ranks())
         if data.train.fingerprint() != state["data"]:
@@ -112,12 +113,13 @@ def warn_if_changed(state):
 
 
 def load_rows(args, model, tokenizer):
-    """Read the rows of args.data: files of labelled texts, or the split args.split of a folder that
-    data.prepare.labels wrote. Return (arrays, columns). arrays: [tokens, lengths, labels, spans],
-    as of to_arrays() in data/labels.py. columns: a dict of lists with an element per row: "id",
-    "text", "true_label" (`None` if unknown) and "true_evidence", the result of one_or_all(). args:
-    a ReportOptions; model: the Classifier. Raises DataError if the data are missing or invalid, or
-    do not suit the model."""
+    """Return (arrays, columns) of the rows in args.data: files, or a folder's split args.split.
+
+    arrays: [tokens, lengths, labels, spans], see to_arrays() in data/labels.py.
+    columns: {name: list with an element per row}: "id", "text", "true_label" (`None` if unknown)
+    and "true_evidence", the result of one_or_all().
+    Raises DataError if the data are missing or invalid, or do not suit the model.
+    """
     path = args.data[0]
     if len(args.data) > 1 and any(map(os.path.isdir, args.data)):
         raise DataError(f"--data: {', '.join(args.data)}: expected files, or one folder")
@@ -141,7 +143,7 @@ def load_rows(args, model, tokenizer):
 
 
 def load_folder(folder, split, model, tokenizer):
-    """Return the result of load_rows() for `split` of a folder that data.prepare.labels wrote."""
+    """Return the result of load_rows() for a split of a folder that data.prepare.labels wrote."""
     classes = model.spec["classes"]
     n_before, n_after = model.spec.get("frame", (0, 0))
     meta = labels.read_labels_meta(folder).extra
@@ -158,8 +160,9 @@ def load_folder(folder, split, model, tokenizer):
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return one_or_all() of the texts of the evidence, in the order of the text. ids (T,): token
-    ids of the text. spans (2S,): first and last token of each span, in any order, padded with -1.
+    """Return one_or_all() of the evidence's texts, in the order of the text.
+
+    ids (T,): token ids. spans (2S,): first and last tokens, in any order, padded with -1.
     """
     pairs = sorted(zip(spans[::2], spans[1::2]))
     texts = [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
@@ -167,16 +170,12 @@ def decode_spans(tokenizer, ids, spans):
 
 
 def one_or_all(texts, several):
-    """Return the evidence of a text as it is written to predictions.jsonl. texts: a list of the
-    texts of the spans. It is returned unchanged if `several` is true, i.e. if texts may have
-    several spans; otherwise the first element is returned, or `None` if the list is empty."""
+    """Return all texts of spans if `several` is true, else the first one, or `None` without any."""
     return texts if several else texts[0] if texts else None
 
 
 def calibrate(own_data, model, tokenizer, batch_size):
-    """Return the result of fit_temperature(), a float, for the predictions of `model` on the
-    validation rows in own_data, a folder of the training run. If these rows cannot be read, a
-    message is printed and 1.0 is returned. batch_size: texts per forward pass."""
+    """Return fit_temperature() for the validation rows in own_data; 1.0 if these cannot be read."""
     try:
         arrays, _ = load_folder(own_data, "val", model, tokenizer)
     except DataError as error:
@@ -187,17 +186,16 @@ def calibrate(own_data, model, tokenizer, batch_size):
 
 
 def rate_scores(targets, scores):
-    """Return one dict with the result of classification_metrics() and "ece", the
-    calibration_error(). targets (N,): true classes; scores (N, K): probabilities."""
+    """Return classification_metrics() and "ece", the calibration_error(); scores: probabilities."""
     return metrics.classification_metrics(targets, scores) | dict(
         ece=metrics.calibration_error(targets, scores))
 
 
 def fit_baselines(known_texts, known, texts, targets, n_classes):
-    """Fit two baselines, logistic regression on TF-IDF of words and of characters, to the training
-    data, a list of texts with the class indices `known`. Evaluate them on `texts` (N,) with the
-    class indices `targets` (N,). Return {name of the baseline: dict of rate_scores() with
-    "seconds"}."""
+    """Return {name: rate_scores() and "seconds"} of TF-IDF baselines of words and of characters.
+
+    known_texts, known: training texts and class indices. texts, targets (N,): those to evaluate.
+    """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     out = {}
@@ -214,12 +212,13 @@ def fit_baselines(known_texts, known, texts, targets, n_classes):
 
 
 def faithfulness(model, arrays, scores, spans, batch_size):
-    """Return {"comprehensiveness", "sufficiency"}, measures of the predicted evidence
-    (arXiv:1911.03429), over the texts that are longer than the evidence: the mean decrease of the
-    probability of the predicted class if the evidence is deleted from the text (large for good
-    evidence), and if everything else is deleted (small for good evidence). {} without such texts.
-    arrays: (tokens, lengths, ...) of load_rows(); scores (N, K), spans (N, 2S): the result of
-    predict() for these rows; batch_size: texts per forward pass."""
+    """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429).
+
+    arrays: (tokens, lengths, ...) of load_rows(). scores (N, K), spans (N, 2S): of predict().
+    They are means over the texts that are longer than the evidence; {} without such texts. They
+    measure how much the probability of the predicted class decreases if the evidence is deleted
+    (large for good evidence), and if everything else is deleted (small for good evidence).
+    """
     tokens, lengths = arrays[0], np.asarray(arrays[1])[:, None]  # (N, T), (N, 1)
     position = np.arange(tokens.shape[1])
     first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
@@ -244,11 +243,12 @@ def faithfulness(model, arrays, scores, spans, batch_size):
 
 @torch.no_grad()
 def predict(model, arrays, batch_size):
-    """Return (probabilities (N, K), spans (N, 2S)) of `model`, a Classifier, as numpy arrays;
-    `None` for one that the model does not predict. spans: first and last token of each span, padded
-    with -1. arrays: tokens (N, T), lengths (N,), ...; further ones are ignored. batch_size: texts
-    per forward pass. If a text is longer than in training and positions are rotary, block_size and
-    the rotary table of the model are enlarged in place."""
+    """Return a Classifier's (probabilities (N, K), spans (N, 2S)), numpy arrays or `None`.
+
+    arrays: tokens (N, T), lengths (N,), ...; further ones are ignored.
+    spans: first and last token of each, padded with -1. `None`: not predicted by the model.
+    With rotary positions, the model's block_size and rotary table grow in place for longer texts.
+    """
     tokens, lengths, *_ = arrays
     gpt = model.gpt
     device = gpt.wte.weight.device
@@ -267,9 +267,7 @@ def predict(model, arrays, batch_size):
 
 
 def format_report(m):
-    """Return a report as text: tables like classification_report of scikit-learn, the confusion
-    matrix, baselines and evidence. m: the content of metrics.json, a dict; parts that are not in it
-    are omitted."""
+    """Return a report of m, the content of metrics.json, as text; parts not in it are omitted."""
     parts = []
     if "accuracy" in m:
         n_rows = sum(m["support"])

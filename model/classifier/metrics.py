@@ -9,11 +9,13 @@ import torch
 # classes
 
 def confusion_metrics(matrix):
-    """Return {name: value} of a confusion matrix, a numpy array (K, K) of counts (rows: true
-    classes, columns: predicted classes): accuracy; precision, recall and f1, each with the suffixes
-    _macro, _weighted (floats) and _per_class (a list of K floats). A quotient with the denominator
-    0 is 0, as with zero_division=0 in scikit-learn. Macro averages are over the classes that occur
-    among labels or predictions. Without any rows, accuracy, _macro and _weighted are `None`."""
+    """Return {name: value} of a confusion matrix (K, K), a numpy array; rows are true classes.
+
+    accuracy; precision, recall and f1, each with the suffixes _macro, _weighted (floats) and
+    _per_class (a list of K floats). A quotient with the denominator 0 is 0 (zero_division=0 of
+    scikit-learn). Macro averages are over the classes that occur among labels or predictions.
+    Without any rows, accuracy, _macro and _weighted are `None`.
+    """
     true = matrix.sum(1)
     predicted = matrix.sum(0)
     correct = matrix.diagonal()
@@ -31,9 +33,7 @@ def confusion_metrics(matrix):
 
 
 def auroc(scores, is_positive):
-    """Return the area under the ROC curve, a float; `None` without negatives or positives. scores
-    (N,), is_positive (N,) bool: NumPy arrays. The area is the probability that a random positive
-    sample has a higher score than a random negative one; ties count half."""
+    """Return the area under the ROC curve of numpy arrays (N,); `None` if a class is missing."""
     values, rank = np.unique(scores, return_inverse=True)
     # How many have each of the values, in ascending order.
     negatives, positives = (np.bincount(rank[chosen], minlength=len(values))
@@ -46,13 +46,14 @@ def auroc(scores, is_positive):
 def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
     """Return a dict of the metrics that scikit-learn computes from class scores.
 
-    labels: (N,) true classes, 0 to K - 1. scores: (N, K), e.g. probabilities; the predicted class
-    has the largest score. The result has accuracy; precision, recall and f1, each with the suffixes
-    _macro, _weighted and _per_class; auroc_per_class, a list of the AUROC of each class against all
-    others, `None` for a class that no sample or every sample has; auroc, the mean of these, `None`
-    if one is, or with two classes that of the second; confusion_matrix, a nested list (rows: true
-    classes); support, the number of samples of each class. Raises ValueError for other shapes, no
-    rows, labels outside of the range, and scores that are not finite.
+    labels: (N,) true classes, 0 to K - 1.
+    scores: (N, K), e.g. probabilities; the predicted class has the largest score.
+    The result has accuracy; precision, recall and f1, each with the suffixes _macro, _weighted and
+    _per_class; auroc_per_class, a list of the AUROC of each class against all others, `None` for a
+    class that no sample or every sample has; auroc, the mean of these, `None` if one is, or with
+    two classes that of the second; confusion_matrix, a nested list (rows: true classes); support,
+    the number of samples of each class. Raises ValueError for other shapes, no rows, labels outside
+    of the range, and scores that are not finite.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):
@@ -73,10 +74,7 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
 # calibration
 
 def calibration_error(labels, scores, n_bins=15):
-    """Return the expected calibration error, a float (arXiv:1706.04599). Samples are divided into
-    n_bins bins of equal width by the probability of the predicted class; the result is the mean
-    over samples of the absolute difference between mean probability and accuracy of the bin. labels
-    (N,): true classes; scores (N, K): probabilities."""
+    """Return the expected calibration error (arXiv:1706.04599) of probabilities (N, K), a float."""
     p = scores.max(1)
     bins = np.minimum((p * n_bins).astype(int), n_bins - 1)
     correct = scores.argmax(1) == labels
@@ -84,16 +82,13 @@ def calibration_error(labels, scores, n_bins=15):
 
 
 def scale(scores, temperature):
-    """Return the probabilities (N, K), a numpy array, at a different temperature:
-    softmax(log(scores) / temperature). scores (N, K): probabilities, a numpy array."""
+    """Return probabilities (N, K) at a new temperature: softmax(log(scores) / temperature)."""
     logs = torch.from_numpy(scores).clamp(min=1e-300).log()
     return (logs / temperature).softmax(1).numpy()
 
 
 def fit_temperature(labels, scores):
-    """Return the temperature, a float, at which scale(scores, temperature) gives the labels the
-    largest likelihood. It is searched between 1/4 and 16, in steps of 1%. Numpy arrays:
-    labels (N,), true classes; scores (N, K), probabilities."""
+    """Return the temperature, from 1/4 to 16, at which scale() makes the labels most probable."""
     def likelihood(temperature):
         p = scale(scores, temperature)[np.arange(len(labels)), labels]
         return np.log(np.maximum(p, 1e-300)).sum()
@@ -104,14 +99,14 @@ def fit_temperature(labels, scores):
 # evidence
 
 def span_sums(truths, guesses):
-    """Return sums over the samples that have evidence, a dict of 0-dim tensors: "spans", the number
-    of these samples; "exact", the number of samples whose predicted spans are equal to the true
-    ones; "overlap", the sum of the F1 score of each sample, between the tokens in true and in
-    predicted spans.
+    """Return {name: 0-dim tensor}, sums over the samples that have evidence, for span_metrics().
 
     truths, guesses (N, 2S): first and last token of the true and the predicted spans, padded with
     -1. S may differ between both. The spans of a sample must not overlap, and may be in any order,
     but truths[i, 0] must not be -1 if sample i has evidence.
+    "spans": number of these samples. "exact": number of those whose predicted spans are equal to
+    the true ones. "overlap": sum of their F1 scores between the tokens in true and in predicted
+    spans.
     """
     truth, guess = (spans.view(len(spans), -1, 2) for spans in (truths, guesses))  # (N, S, 2)
     has_span = truths[:, 0] >= 0
@@ -129,9 +124,7 @@ def span_sums(truths, guesses):
 
 
 def span_metrics(sums):
-    """Return {"exact_match": share of samples with equal spans, "token_f1": mean F1 score of
-    tokens}, over the samples with evidence; both `None` if there are none. sums: of span_sums(),
-    possibly added over batches."""
+    """Return {"exact_match", "token_f1"}, the means of span_sums(); `None` without evidence."""
     n = float(sums["spans"])
     return {name: float(sums[key]) / n if n else None
             for name, key in (("exact_match", "exact"), ("token_f1", "overlap"))}

@@ -40,10 +40,11 @@ from train.system import load_model_type
 
 @dataclass
 class Source:
-    """A model to export. path: of the checkpoint. weights: {name in this program: tensor}. shape:
-    the GPTConfig or MoEConfig. tokenizer: the Tokenizer, or `None`. template: the ChatTemplate, or
-    `None`. formulas: {"DEFINITION (FILE)": digest} of the functions and classes for the logits that
-    had been edited when the checkpoint was written, or `None` if unknown (model/core/formulas.py).
+    """A model to export.
+
+    weights: {name in this program: tensor}. shape: the GPTConfig or MoEConfig.
+    formulas: {"DEFINITION (FILE)": digest} of the code for the logits that had been edited when the
+    checkpoint was written; `None`: unknown (model/core/formulas.py). tokenizer: a Tokenizer.
     """
     path: str
     weights: dict
@@ -54,20 +55,20 @@ class Source:
 
     @property
     def bos_id(self):
-        """The id that begins texts in other programs: the key bos_id if it is set, e.g. by an
-        import, otherwise the first id that the tokenizer puts before a text, or the end of text;
-        `None` if unknown."""
+        """The first id of texts elsewhere: bos_id, tokenizer.start[0], end of text, or `None`."""
         if self.shape.bos_id is not None or self.tokenizer is None:
             return self.shape.bos_id
         return [*self.tokenizer.start, self.tokenizer.eot_token][0]
 
 
 def read_source(state, path, backbone, for_others):
-    """Return the Source of a checkpoint, with adapters merged into the weights. state: the
-    checkpoint, a dict. path: the file it was read from. backbone: the present path of the frozen
-    model that adapters need, if it was moved. for_others: whether a different program will compute
-    the logits; then the code for the logits must not have been edited, here or in the program that
-    wrote the checkpoint. Raises CheckpointError for a model that cannot be exported."""
+    """Return the Source of the checkpoint `state`, read from `path`, with adapters merged.
+
+    backbone: present path of the frozen model that adapters need, if it was moved.
+    for_others: another program will compute the logits, so the code for them must not have been
+    edited, here or in the program that wrote the checkpoint.
+    Raises CheckpointError for a model that cannot be exported.
+    """
     kind = saved_model_type(state)
     model_type = load_model_type(kind)
     if model_type.as_gpt is None:
@@ -93,11 +94,11 @@ def write_json(folder, name, content):
 
 
 def export_folder(source, to, precision):
-    """Write a Source to the folder `to` in the format of Hugging Face, for transformers, vLLM and
-    llama.cpp's converter. Files of an earlier model in the folder are deleted or replaced.
-    precision: name of the dtype of the weights. Return a description, a text, e.g. "a
-    LlamaForCausalLM". Raises CheckpointError for options that no model class of transformers in
-    FAMILIES has, and for values too large for the dtype."""
+    """Write a Source to a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
+
+    Replaces an earlier model there. Returns a description, e.g. "a LlamaForCausalLM". Raises
+    CheckpointError for options that no class in FAMILIES has, and values too large for `precision`.
+    """
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
     end = tokenizer and tokenizer.eot_token
@@ -133,10 +134,7 @@ def export_folder(source, to, precision):
 
 
 def export_weights(source, to, precision):
-    """Write a Source to the .safetensors file `to`: weights by the names of this program;
-    configuration, formulas, tokenizer and chat template as JSON in the header. precision: name of
-    the dtype of the weights. Return a description of the file, a text. Raises CheckpointError for
-    values that are too large for this dtype."""
+    """Write a Source to a .safetensors file, by our names, with the configuration in the header."""
     description = dict(model_args=asdict(source.shape), formulas=source.formulas,
                        tokenizer=source.tokenizer and source.tokenizer.spec(),
                        spec=dict(template=source.template.spec) if source.template else {})
@@ -146,10 +144,11 @@ def export_weights(source, to, precision):
 
 
 def export_nanogpt(source, to, precision):
-    """Write a Source, without tokenizer and chat template, to the file `to`, a checkpoint for
-    nanoGPT's sample.py. An existing FILE.pt is kept as FILE_prev.pt. precision is ignored: weights
-    keep the dtype. Return a description of the file, a text. Raises CheckpointError for options
-    that nanoGPT does not have, or if the file cannot be written."""
+    """Write a Source as a checkpoint for nanoGPT's sample.py, without tokenizer and template.
+
+    An existing FILE.pt is kept as FILE_prev.pt. precision is ignored: weights keep the dtype.
+    Raises CheckpointError for options that nanoGPT lacks, or if the file cannot be written.
+    """
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # it stores both
@@ -159,12 +158,13 @@ def export_nanogpt(source, to, precision):
 
 
 def export_merged(state, path, to, precision, backbone):
-    """Write a model with a backbone (a frozen model in a different file) to the file `to`, as a
-    checkpoint of this program that does not need the other file. Adapters are merged into the
-    weights; memory layers (model/memory) are kept as layers. state: the checkpoint, a dict. path:
-    the file it was read from. precision: name of the dtype of all weights. backbone: the present
-    path of the backbone, if it was moved. Return a text: a description of the file, and the command
-    to use it. Raises CheckpointError, e.g. for values too large for the dtype."""
+    """Write a model and the frozen backbone as one checkpoint, with adapters merged.
+
+    state: the checkpoint, read from `path`. backbone: present path of the backbone, if it was
+    moved. precision: dtype of all weights. Memory layers (model/memory) are kept as layers.
+    Returns a description and the command to use the file. Raises CheckpointError, e.g. for values
+    too large for the dtype.
+    """
     model, _ = model_of(state, path, backbone=backbone)
     shape = asdict(model.config)
     is_chat = "template" in state["spec"]
@@ -189,16 +189,15 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 
 
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
-    """Run the command: write a model in the format that the name `to` implies: FILE.safetensors,
-    FILE.gguf, FILE.pt, otherwise a Hugging Face folder. FILE.pt is the unchanged checkpoint in one
-    file if `ckpt` is sharded and `ema` is False; or else, with adapters or memory layers, the
-    result of export_merged(); or else in nanoGPT's format. An existing FILE.pt is kept as
-    FILE_prev.pt. Prints a description of the result.
+    """Write a model in the format that the name `to` implies, and print a description.
 
-    ckpt: a path that read_model() accepts. save_precision: name of the dtype of the weights,
-    ignored for FILE.pt except by export_merged(). backbone: the present path of the frozen model,
-    if it was moved. ema: write the running averages of the weights. quantize: `None` or "q8_0",
-    only for .gguf and save_precision "float32". Raises UserError or ValueError.
+    to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder. FILE.pt is the unchanged
+    checkpoint in one file if `ckpt` is sharded and `ema` False; or else, with adapters or memory
+    layers, the result of export_merged(); or else nanoGPT's. The old FILE.pt becomes FILE_prev.pt.
+    ckpt: a path that read_model() accepts. backbone: present path of the frozen model, if moved.
+    save_precision: the weights' dtype, ignored for FILE.pt except by export_merged().
+    ema: write the running averages of the weights. quantize: `None` or "q8_0", only for .gguf and
+    save_precision "float32". Raises UserError or ValueError.
     """
     ending = os.path.splitext(to)[1]
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
@@ -238,8 +237,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
 
 
 def weight_paths(path):
-    """Return the set of paths that may hold the weights of the model at `path`, a file or a Hugging
-    Face folder."""
+    """Return the set of paths that may hold the weights of the model `path`, a file or folder."""
     path = os.path.realpath(path)
     return {path, os.path.join(path, "model.safetensors")}
 

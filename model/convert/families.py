@@ -1,10 +1,9 @@
-"""Convert configurations: config.json of `transformers` and nanoGPT's model_args, to and from
-GPTConfig and MoEConfig. One table, FAMILIES, is used in both directions.
+"""Convert config.json of `transformers` and nanoGPT's model_args to and from our configurations.
 
-A Family describes the models of one model_type of `transformers`. To export a model, the
-configuration is written in the keys of a Family and read back. If all fields are the same, other
-programs compute the same logits. Otherwise CheckpointError names the fields that differ: a model is
-exported with the same logits, or not at all.
+One table, FAMILIES, is used in both directions. A Family describes the models of one model_type of
+`transformers`. To export a model, a GPTConfig or MoEConfig is written in the keys of a Family and
+read back. If all fields are the same, other programs compute the same logits. Otherwise
+CheckpointError names the fields that differ: exported models have the same logits.
 """
 
 import json
@@ -71,15 +70,15 @@ FREE = {"block_size", "max_positions", "dropout", "bos_id", "eos_ids", "window",
 
 @dataclass(frozen=True)
 class Family:
-    """The models of one model_type of `transformers`, or nanoGPT's. "Field": of a GPTConfig or
-    MoEConfig; "key": of config.json (of model_args for nanoGPT).
+    """The models of one model_type of `transformers`, or nanoGPT's.
 
-    architecture: name of the class in `transformers`, or "nanoGPT". keys: {field: key}. values:
-    {field: list of values that can be exported} of fields in which these models differ from the
-    default; if the field has no key, the first value is set when a model is read. defaults: {key:
-    value if the key is missing}. layers: a string of the letters of read_layers() that these models
-    may have. activations: {value of the key hidden_act or the like: value of the field mlp}.
-    constants: {key: value} that are always written. experts: whether it is a mixture of experts.
+    A field is one of a GPTConfig or MoEConfig; a key, of config.json (of model_args for nanoGPT).
+    architecture: name of the class in `transformers`, or "nanoGPT". keys: {field: key}.
+    values: {field: values that can be exported} of fields in which these models differ from the
+    default; if the field has no key, the first value is set when a model is read.
+    defaults: {key: value if the key is missing}. constants: {key: value} that are always written.
+    layers: the letters of read_layers() that are possible. experts: whether it is a mixture.
+    activations: {value of the key hidden_act or the like: value of the field mlp}.
     """
     architecture: str
     keys: dict = field(default_factory=lambda: KEYS)
@@ -155,9 +154,7 @@ WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and "causal" no
 # reading a config.json
 
 def read_config(c, path):
-    """Return (model_type, {field: value} for a GPTConfig or MoEConfig) of `c`, the dict in a
-    config.json. path: of this file, for messages. Raises CheckpointError for models and options
-    that are not supported."""
+    """Return (model_type, {field: value}) of a config.json; CheckpointError if not supported."""
     kind = c.get("model_type") if isinstance(c, dict) else None
     if kind == "gemma3" and isinstance(c.get("text_config"), dict):  # multimodal: the text part
         kind = "gemma3_text"
@@ -176,9 +173,11 @@ def read_config(c, path):
 
 
 def read_fields(given, family):
-    """Return {field: value} for a GPTConfig or MoEConfig. given: the dict in a config.json. family:
-    the Family of the model. Raises CheckpointError for options that are not supported, KeyError for
-    a missing key, TypeError, ValueError and others for values of a wrong type."""
+    """Return {field: value} of a GPTConfig or MoEConfig for `given`, the dict in a config.json.
+
+    Raises CheckpointError for options that are not supported, KeyError for a missing key,
+    TypeError, ValueError and others for values of a wrong type.
+    """
     known = USED | ONLY.keys() | set(family.keys.values())
     wrong = [f"{k}: {v!r}" for k, v in sorted(given.items()) if v != ONLY.get(k, v)
              or v and k not in known and not HARMLESS.fullmatch(k)]
@@ -214,10 +213,11 @@ def read_fields(given, family):
 
 
 def read_attention(c, family, out):
-    """Add the fields for layer types, windows, rotary positions and scales of embeddings and scores
-    to `out`, in place. out: {field: value} so far, with n_embd, n_head and n_layer. c: the dict in
-    a config.json, with default values. family: the Family of the model. Raises CheckpointError for
-    options that are not supported."""
+    """Add layer types, windows, rotary positions and scales to the fields `out`, in place.
+
+    out: {field: value}, with n_embd, n_head and n_layer. c: config.json's dict, with default
+    values. Raises CheckpointError for options that are not supported.
+    """
     head_dim = out.get("head_dim") or out["n_embd"] // out["n_head"]
     if head_dim % 2:
         raise CheckpointError(f"head_dim: {head_dim}, expected an even number")
@@ -247,9 +247,11 @@ def read_attention(c, family, out):
 
 
 def read_layers(c, n):
-    """Return a string of n letters, the type of attention of each layer: F full, W with a window;
-    f, w: the same without rotary positions. c: the dict in a config.json, with default values.
-    Raises CheckpointError for invalid values."""
+    """Return the attention type of each of n layers, as a string of n letters.
+
+    F: full. W: with a window. f, w: the same without rotary positions. c: config.json's dict, with
+    default values. Raises CheckpointError for invalid values.
+    """
     types = c.get("layer_types")
     letters = default_layers(c, n) if types is None else [LETTERS.get(t) for t in types]
     interval = c.get("no_rope_layer_interval") or n + 1  # SmolLM 3
@@ -263,8 +265,7 @@ def read_layers(c, n):
 
 
 def default_layers(c, n):
-    """Return a list of n letters, F or W, the types of attention of a config.json `c` without
-    layer_types."""
+    """Return the letters, F or W, of the n layers of a config.json `c` without layer_types."""
     if every := c.get("_sliding_window_pattern", c.get("sliding_window_pattern")):  # Gemma 3
         return ["W" if (i + 1) % every else "F" for i in range(n)]
     if every := c.get("global_attn_every_n_layers"):  # ModernBERT
@@ -274,11 +275,13 @@ def default_layers(c, n):
 
 
 def read_rope(given, theta):
-    """Return (rope_theta, rope_scaling), two fields of a GPTConfig. given: a dict of rotary
-    parameters in a config.json (rope_parameters or rope_scaling). theta: rope_theta if `given` does
-    not have it. rope_scaling is a text, "FACTOR" or Llama 3's four numbers, e.g. "8,1,4,8192", or
-    `None`. Raises CheckpointError for a partial_rotary_factor other than 1, and for types other
-    than default, linear and llama3; KeyError if a number is missing."""
+    """Return the fields (rope_theta, rope_scaling) for `given`, rotary parameters in a config.json.
+
+    given: the dict rope_parameters or rope_scaling. theta: rope_theta if `given` does not have it.
+    rope_scaling is "FACTOR", Llama 3's four numbers, e.g. "8,1,4,8192", or `None`.
+    Raises CheckpointError for a partial_rotary_factor other than 1 and for types other than
+    default, linear and llama3; KeyError if a number is missing.
+    """
     kind = given.get("rope_type", given.get("type", "default"))
     if (part := given.get("partial_rotary_factor", 1)) != 1:
         raise CheckpointError(f"partial_rotary_factor: {part!r}: not supported")
@@ -293,9 +296,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(config_json):
-    """Return the fields of a GPTConfig that a config.json describes, {field: value}, except the
-    fields in SIZES. config_json: the text of the file, which older checkpoints have in model_args
-    under the key "family", together with the fields in SIZES."""
+    """Return the GPTConfig fields, except SIZES, of the config.json text in older checkpoints."""
     _, new = read_config(json.loads(config_json), "family")
     new["max_positions"] = new["max_positions"] or new["block_size"]
     return {k: v for k, v in new.items() if k not in SIZES}
@@ -305,11 +306,11 @@ def upgrade_fields(config_json):
 # writing a config.json
 
 def find_family(shape, path, kinds=None):
-    """Return the model_type, a key of FAMILIES, whose models compute the same logits as a model
-    with the configuration `shape`, a GPTConfig or MoEConfig. kinds: the keys to choose from
-    (default: all that can be exported to `transformers`). path: of the model, for messages. Raises
-    CheckpointError if there is no such model_type; the message names the options that the most
-    similar one does not have."""
+    """Return the model_type, a key of FAMILIES, whose models compute the same logits as `shape`.
+
+    kinds: the keys to choose from; default: all that can be exported to `transformers`.
+    Raises CheckpointError if no model_type does, with the options that the most similar one lacks.
+    """
     is_mixture = hasattr(shape, "n_experts")
     kinds = kinds or [k for k in WRITTEN if FAMILIES[k].experts == is_mixture]
     wrong = {kind: mismatches(shape, FAMILIES[kind]) for kind in kinds}
@@ -319,18 +320,17 @@ def find_family(shape, path, kinds=None):
 
 
 def refuse(wrong, name, path):
-    """Raise CheckpointError if `wrong`, a list of texts from mismatches(), is not empty. name: of
-    the program or class that does not have these options. path: of the model, for the message."""
+    """Raise CheckpointError if `wrong`, options of mismatches() that `name` lacks, is not empty."""
     if wrong:
         raise CheckpointError(f"{path}: not supported by {name}: {', '.join(wrong)}; to export, "
                               "train with the values in parentheses")
 
 
 def mismatches(shape, family, changes=()):
-    """Return a list of texts, one for each option that changes when the configuration of a model is
-    written in the keys of a Family and read back, because the Family cannot represent it. An empty
-    list: other programs compute the same logits. shape: the GPTConfig or MoEConfig. changes: {key:
-    value} to replace after writing, e.g. keys that a program does not read."""
+    """Return a text for each option that a Family cannot represent; []: the logits are the same.
+
+    changes: {key: value} to replace after writing, e.g. keys that a program does not read.
+    """
     try:
         there = type(shape)(**read_fields(write_fields(shape, family) | dict(changes), family))
     except ValueError as error:  # before the comparison: further options may differ
@@ -352,16 +352,16 @@ def mismatches(shape, family, changes=()):
 
 
 def list_layers(shape):
-    """Return a list with the letter of each layer of a GPTConfig, the type of attention: F full, W
-    with a window; f, w: the same without rotary positions."""
+    """Return the attention type of each layer of a GPTConfig, a letter as for read_layers()."""
     return [shape.layer_type(i) for i in range(shape.n_layer)]
 
 
 def write_config(shape, kind, dtype, end, bos):
-    """Return the content of a config.json, a dict, as transformers 4 and 5 read it. shape: a
-    GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. dtype: name of the dtype of the
-    weights. end: id of the tokenizer's end of text, or `None`; used for eos_token_id if `shape`
-    does not have it. bos: bos_token_id, or `None`."""
+    """Return the content of a config.json, a dict, as transformers 4 and 5 read it.
+
+    kind: the model_type, a key of FAMILIES. dtype: name of the weights' dtype. bos: bos_token_id.
+    end: the tokenizer's end of text or `None`, the eos_token_id if `shape` does not have one.
+    """
     eos = [int(i) for i in shape.eos_ids.split(",")] if shape.eos_ids else [end]
     return write_fields(shape, FAMILIES[kind]) | dict(
         architectures=[FAMILIES[kind].architecture], model_type=kind, pad_token_id=shape.pad_id,
@@ -370,9 +370,7 @@ def write_config(shape, kind, dtype, end, bos):
 
 
 def write_fields(shape, family):
-    """Return the keys of a config.json, {key: value}, on which the logits depend (sizes,
-    activation, positions, windows). shape: a GPTConfig or MoEConfig. family: the Family that
-    defines the keys. write_config adds the other keys. Other options are lost: see mismatches()."""
+    """Return the config.json keys on which the logits depend, {key: value}; see mismatches()."""
     out = family.constants | {theirs: getattr(shape, ours) for ours, theirs in family.keys.items()}
     if "mlp" in family.keys:
         names = {ours: theirs for theirs, ours in reversed(family.activations.items())}
@@ -383,9 +381,7 @@ def write_fields(shape, family):
 
 
 def attention_keys(shape, family):
-    """Return the keys of a config.json, {key: value}, for rotary positions (except rope_theta),
-    attention windows and, for Gemma, the scale of attention scores. shape: a GPTConfig or
-    MoEConfig. family: the Family that defines the keys."""
+    """Return the config.json keys for rotary scaling, attention windows and Gemma's score scale."""
     out = {}
     factors = shape.rope_factors
     if len(factors) == 1:

@@ -1,8 +1,8 @@
-"""Read weights that other programs wrote: nanoGPT's ckpt.pt, .safetensors files, and Hugging Face
-folders of the families in model/convert/families.py.
+"""Read weights of other programs: nanoGPT, .safetensors files and Hugging Face folders.
 
-read_model is used by run_train.py --init_from, model.sample --ckpt and model.convert --ckpt. Files
-are parsed here, without `transformers`. Unsupported options are refused by name.
+model/convert/families.py has the model families. read_model is used by run_train.py --init_from,
+model.sample --ckpt and model.convert --ckpt. Files are parsed here, without `transformers`.
+Unsupported options are refused by name.
 """
 
 import json
@@ -28,12 +28,13 @@ FROM_BIN = "save_pretrained() of transformers makes model.safetensors of pytorch
 
 
 def read_model(path, state=None):
-    """Read a model of this program or of a different one. Return a dict with the keys of a
-    checkpoint: "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer",
-    and possibly more; of a bare state dict, "model" only. path: a checkpoint of this program or
-    nanoGPT's, a .safetensors file that this program wrote, a Hugging Face folder, or hf:OWNER/NAME.
-    state: the content of the checkpoint file, a dict, if it was already read. Raises ValueError,
-    e.g. a CheckpointError, if the model cannot be read or downloaded."""
+    """Return a model of this or another program as a dict with the keys of a checkpoint.
+
+    path: a checkpoint of this program or nanoGPT, a .safetensors file that this program wrote, a
+    Hugging Face folder, or hf:OWNER/NAME. state: the checkpoint's content, if it was already read.
+    The keys are "model" {name in this program: tensor}, "model_args", "config", "spec", "tokenizer"
+    and possibly more; for a bare state dict, "model" only. Raises ValueError if this fails.
+    """
     path = local_folder(str(path))
     if os.path.isdir(path) and not is_sharded(path):
         return read_folder(path)
@@ -54,10 +55,11 @@ def read_model(path, state=None):
 
 
 def make_state(path, weights, shape, tokenizer=None, template=None):
-    """Return a dict with the keys of a checkpoint, see read_model. path: of the weights, for
-    messages. weights: {name in this program: tensor}. shape: the configuration, a GPTConfig or
-    MoEConfig. tokenizer: a Tokenizer or `None`. template: the spec of a ChatTemplate (a dict) or
-    `None`. Raises CheckpointError if `weights` do not fit, ValueError if `shape` is invalid."""
+    """Return a dict with the keys of a checkpoint, see read_model().
+
+    weights: {name in this program: tensor}. template: the spec of a ChatTemplate or `None`.
+    Raises CheckpointError if `weights` do not fit `shape`, ValueError if `shape` is invalid.
+    """
     check_complete(path, weights, shape)
     spec = dict(vocab_size=shape.vocab_size, tokenizer=tokenizer and tokenizer.spec())
     spec |= dict(template=template) if template else {}
@@ -67,9 +69,7 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """Raise CheckpointError unless the tensors in `weights` have exactly the names and shapes of a
-    model with the configuration `shape`, a GPTConfig or MoEConfig. path: of the weights, for
-    messages. weights: {name in this program: tensor}. Raises ValueError for an invalid shape."""
+    """Raise CheckpointError unless weights fit a model of `shape`; ValueError if it is invalid."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
     check_shape(shape, weights)
@@ -82,10 +82,11 @@ def check_complete(path, weights, shape):
 # .safetensors files
 
 def read_safetensors_model(path):
-    """Return the model in a .safetensors file that this program wrote, as a dict with the keys of a
-    checkpoint: "model" {name: tensor}, "model_args", "config", "spec", and others from the header
-    of the file. For a file of another program, "model_args" is {}. Raises CheckpointError for a
-    file that cannot be read, SetupError without the package safetensors."""
+    """Return the model in a .safetensors file of this program, with the keys of a checkpoint.
+
+    "model_args" is {} for a file of another program. Raises CheckpointError for a file that cannot
+    be read, SetupError without the package safetensors.
+    """
     weights, description = read_safetensors(path)
     args = description.setdefault("model_args", {})
     spec = dict(vocab_size=args.get("vocab_size"), tokenizer=description.get("tokenizer"))
@@ -95,11 +96,12 @@ def read_safetensors_model(path):
 
 
 def read_safetensors(path):
-    """Return ({name: tensor}, description) of a .safetensors file. description: a dict with those
-    of the keys model_args, config, spec, tokenizer and formulas that the header of the file has
-    with a value other than null. The tensors are memory-mapped, without a copy in memory. Raises
-    CheckpointError for a file that cannot be read, and for NaN or infinity in a tensor; SetupError
-    without the package safetensors."""
+    """Return ({name: tensor}, description) of a .safetensors file; the tensors are memory-mapped.
+
+    description: those of model_args, config, spec, tokenizer and formulas in the header that are
+    not null. Raises CheckpointError for an unreadable file and for NaN or infinity in a tensor,
+    SetupError without the package safetensors.
+    """
     safetensors = require("safetensors", str(path))
     try:
         with safetensors.safe_open(path, "pt") as f:
@@ -120,10 +122,11 @@ def read_safetensors(path):
 # Hugging Face folders
 
 def read_folder(folder):
-    """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint, see
-    read_model. Reads config.json, the .safetensors files and, if it exists, tokenizer.json; if this
-    file is not supported, prints a message and continues without a tokenizer. Raises
-    CheckpointError for an incomplete folder or an unsupported model, DataError for invalid JSON."""
+    """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint.
+
+    If tokenizer.json is not supported, prints a message and continues without a tokenizer. Raises
+    CheckpointError for an incomplete folder or an unsupported model, DataError for invalid JSON.
+    """
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         raise CheckpointError(f"{folder}: no config.json in it: expected a checkpoint file, such "
@@ -146,10 +149,7 @@ def read_folder(folder):
 
 
 def read_shards(folder):
-    """Return the weights in a Hugging Face folder, {name in transformers: tensor}, memory-mapped.
-    Reads all files that model.safetensors.index.json lists or, if this file is missing,
-    model.safetensors. Raises CheckpointError if a file is missing or damaged or has non-finite
-    values, DataError if the index is not JSON."""
+    """Return the weights {name in transformers: tensor} in a Hugging Face folder, memory-mapped."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if not os.path.exists(index):
         return read_safetensors(os.path.join(folder, "model.safetensors"))[0]

@@ -1,5 +1,4 @@
-"""Write a model as one GGUF file, for llama.cpp and programs built on it: weights, tokenizer, chat
-template.
+"""Write a model, with tokenizer and chat template, as one GGUF file for llama.cpp.
 
 Uses the package gguf. Options that llama.cpp would compute differently are refused by name;
 llama.cpp/src/models defines how each architecture is read.
@@ -34,11 +33,12 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 
 
 def export_gguf(source, to, precision):
-    """Write a model, with tokenizer and chat template if it has these, to the GGUF file `to`, for
-    llama.cpp. source: a Source. precision: "float32", "float16", "bfloat16" or "q8_0", for most
-    matrices; other tensors are float32. Return a description of the file, a text. Raises
-    CheckpointError for models, options and tokenizers that llama.cpp does not have, SetupError
-    without the package gguf."""
+    """Write a Source, with tokenizer and chat template if any, to the GGUF file `to`.
+
+    precision: "float32", "float16", "bfloat16" or "q8_0", for most matrices; other tensors are
+    float32. Returns a description. Raises CheckpointError for models, options and tokenizers that
+    llama.cpp does not have, SetupError without the package gguf.
+    """
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
     if kind not in ARCHITECTURES:
@@ -73,10 +73,11 @@ def export_gguf(source, to, precision):
 # weights
 
 def gguf_tensors(weights, c, kind, arch, names):
-    """Return {name in llama.cpp: tensor}, in the layout of llama.cpp. weights: {name in this
-    program: tensor}. c: the GPTConfig or MoEConfig. kind: the model_type, a key of FAMILIES. arch:
-    the name of the architecture in llama.cpp. names: a TensorNameMap of the package gguf, which
-    converts names in transformers to names in llama.cpp. Raises CheckpointError for other names."""
+    """Return {name in llama.cpp: tensor}, in the layout of llama.cpp.
+
+    kind: the model_type, a key of FAMILIES. arch: the architecture in llama.cpp. names: the package
+    gguf's TensorNameMap. Raises CheckpointError for tensors that transformers does not have.
+    """
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
         if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
@@ -92,10 +93,11 @@ def gguf_tensors(weights, c, kind, arch, names):
 
 
 def write_shape(writer, source, arch):
-    """Write the name and the configuration (sizes, positions) of a Source to `writer`, a
-    GGUFWriter. arch: the name of the architecture in llama.cpp, which is part of the keys. The
-    context length is at most the size of an attention window, because llama.cpp does not compute
-    windows."""
+    """Write name, sizes and positions of a Source to `writer`, a GGUFWriter.
+
+    arch: the architecture in llama.cpp, a part of the keys. The context length is at most that of a
+    window, because llama.cpp does not compute windows.
+    """
     c = source.shape
     # No windows in llama.cpp: only texts that fit into one are computed the same.
     windows = [c.window for letter in list_layers(c) if letter in "Ww"]
@@ -123,9 +125,7 @@ def write_shape(writer, source, arch):
 # tokenizer and chat
 
 def write_tokenizer(writer, source):
-    """Write the tokenizer (tokens, token types, merges, special tokens) and the chat template, if
-    any, of a Source that has a tokenizer to `writer`, a GGUFWriter. Raises CheckpointError for a
-    tokenizer that llama.cpp does not have."""
+    """Write the tokenizer and chat template; CheckpointError for one that llama.cpp lacks."""
     from gguf import TokenType
     tokenizer = source.tokenizer
     template = source.template
@@ -163,9 +163,7 @@ def write_tokenizer(writer, source):
 
 
 def pattern_name(content):
-    """Return llama.cpp's name of the way in which a tokenizer splits text before pairs are merged,
-    e.g. "gpt-2" or "llama-bpe"; `None` if llama.cpp does not have it. content: the dict in a
-    tokenizer.json."""
+    """Return llama.cpp's name for how a tokenizer.json splits text, e.g. "llama-bpe", or `None`."""
     model = content["model"]
     splitter = content.get("pre_tokenizer") or {}
     *splits, last = splitter.get("pretokenizers", [splitter])

@@ -1,8 +1,8 @@
-"""Convert names and layouts of tensors between `transformers` or nanoGPT and this program ("our
-names"). One table, NAMES, is used in both directions.
+"""Convert names and layouts of tensors from `transformers` or nanoGPT to ours, and back.
 
-Shapes differ in few places: GPT-2 concatenates q, k, v and transposes matrices, experts are
-separate tensors, our vocabulary is padded to a multiple of 128, and Gemma stores norms minus 1.
+One table, NAMES, is used in both directions. Shapes differ in few places: GPT-2 concatenates q, k,
+v and transposes matrices, experts are separate tensors, our vocabulary is padded to a multiple of
+128, and Gemma stores norms minus 1.
 """
 
 import re
@@ -15,8 +15,7 @@ from train.base.tensors import find_non_finite
 
 
 def in_layers(prefix, parts):
-    """Return the table of the modules in each layer, as in NAMES. parts: {name in our layer: name
-    in theirs}. prefix: of their layers, e.g. "model.layers"."""
+    """Return {our module: other module} of `parts`, modules in each layer under `prefix`."""
     return {f"h.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in parts.items()}
 
 
@@ -35,7 +34,7 @@ MIXTRAL_EXPERTS = {
 
 
 def like_llama(*parts):
-    """Return the table of a model with the modules `parts`, tables of modules in a layer."""
+    """Return the table of a Llama-like model with `parts`, tables of modules in a layer."""
     table = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
     for part in (ATTENTION, *parts):
         table |= in_layers("model.layers", part)
@@ -80,10 +79,11 @@ EMBEDDINGS = ("wte.weight", "lm_head.weight")
 
 
 def rename(name, table, known_only=True):
-    """Return the name of a tensor, MODULE.weight or MODULE.bias, with MODULE replaced by the entry
-    in `table` {module: new module}. {} in both is a number, e.g. of a layer, which is kept. If
-    MODULE is not in the table: raise CheckpointError if known_only is True, otherwise return
-    `name`."""
+    """Return a tensor's name, MODULE.weight or MODULE.bias, with MODULE replaced by table[MODULE].
+
+    {} in the table is a number, e.g. of a layer, which is kept. For an unknown MODULE, raises
+    CheckpointError if known_only, otherwise returns `name`.
+    """
     module, _, kind = name.rpartition(".")
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
     new = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module))
@@ -96,10 +96,11 @@ def rename(name, table, known_only=True):
 # writing
 
 def complete_weights(weights, shape, kind):
-    """Return a new dict with `weights`, {name in this program: tensor}, as the first step of an
-    export. The padding of the vocabulary is removed. Norms of queries and keys without weights get
-    weights of ones. For "gpt2" and "nanogpt", q, k and v are concatenated as attn.qkv; for "gpt2",
-    missing biases are zeros. shape: the GPTConfig or MoEConfig. kind: a key of NAMES."""
+    """Return a new dict of weights, completed for an export, without padding of the vocabulary.
+
+    Norms of queries and keys without weights get weights of ones. For "gpt2" and "nanogpt", q, k
+    and v are concatenated as attn.qkv; for "gpt2", missing biases are zeros.
+    """
     out = {n: t[:shape.vocab_size] if n in EMBEDDINGS else t for n, t in weights.items()}
     if shape.qk_norm and shape.qk_norm_type == "plain":  # ours have no weights
         out |= {f"h.{i}.attn.{part}_norm.weight": torch.ones(shape.head_dim)
@@ -115,8 +116,7 @@ def complete_weights(weights, shape, kind):
 
 
 def convert_weights(weights, precision):
-    """Return {name: tensor}: `weights` {name: tensor} converted to the dtype `precision`, a name,
-    e.g. "bfloat16". Raises CheckpointError for values that are too large for this dtype."""
+    """Return weights in the dtype named `precision`; CheckpointError for values too large."""
     weights = {n: t.to(getattr(torch, precision)) for n, t in weights.items()}
     if bad := find_non_finite(weights):
         raise CheckpointError(f"{bad} is too large for {precision}: --save_precision bfloat16")
@@ -124,10 +124,11 @@ def convert_weights(weights, precision):
 
 
 def write_weights(weights, shape, kind):
-    """Convert weights for an export. Return {name in transformers or nanoGPT: tensor}, in the
-    layout that is used there (e.g. q, k, v concatenated, experts separate). weights: {name in this
-    program: tensor}. shape: the GPTConfig or MoEConfig of the model. kind: a key of NAMES, e.g.
-    "llama". Raises CheckpointError for a tensor that does not exist in that program."""
+    """Return {name in transformers or nanoGPT: tensor} for an export, in the layout used there.
+
+    kind: a key of NAMES, e.g. "llama". The layout has e.g. q, k, v concatenated, experts separate.
+    Raises CheckpointError for a tensor that does not exist in that program.
+    """
     out = {}
     for name, t in complete_weights(weights, shape, kind).items():
         if kind == "gpt2" and name.startswith("h.") and t.dim() == 2:
@@ -147,14 +148,14 @@ def write_weights(weights, shape, kind):
 # reading
 
 def read_weights(tensors, kind, path):
-    """Convert weights of other programs. Return {name in this program: tensor}, with q, k, v as
-    separate tensors and the vocabulary padded with zeros to a multiple of 128 rows.
+    """Return {name in this program: tensor} for the weights of another program.
 
-    tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES, e.g. "llama". path: of
-    the weights, for messages. Buffers, the output layers of encoders and the vision part of Gemma 3
-    are left out. Unknown names are kept, and begin with "lm_head.", "model." or, for GPT-2 and
-    nanoGPT, "transformer.". Raises CheckpointError for shapes that cannot be converted, and for
-    some missing tensors, e.g. experts; check_complete finds all.
+    tensors: {name in transformers or nanoGPT: tensor}. kind: a key of NAMES. path: for messages.
+    q, k, v become separate, and the vocabulary is padded with zeros to a multiple of 128 rows.
+    Buffers, the output layers of encoders and the vision part of Gemma 3 are left out. Unknown
+    names are kept, and begin with "lm_head.", "model." or, for GPT-2 and nanoGPT, "transformer.".
+    Raises CheckpointError for shapes that cannot be converted and some missing tensors, e.g.
+    experts; check_complete finds all.
     """
     names = {theirs: ours for ours, theirs in NAMES[kind].items()}
     root = "transformer." if NAMES[kind] is GPT2 else "model."
@@ -190,11 +191,12 @@ def read_weights(tensors, kind, path):
 
 
 def fold_bert(weights, is_roberta):
-    """Return a new dict with `weights`, {name in this program: tensor}, of a BERT model, without
-    parts that a GPTConfig lacks. The embedding of the first segment is added to the position
-    embedding. The norm after each layer ("out") becomes the norm before the next layer, or the
-    final norm, which is the same with norm_position "stream". is_roberta: remove the first rows of
-    the position embedding, which RoBERTa does not use. Raises KeyError if a tensor is missing."""
+    """Return a new dict with the weights of a BERT, without parts that a GPTConfig lacks.
+
+    The embedding of the first segment is added to the position embedding. The norm after each layer
+    ("out") becomes that before the next layer, or the final norm. is_roberta: remove the position
+    rows that RoBERTa does not use. Raises KeyError if a tensor is missing.
+    """
     out = {n: t for n, t in weights.items() if not n.startswith("token_type") and ".out." not in n}
     first = ROBERTA_POSITIONS if is_roberta else 0
     out["wpe.weight"] = out["wpe.weight"][first:] + weights["token_type.weight"][0]
@@ -207,9 +209,7 @@ def fold_bert(weights, is_roberta):
 
 
 def stack_experts(weights):
-    """Return a new dict with `weights`, {name in this program: tensor}, in which the experts of a
-    layer, e.g. h.0.mlp.up.0.weight, h.0.mlp.up.1.weight, ..., are one tensor, h.0.mlp.up.weight (E,
-    out, in). Raises KeyError if the numbers of the experts are not 0, 1, 2, ... without a gap."""
+    """Return weights with a layer's experts as one tensor (E, out, in); KeyError for a gap."""
     out = {}
     experts = {}
     for name, t in weights.items():

@@ -16,10 +16,11 @@ from train.optimizer import matches
 # the layer
 
 class LoRALinear(nn.Linear):
-    """Linear layer with a LoRA adapter of rank r, made from `layer`, an nn.Linear: forward(x (...,
-    in)) returns x W^T + bias with W = base + scale * lora_B @ lora_A. base (out, in): the weight of
-    `layer`, the same parameter, which add_adapters() freezes. lora_A (r, in), lora_B (out, r): new
-    parameters, not initialised here. The property `weight` is W."""
+    """Linear layer with a LoRA adapter: x W^T + bias with W = base + scale * lora_B @ lora_A.
+
+    layer: an nn.Linear, of which base (out, in) is the weight, the same parameter.
+    lora_A (r, in), lora_B (out, r): new parameters, not initialised here.
+    """
 
     def __init__(self, layer, r, scale):
         nn.Module.__init__(self)
@@ -33,8 +34,7 @@ class LoRALinear(nn.Linear):
 
     @property
     def weight(self):
-        """The merged weight base + scale * lora_B @ lora_A (out, in), in the dtype of the adapter.
-        It is computed at each access: for decoding and export, not for training."""
+        """Merged weight W (out, in) in the adapter's dtype; slow: computed at each access."""
         with torch.autocast(self.base.device.type, enabled=False):
             base = self.base.to(self.lora_B.dtype)
             return torch.addmm(base, self.lora_B, self.lora_A, alpha=self.scale)
@@ -46,14 +46,12 @@ class LoRALinear(nn.Linear):
 
 
 class _LoRAFunction(torch.autograd.Function):
-    """The autograd function of LoRALinear: apply(x (..., in), base (out, in), bias (out,) or
-    `None`, A (r, in), B (out, r), scale) returns x base^T + bias + scale * (x A^T) B^T, in the
-    dtype of x.
+    """Autograd function of LoRALinear: x base^T + bias + scale * (x A^T) B^T in the dtype of x.
 
-    The merged weight is never computed: it would need a float32 copy of the backbone in each pass,
-    and in bfloat16 a small adapter would be lost to rounding. `base` is converted to the dtype of x
-    in both passes. If it is frozen, no gradient is computed for it, which saves a third of the
-    matrix products of a step.
+    apply(x (..., in), base (out, in), bias (out,) or `None`, A (r, in), B (out, r), scale).
+    The merged weight is never computed: it needs a float32 copy of the backbone in each pass, and
+    in bfloat16 a small adapter is lost to rounding. A frozen `base` has no gradient, which saves a
+    third of the matrix products per step.
     """
 
     @staticmethod
@@ -94,16 +92,15 @@ class _LoRAFunction(torch.autograd.Function):
 # a model with adapters
 
 def is_adapter(name):
-    """Return whether the parameter `name` belongs to an adapter, i.e. ends with .lora_A or .lora_B.
-    """
+    """Return whether a parameter name is that of an adapter: it ends with .lora_A or .lora_B."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
 def initial_adapter(name, shape, seed):
-    """Return the initial value, a tensor of `shape`, of the adapter parameter `name`: zeros for
-    lora_B; for lora_A (r, in) uniform between -1 / sqrt(in) and 1 / sqrt(in), as in peft
-    (kaiming_uniform with a = sqrt(5)). The values are a function of the integer `seed` and of
-    `name`."""
+    """Return the initial value of an adapter parameter, a function of (name, shape, seed).
+
+    lora_B: zeros. lora_A (r, in): uniform between -1 / sqrt(in) and 1 / sqrt(in), as in peft.
+    """
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
@@ -112,11 +109,12 @@ def initial_adapter(name, shape, seed):
 
 
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
-    """Freeze all parameters of `model`, a GPT with the mixin WithAdapters, and replace the linear
-    layers in the blocks that `targets` selects by LoRALinear of rank r. Changes `model` in place
-    and returns it; if r is 0, nothing is changed. seed: an integer, for the initial values of the
-    adapters (on the meta device they are not set). scale: factor of the adapters. targets: patterns
-    of names, as for find_layers(), with the same ConfigError."""
+    """Freeze a GPT and add adapters of rank r to the layers that `targets` selects, in place.
+
+    Returns the model, which needs the mixin WithAdapters and is unchanged if r is 0.
+    seed: for the adapters' initial values, which are not set on the meta device.
+    targets: patterns as for find_layers(), with the same ConfigError.
+    """
     if not r:
         return model
     model.requires_grad_(False)
@@ -128,10 +126,11 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 
 def find_layers(model, targets):
-    """Return the names, e.g. h.0.attn.q, of the nn.Linear modules in the blocks of `model`, a GPT,
-    that match at least one pattern. targets: a list of patterns, each one or several consecutive
-    parts of a name, with wildcards: attn.q, mlp, h.3, h.*.mlp. Raises ConfigError if the list is
-    empty, or for a pattern that matches no layer."""
+    """Return the names, e.g. h.0.attn.q, of the linear layers in a GPT's blocks that match.
+
+    targets: patterns, each one or several consecutive parts of a name: attn.q, mlp, h.3, h.*.mlp.
+    Raises ConfigError if the list is empty, or for a pattern that matches no layer.
+    """
     names = [f"h.{n}" for n, m in model.h.named_modules() if isinstance(m, nn.Linear)]
     for pattern in targets or [""]:
         if not any(matches(name, pattern) for name in names):
@@ -143,9 +142,10 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return the state dict {name: tensor} of `model`, a GPT with or without adapters, with the
-    names of a plain GPT: LAYER.weight, the merged weight, replaces base, lora_A and lora_B of a
-    layer. Other tensors are those of the model, not copies. Frozen tensors are included."""
+    """Return a plain GPT's state dict: LAYER.weight replaces the base and adapter of a layer.
+
+    Other tensors are those of the model, not copies. Frozen tensors are included.
+    """
     merged = {}
     for name, t in nn.Module.state_dict(model).items():  # with the frozen tensors, see below
         if name.endswith(".base"):
@@ -157,9 +157,7 @@ def merge(model):
 
 
 class WithAdapters:
-    """Mixin for a GPT to which add_adapters() can be applied. It extends two methods: initial()
-    also returns the initial values of adapters; adopt(weights), which translates the names of the
-    weights to start from, renames LAYER.weight to LAYER.base for layers with an adapter."""
+    """Mixin for a GPT to which add_adapters() can be applied; extends initial() and adopt()."""
 
     def initial(self, name, shape, seed):
         if is_adapter(name):
@@ -176,19 +174,20 @@ class WithAdapters:
 
 
 class PartialStateDict:
-    """Mixin for a model of which only a part is saved: state_dict() returns and load_state_dict()
-    accepts only the tensors for which is_saved(name), a method that the subclass defines, is true.
-    load_backbone() sets all tensors, including the frozen backbone, which is saved in a separate
-    checkpoint."""
+    """Mixin for a model of which only the tensors with is_saved(name) are saved and loaded.
+
+    The subclass defines is_saved(); load_backbone() sets all tensors, also the frozen backbone.
+    """
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
         return {name: t for name, t in state.items() if self.is_saved(name)}
 
     def load_backbone(self, weights):
-        """Set the parameters and buffers of the model to the tensors in `weights` {name: tensor}
-        themselves, without copies, so that the model may be on the meta device. Raises
-        RuntimeError unless `weights` has exactly the names and shapes of the whole model."""
+        """Set all tensors of the model, also on the meta device, to those in `weights`, not copies.
+
+        Raises RuntimeError unless `weights` has exactly the names and shapes of the model.
+        """
         super().load_state_dict(weights, assign=True)
 
     def load_state_dict(self, state_dict, strict=True, assign=False):

@@ -6,10 +6,10 @@ from train.base.errors import printable
 
 
 class Detokenizer:
-    """Converts tokens to text during generation, one add(token) at a time. Held back until later
-    tokens complete or exclude them: the bytes of an incomplete UTF-8 character, a carriage return,
-    which may begin a line end, and text that may begin a stop string. tokenizer: a Tokenizer.
-    stop_strings: texts that end the generation. The attribute `stopped` is true once one was found.
+    """Incremental conversion of tokens to text; `stopped` is true once a stop string was found.
+
+    Held back until later tokens complete or exclude them: an incomplete UTF-8 character, a carriage
+    return, which may begin a line end, and text that may begin a stop string.
     """
 
     def __init__(self, tokenizer, stop_strings=()):
@@ -20,10 +20,11 @@ class Detokenizer:
         self.stopped = False
 
     def add(self, token=None, last=False):
-        """Add a token, and return the new text that is complete now, possibly "". token: an id,
-        `None`: no new token. last: return also the text that is held back; an incomplete character
-        becomes U+FFFD. If a stop string is found, return the text before it and set `stopped`; do
-        not call add() afterwards."""
+        """Add a token id (`None`: no new token) and return the text that is now complete, or "".
+
+        last: return held-back text too; an incomplete character becomes U+FFFD.
+        If a stop string is found, return the text before it; do not call add() afterwards.
+        """
         data = b"" if token is None else self.tokenizer.bytes_of(token)
         self.pending += self.decoder.decode(data, last)
         positions = [self.pending.find(stop) for stop in self.stop_strings if stop in self.pending]
@@ -40,10 +41,7 @@ class Detokenizer:
 
 
 class TextStreamer:
-    """Callback that prints the text of a single sequence during generation: pass an instance as the
-    argument on_token of generate(), which calls it with a tensor (1,) for each new token.
-    tokenizer: a Tokenizer. stop_tokens: ids that are not printed. Control characters are escaped.
-    Text that is held back at the end is not printed."""
+    """Callback on_token of generate(): prints one sequence, not the text held back at the end."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer = Detokenizer(tokenizer)

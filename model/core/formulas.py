@@ -26,18 +26,22 @@ FILES = ("model/gpt.py", "model/core/ops.py", "model/core/adapters.py")  # of ev
 
 @functools.cache
 def read_record():
-    """Return the content of formulas.json, a dict: "files", paths of the files with code that
-    computes logits; "not_logits", names of definitions (functions, classes) in them that do not
-    affect logits; "digests" {"DEFINITION (FILE)": digest} of all other definitions, at the time
-    when logits were last compared with other programs."""
+    """Return the content of formulas.json, a dict.
+
+    "files": paths of the files with code that computes logits.
+    "not_logits": names of functions and classes in them that do not affect logits.
+    "digests" {"DEFINITION (FILE)": digest}: the others, when logits were last compared.
+    """
     return json.loads(RECORD.read_text())
 
 
 @functools.cache
 def digests(kind=None):
-    """Return {"DEFINITION (FILE)": digest} of the source code on disk that computes the logits of
-    the model type `kind`, e.g. "moe"; `None`: of all files in formulas.json. DEFINITION is the name
-    of a function or class, or "statements" for the code outside of them."""
+    """Return {"DEFINITION (FILE)": digest} of the code on disk for the logits of a model type.
+
+    kind: e.g. "moe"; `None`: all files in formulas.json. DEFINITION: a function, a class, or
+    "statements", the code outside of them.
+    """
     code = {}
     for file in read_record()["files"]:
         path = Path(REPOSITORY, file)
@@ -51,10 +55,10 @@ def digests(kind=None):
 
 
 def simplify(node):
-    """Convert `node`, an ast node or a list of nodes, to nested lists, from which digests are
-    computed. Docstrings and the definitions in "not_logits" of formulas.json are left out. Empty
-    fields are left out, too, unlike in ast.dump, because their number differs between versions of
-    Python."""
+    """Convert an ast node, or a list of nodes, to the nested lists from which digests are computed.
+
+    Leaves out docstrings, definitions in "not_logits", and empty fields, which depend on Python.
+    """
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
         return [simplify(part) for part in node if getattr(part, "name", None) not in ignored
@@ -66,19 +70,17 @@ def simplify(node):
 
 
 def edited(kind=None):
-    """Return {"DEFINITION (FILE)": present digest} of the definitions that were edited, i.e. whose
-    digest in formulas.json is different or missing. kind: a model type, of which only the code for
-    the logits is considered; `None`: all code. The result is {} in an unedited repository."""
+    """Return the part of digests(kind) that differs from formulas.json: the edited definitions."""
     recorded = read_record()["digests"]
     return {name: value for name, value in digests(kind).items() if recorded.get(name) != value}
 
 
 def find_edits(state, kind):
-    """Return a list of the names "DEFINITION (FILE)" of definitions that were edited, i.e. differ
-    from formulas.json, in this program or in the program that wrote `state`, and are not the same
-    in both. state: the dict of a checkpoint or of meta.json, in which "formulas" has the digests of
-    the definitions that were edited there; without this key the result is []. kind: the model type
-    of `state`, of which only the code for the logits is considered."""
+    """Return the edited definitions that differ between this program and the writer of `state`.
+
+    state: dict of a checkpoint or of meta.json; "formulas" has the digests of the definitions that
+    were edited there. Without this key the result is []. kind: the model type of `state`.
+    """
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
         return []
@@ -90,19 +92,17 @@ warn_once = functools.cache(warn_stderr)  # several parts of a run read the same
 
 
 def warn_of_differences(state, path, kind):
-    """Print a warning to stderr if find_edits(state, kind) is not empty: the logits may differ from
-    those in training. Only rank 0 prints, and each message only once. path: the file with `state`,
-    for the message."""
+    """Warn on stderr, on rank 0 and once per message, if find_edits(state, kind) is not empty."""
     if (names := find_edits(state, kind)) and not env_rank():
         warn_once(f"{path}: written with other formulas than this program's, and the logits may "
                   f"differ: {', '.join(names)}")
 
 
 def check_formulas(state, path, kind):
-    """Raise CheckpointError if a checkpoint must not be exported: if the code for the logits of the
-    model type `kind` was edited in this program since formulas.json was written, or differs from
-    the program that wrote the checkpoint. state: the dict of the checkpoint, read from the file
-    `path`."""
+    """Raise CheckpointError if the code for a checkpoint's logits was edited: not to be exported.
+
+    That is, since formulas.json was written, or compared with the program that wrote `state`.
+    """
     if names := [*edited(kind)] or find_edits(state, kind):
         raise CheckpointError(
             f"{path}: edited since exports were compared with other programs: {', '.join(names)}; "
@@ -115,8 +115,7 @@ class RecordOptions:
 
 
 def record(options):
-    """Write the digests of the source code on disk to formulas.json, and print the names of the
-    definitions that had been edited. options: a RecordOptions, without content."""
+    """Write the digests of the code on disk to formulas.json, and print the edited definitions."""
     names = ", ".join(edited()) or "nothing was edited"
     RECORD.write_text(json.dumps(read_record() | dict(digests=digests()), indent=1) + "\n")
     print(f"Recorded: {names}")

@@ -16,8 +16,7 @@ NON_FINITE_LOGITS = "the model's logits are not finite: no token can be sampled 
 
 @dataclass
 class SamplingOptions:
-    """Base class of command-line options with the arguments of generate(): max_new_tokens,
-    temperature, top_k, top_p, min_p, seed."""
+    """Base class of command-line options: the arguments of generate() for sampling."""
     max_new_tokens: int = key(256, "maximum number of new tokens", ge=0)
     temperature: float = key(0.0, "0: always the most likely token", ge=0)
     top_k: int | None = key(None, "sample from the K most likely tokens", ge=1, metavar="K")
@@ -28,7 +27,7 @@ class SamplingOptions:
     seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
 
     def sampling(self):
-        """Return a dict of the options except max_new_tokens, keyword arguments of generate()."""
+        """Return the options except max_new_tokens, as keyword arguments of generate()."""
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
@@ -37,10 +36,9 @@ class SamplingOptions:
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None,
              stop_token=None, on_token=None, n_vocab=None, min_p=None, lengths=None,
              samples_per_row=1):
-    """Continue each prompt with up to max_new_tokens tokens. Return token ids (rows, T + new
-    tokens) int64 with the prompts at the start, where rows = B * samples_per_row.
+    """Continue each prompt; return ids (rows, T + new) int64 that begin with the prompts.
 
-    model: a GPT in eval mode. idx (B, T) int64: the prompts.
+    model: a GPT in eval mode. idx (B, T) int64: the prompts. rows = B * samples_per_row.
     temperature: 0: always the most likely token.
     top_k, top_p, min_p: sample from the top_k most likely tokens; from the most likely ones with a
     total probability of top_p (arXiv:1904.09751); from those with at least min_p times the
@@ -50,13 +48,13 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     stop_token: an id or a list of ids, after which a row is finished. A finished row is padded with
     the stop token; generation ends when all rows are finished.
     on_token: called with the new tokens (rows,) of each step. Generation ends if it returns true.
-    n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled. `None`: no such ids.
+    n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled; `None`: no such ids.
     lengths (B,): true lengths of right-padded prompts; new tokens are in the columns from T on.
     samples_per_row: continuations per prompt, in consecutive rows; the prompt is computed once.
 
     When the context is full, the last half of it is computed again from position 0, and generation
-    continues. With `lengths` this is not possible: the caller must ensure that T + max_new_tokens
-    is at most block_size. Raises ValueError if the logits are not finite.
+    continues. With `lengths` the caller must ensure that T + max_new_tokens is at most block_size.
+    Raises ValueError if the logits are not finite.
     """
     c = model.config
     size = min(c.block_size, idx.size(1) + max_new_tokens)
@@ -93,11 +91,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def remove_rows(cache, active, is_done, n):
-    """Remove finished rows from a cache, in place: unfinished rows from the end overwrite them.
-    Return (cache, active) of the n unfinished rows; `active` is also changed in place. Unless at
-    least an eighth of the rows is finished, the arguments are returned unchanged, which saves
-    copies. cache: a KVCache; active (rows,): for each row of the cache, the index in the batch;
-    is_done (rows,) bool: whether the row is finished."""
+    """Remove finished rows from a KVCache; return (cache, active) of the n unfinished rows.
+
+    active (rows,): index in the batch of each row, changed in place, as is the cache.
+    is_done (rows,) bool. If less than an eighth of the rows is finished, nothing is changed.
+    """
     if 8 * n > 7 * len(active):
         return cache, active
     targets = is_done[:n].nonzero()[:, 0].tolist()
@@ -108,20 +106,20 @@ def remove_rows(cache, active, is_done, n):
 
 
 def create_generators(seed, device):
-    """Return a list of torch.Generator on `device`, one for each seed, in the same order. seed: an
-    int, `None` (a random seed), or a list of ints and `None`."""
+    """Return a torch.Generator per seed; seed: an int, `None` (random), or a list of these."""
     seeds = seed if isinstance(seed, list) else [seed]
     return [torch.Generator(device).manual_seed(secrets.randbits(63) if s is None else s)
             for s in seeds]
 
 
 def start_cache(model, idx, size, lengths=None, samples_per_row=1):
-    """Return (cache, pending) for the prompts idx (B, T): a KVCache for `size` tokens per row, and
-    the ids (B * samples_per_row, n) that the caller passes to the model next. By default the cache
-    is empty, and pending are the prompts, cut to the last block_size tokens. lengths (B,): true
-    lengths of right-padded prompts. samples_per_row: copies of each prompt, next to each other.
-    With lengths, or with several copies, the prompts are computed here, in one pass, except the
-    last token of each, which is pending."""
+    """Return (cache, pending) for prompts (B, T): a KVCache, and the ids to pass to the model next.
+
+    size: tokens per row of the cache. lengths (B,): true lengths of right-padded prompts.
+    samples_per_row: copies of each prompt, in consecutive rows.
+    pending (B * samples_per_row, n): the prompts, cut to the last block_size tokens. With lengths
+    or several copies, only the last tokens: the others are computed here, in one pass.
+    """
     cache = create_cache(model, idx.size(0), size)
     pending = idx[:, -model.config.block_size:]
     if lengths is not None:
@@ -142,18 +140,19 @@ def start_cache(model, idx, size, lengths=None, samples_per_row=1):
 
 
 def eager_mode(model):
-    """Return a context manager in which a model that was compiled with torch.compile runs without
-    compilation, because shapes change with every token. For other models it does nothing."""
+    """Return a context in which a compiled model runs eagerly: shapes change with each token."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
 def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
-    """Return a sampled token id for each row of logits (B, V): (B,) int64, -1 for a row whose
-    largest logit is not finite (an exception would need a synchronisation with the GPU).
-    temperature, top_k, top_p, min_p: as for generate(). generators: a list of n torch.Generators;
-    the rows are divided into n groups of equal size, one for each."""
+    """Return a sampled token id for each row of logits (B, V): (B,) int64.
+
+    -1 for a row whose largest logit is not finite (an exception needs a GPU synchronisation).
+    temperature, top_k, top_p, min_p: as for generate().
+    generators: n torch.Generators; each is used for one of n groups of rows of equal size.
+    """
     if temperature < 1e-38:  # zero in float32
         largest, index = logits.max(-1)
         return torch.where(largest.isfinite(), index, -1)
@@ -176,13 +175,12 @@ def sample_tokens(logits, temperature, top_k, top_p, generators, min_p=None):
 
 
 def sample_indices(weights, generators):
-    """Return a random index (B, 1) for each row of weights (B, V), with probability proportional to
-    the weight; any index from 0 to V - 1 if the weights are not finite. generators: as for
-    sample_tokens().
+    """Return a random index (B, 1) per row of weights (B, V), in proportion to the weights.
 
+    If they are not finite: any index from 0 to V - 1. generators: as for sample_tokens().
     On a CPU, one uniform number per row is looked up in the cumulative sum (torch.multinomial uses
-    V random numbers). On a GPU, the result is argmax(weights / exponential random numbers), which
-    needs no check for NaN; torch.multinomial would end the CUDA context of the process.
+    V). On a GPU, argmax(weights / exponential random numbers) needs no check for NaN, at which
+    torch.multinomial ends the CUDA context of the process.
     """
     shares = weights.chunk(len(generators))
     if weights.device.type != "cpu":
@@ -198,11 +196,12 @@ def sample_indices(weights, generators):
 
 
 def encode_prompt(tokenizer, prompt, parse_special=False):
-    """Return the list of ids of the text `prompt`, after the ids tokenizer.start, if any. If this
-    list is empty, return one id: the end-of-text token, which precedes each document, or 0 if the
-    tokenizer has none. parse_special: encode the texts of special tokens as special tokens
-    (default: as ordinary text). Raises ValueError for characters or special tokens that the model
-    does not have."""
+    """Return the list of ids for the text `prompt`, after the ids tokenizer.start; never empty.
+
+    Instead of []: the end-of-text token, which precedes each document, or 0 without such a token.
+    parse_special: encode the texts of special tokens as special tokens, not as ordinary text.
+    Raises ValueError for characters or special tokens that the model does not have.
+    """
     encode = tokenizer.encode_special if parse_special else tokenizer.encode
     ids = tokenizer.begin(encode(prompt) if prompt else [])
     if max(ids, default=0) >= tokenizer.n_vocab:  # a special token of images
@@ -211,23 +210,20 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
 
 
 def find_ends(model, tokenizer):
-    """Return the sorted list of the ids that end a text: the tokenizer's end of text, if it has
-    one, and the end tokens of a published model (config.eos_ids, and the `ends` of its template).
-    model: a GPT, or a wrapper of one."""
+    """Return the sorted ids that end a text: end of text, config.eos_ids, ends of the template."""
     template = getattr(model, "template", None)
     named = map(int, model.config.eos_ids.split(",")) if model.config.eos_ids else ()
     return sorted({tokenizer.eot_token, *named, *(template.ends if template else ())} - {None})
 
 
 def sample(model, data, config):
-    """Return a list of texts for samples.txt, which a run writes: each prompt in
-    config.sample_prompts (default: one empty prompt, the beginning of a document) with a
-    continuation of config.sample_tokens tokens, sampled with the seed of the run, so that every
-    call uses the same random numbers. [] if data.spec has no tokenizer.
+    """Return the texts for samples.txt: each of config.sample_prompts with a continuation.
 
-    A function of the model interface (train/system.py), for GPTs in training. The model must be in
-    eval mode; if it is sharded, all ranks must call this function. A ValueError, e.g. for NaN
-    logits, is not raised: the message is written into the text.
+    A function of the model interface (train/system.py), for GPTs in training, in eval mode.
+    config.sample_tokens is the continuation's length; config.seed makes every call use the same
+    random numbers. Without prompts: one empty prompt, the beginning of a document. Without a
+    tokenizer: []. The message of a ValueError, e.g. for NaN logits, is written into the text.
+    If the model is sharded, all ranks must call.
     """
     if not data.spec.get("tokenizer"):
         return []

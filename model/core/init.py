@@ -8,12 +8,10 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Initialise `model` in place: set each tensor of model.state_dict(), i.e. parameters and
-    persistent buffers, to the result of model.initial(name, shape, seed). If the result is `None`,
-    the value from __init__ is kept. Names in `filled` and tensors on the meta device are not set.
+    """Set each tensor of model.state_dict() to model.initial(name, shape, seed); return the names.
 
-    Return the set of all names in the state dict. A later call, after modules were added to the
-    model, sets only the new ones if it gets this set as `filled`.
+    If initial() returns `None`, the value from __init__ is kept. Not set: names in `filled` (e.g.
+    the result of a call before modules were added), and tensors on the meta device.
     """
     tensors = model.state_dict()
     for name, tensor in tensors.items():
@@ -26,15 +24,13 @@ def fill(model, seed, filled=()):
 
 
 def normal(name, shape, std, seed):
-    """Return a float32 tensor of `shape` with random values from a normal distribution with mean 0
-    and standard deviation `std`: a pure function of the four arguments. name: of the parameter."""
+    """Return float32 values from N(0, std^2), a pure function of the four arguments."""
     generator = torch.Generator().manual_seed(stable_hash(seed, name))
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
 def stable_hash(seed, name):
-    """Return a non-negative int below 2^63, a hash of the integer `seed` and the text `name`. It is
-    the same on every machine and in every process, unlike Python's hash()."""
+    """Return a hash of (seed, name) from 0 to 2^63 - 1 that is the same in every process."""
     h = 0xCBF29CE484222325 ^ seed
     for byte in name.encode():
         h = ((h ^ byte) * 0x100000001B3) % 2**64  # FNV-1a

@@ -26,8 +26,7 @@ class KVCache:
     used = frozenset()  # layers that have stored keys; start() replaces it
 
     def __init__(self, config, rows, device, dtype, size=None):
-        """Create an empty cache. config: the GPTConfig of the model. rows: number of texts (B).
-        dtype: of keys and values. size: maximum number of tokens per row (default: block_size)."""
+        """Create an empty cache for `rows` texts of up to `size` tokens (default: block_size)."""
         c = self.config = config
         # With key_offset, a place for what the next token needs of the last key.
         slots = (size or c.block_size) + c.key_offset
@@ -48,36 +47,32 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a new KVCache in which every tensor is replaced by f(tensor, dim), where dim is
-        the index of the dimension that counts rows."""
+        """Return a KVCache with f(tensor, dim) of each tensor; dim is the one that counts rows."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
         return new
 
     def clear(self):
-        """Empty all rows in place; the memory stays allocated. Called on a view cache[rows], it
-        empties these rows of the whole cache."""
+        """Empty all rows in place; on a view cache[rows], these rows of the original cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.history.zero_()
 
     def copy_rows(self, sources, targets):
-        """Overwrite the rows `targets` with copies of the rows `sources`, in place. Each argument
-        is an index or a list of indices."""
+        """Overwrite rows `targets` with rows `sources` in place; each is an index or a list."""
         for name, dim in ROW_DIMS.items():
             rows = getattr(self, name).movedim(dim, 0)
             rows[targets] = rows[sources]
 
     def start(self, idx):
-        """Begin a forward pass over the tokens idx (B, T), which are appended to the rows: increase
-        the lengths of the rows by T. Each layer must then store the keys and values with update().
+        """Begin a forward pass that appends the tokens idx (B, T); return (positions, history).
 
-        Return (positions, history): the positions of the tokens, (B, T), or (1, T) if all rows have
-        the same length; the histories (B, T) of the tokens, see histories() of model/core/ops.py,
-        `None` for a model that does not use them. Raises ValueError if a row would exceed
-        block_size (a smaller `size` of the cache is not checked), or if T > 1 and the rows differ
-        in length.
+        Each layer must then store keys and values with update().
+        positions: (B, T), or (1, T) if all rows have the same length.
+        history: (B, T), see histories() of model/core/ops.py; `None` if the model does not use it.
+        Raises ValueError if a row exceeds block_size (a smaller `size` is not checked), or if T > 1
+        and the rows differ in length.
         """
         T = idx.size(1)
         size = self.config.block_size
@@ -109,11 +104,12 @@ class KVCache:
         return positions, history
 
     def swap_last_key(self, layer, k):
-        """Exchange the last key of a layer, for models with key_offset, in which a part of each key
-        is that of the previous token. Store k (B, 1, G, D), the key of the last token that start()
-        appended, before offset_keys(), and return that of the token before the first appended one;
-        zeros at the beginning of a text. After a right-padded prompt, only the second and fourth
-        quarters of the last dimension, which offset_keys() uses, are right. layer: the index."""
+        """Store k (B, 1, G, D), the last token's key in a layer, and return an earlier key.
+
+        For models with key_offset, with keys before offset_keys(). Returned is the key of the token
+        before the first that start() appended; zeros where a text begins. After a right-padded
+        prompt, only the quarters 2 and 4 of D, which offset_keys() uses, are right.
+        """
         keys = self.kv[layer, 0]  # (B, G, slots, D)
         if self.same_length:
             before = keys[:, :, self.slots.start] * (self.slots.start > 0)  # (B, G, D)
@@ -124,12 +120,13 @@ class KVCache:
         return before[:, None].to(k.dtype)
 
     def update(self, layer, k, v):
-        """Store keys k and values v (B, G, T, D) of the T tokens that start() appended, for the
-        layer with index `layer`. G: heads of keys and values, D: head size. Return (k, v, mask):
-        all keys and values (B, G, S, D) of the layer in the order of the text, where S is the
-        length of the longest row; mask (B, 1, 1, S) bool, true for the keys that exist in the row,
-        or `None` if all rows have the same length. Raises ValueError for a second call in a
-        forward pass with the same layer, whose keys would replace those of the first."""
+        """Store k and v (B, G, T, D) of the tokens from start(); return (k, v, mask) of all tokens.
+
+        layer: index. G: heads of keys and values. D: head size. S: length of the longest row.
+        k, v: (B, G, S, D), in the order of the text. mask: (B, 1, 1, S) bool, true for keys that
+        exist in the row; `None` if all rows have the same length.
+        Raises ValueError for a second call with the same layer in a forward pass.
+        """
         if layer in self.used:
             raise ValueError(f"block {layer} runs twice in a pass, and the cache has one place for "
                              "it; count each run in n_layer and set block.attn.layer to its number")
@@ -143,9 +140,10 @@ class KVCache:
 
 
 def create_cache(model, rows, size=None):
-    """Return an empty KVCache on the device of `model`, a GPT, for `rows` texts of at most `size`
-    tokens (default: block_size, which is always used if the model has needs_full_cache = True).
-    Keys and values have the dtype of the weights or, if autocast is enabled, the dtype of autocast.
+    """Return an empty KVCache on the device of a GPT, for `rows` texts of at most `size` tokens.
+
+    size: default block_size, which is always used if the model has needs_full_cache = True.
+    Keys and values have the dtype of the weights or, if autocast is enabled, of autocast.
     """
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):

@@ -32,12 +32,13 @@ REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
 
 def read_weights(path):
-    """Read a checkpoint. Return a dict with "model" {name: tensor} on the CPU, "model_args",
-    "config", "spec" and other keys; of a bare state dict, with "model" only. path: a checkpoint, or
-    weights of other programs, which are converted: ckpt.pt of nanoGPT, a .safetensors file, a
-    Hugging Face folder, or hf:OWNER/NAME. If the code for the logits differs from the program that
-    wrote the checkpoint, a warning is printed. Raises CheckpointError if the file is missing or
-    cannot be used, DataError if a download fails."""
+    """Read a checkpoint, or weights of another program, as a dict with "model" {name: tensor}.
+
+    path: as for load_model(). The tensors are on the CPU. Other keys, which a bare state dict
+    lacks: "model_args", "config", "spec" etc. Prints a warning if the code for the logits differs
+    from the program that wrote the checkpoint. Raises CheckpointError if the file is missing or
+    cannot be used, DataError if a download fails.
+    """
     is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
                   or os.path.isdir(path) and not is_sharded(path))
     state = None if is_foreign else load_checkpoint(path)
@@ -49,9 +50,7 @@ def read_weights(path):
 
 
 def use_ema(state, path):
-    """Return a copy of `state`, the dict of a checkpoint, in which "model" has the running averages
-    of the weights, which a run with the key ema computes; before its first step, these are the
-    weights. path: of the checkpoint, for messages. Raises CheckpointError for other runs."""
+    """Return a copy of `state` with the averaged weights; CheckpointError if the run has no ema."""
     entries = (state.get("optimizer") or {}).get("state") or {}
     averages = {name: entry["ema"] for name, entry in entries.items() if "ema" in entry}
     at_start = state.get("iter_num") == 0 and (state.get("config") or {}).get("ema")
@@ -63,14 +62,15 @@ def use_ema(state, path):
 
 def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=None, ema=False,
                expect=None):
-    """Load a model. Return (model in eval mode, tokenizer or `None`).
+    """Load a model; return (model in eval mode, tokenizer or `None`).
 
     ckpt_path: a checkpoint, ckpt.pt of nanoGPT, a .safetensors file, a Hugging Face folder, or
-    hf:OWNER/NAME. dtype: a torch.dtype for the parameters (default: as in the file). backbone: path
-    of the frozen model that the checkpoint needs, e.g. of lora (default: the path in training).
-    ema: use the running averages of the weights. expect: the model type that the caller needs, e.g.
-    "sae" (default: any). Raises CheckpointError if the file is missing, cannot be used, or has a
-    different model type, DataError if a download fails.
+    hf:OWNER/NAME. dtype: a torch.dtype for the parameters (default: as in the file).
+    backbone: path of the frozen model that e.g. a lora checkpoint needs (default: as in training).
+    ema: use the running averages of the weights.
+    expect: the model type that the caller needs, e.g. "sae" (default: any).
+    Raises CheckpointError if the file is missing, cannot be used, or has a different model type,
+    DataError if a download fails.
     """
     state = read_weights(ckpt_path)
     kind = saved_model_type(state)
@@ -81,18 +81,17 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
 
 
 def saved_model_type(state):
-    """Return the model type, i.e. the value of --model, of a checkpoint; "gpt" if it is unknown.
-    state: the dict of the checkpoint."""
+    """Return the model type (the value of --model) of a checkpoint's dict; "gpt" if unknown."""
     return str((state.get("config") or {}).get("model", "gpt"))
 
 
 def model_of(state, path, device="cpu", dtype=None, backbone=None):
-    """Build the model of a checkpoint with the weights in it. Return (model in eval mode, tokenizer
-    or `None`). state: the dict of the checkpoint, read from the file `path`. dtype: a torch.dtype
-    for the parameters (default: unchanged). backbone: path of the frozen model that the checkpoint
-    needs (default: the path in training). The attribute template of the model is set to a
-    ChatTemplate, or `None` if the checkpoint has none. Raises CheckpointError if the checkpoint or
-    the frozen model cannot be used, and if `backbone` is given for a model without a frozen part.
+    """Return (model in eval mode, tokenizer or `None`) from `state`, a checkpoint's dict.
+
+    path: the file of `state`, for messages. dtype, backbone: as for load_model().
+    The attribute `template` of the model is a ChatTemplate, or `None` if the checkpoint has none.
+    Raises CheckpointError if the checkpoint or the frozen model cannot be used, or if `backbone` is
+    given for a model without a frozen part.
     """
     if backbone:
         if not (state.get("config") or {}).get("backbone"):
@@ -113,18 +112,18 @@ def model_of(state, path, device="cpu", dtype=None, backbone=None):
 
 
 def open_text_format(state):
-    """Return (tokenizer or `None`, ChatTemplate or `None`) of a checkpoint. state: the dict of the
-    checkpoint, which contains descriptions of both."""
+    """Return (tokenizer or `None`, ChatTemplate or `None`), as described in a checkpoint's dict."""
     spec = saved_formats(state)
     return (tokenizer_from_spec(spec["tokenizer"]) if spec["tokenizer"] else None,
             ChatTemplate(spec["template"]) if spec["template"] else None)
 
 
 def build_empty_model(state):
-    """Return the model of a checkpoint on the default device, without the weights of the
-    checkpoint. state: the dict of the checkpoint. A frozen model that it needs is loaded from a
-    separate file. If the checkpoint describes no model, or the frozen model cannot be used, raises
-    ValueError, or any of the other exceptions that model_of() catches, e.g. KeyError."""
+    """Return the model of a checkpoint's dict on the default device, without the weights in it.
+
+    Loads the frozen model that it needs. Raises ValueError or another exception that model_of()
+    catches, e.g. KeyError, if the checkpoint or the frozen model cannot be used.
+    """
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
     if kind == "gpt":
@@ -138,9 +137,7 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the TrainConfig of a checkpoint, converted to the keys of this version. values: the
-    dict "config" of the checkpoint. No key counts as set explicitly, e.g. on the command line.
-    Raises ConfigError for invalid values."""
+    """Return the TrainConfig of a saved dict "config"; no key counts as set explicitly."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
@@ -150,9 +147,7 @@ def saved_config(values):
 
 
 def upgrade_args(args):
-    """Return a copy of `args` with the keys of this version. args: the dict "model_args" or
-    "config" of a checkpoint. Older versions described imported models by the key `family`, the JSON
-    text of a config.json, which is converted."""
+    """Return a checkpoint's dict "model_args" or "config" with the keys of this version, a copy."""
     args = dict(args)
     if config_json := args.pop("family", None):
         from model.convert.foreign import upgrade_fields
@@ -161,9 +156,11 @@ def upgrade_args(args):
 
 
 def read_model_args(args, weights):
-    """Return the GPTConfig of a checkpoint. args: the dict "model_args" of the checkpoint; weights:
-    {name: tensor}. Raises ValueError if `args` does not describe a GPT, uses an option that only
-    earlier versions had, or describes a model that is much too large for `weights`."""
+    """Return the GPTConfig for a checkpoint's dict "model_args".
+
+    Raises ValueError if it describes no GPT, has an option that only earlier versions had, or is
+    much too large for `weights` {name: tensor}.
+    """
     config_class = load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key
     removed = [f"{k}: {args[k]}" for k in REMOVED if k not in known and args.get(k)]

@@ -22,13 +22,11 @@ IGNORE = -1  # a target that is not counted
 # in the precision of the states, are stored for all tokens
 
 class LinearCrossEntropy(nn.Module):
-    """The loss of each token of a GPT from the states before the output layer: the cross-entropies
-    of the logits finish_logits(x @ weight.T), float32. GPT.score() computes the mean.
+    """The loss of each token, from the states before the output layer: float32, IGNORE: 0.
 
-    forward(x, weight, targets, vocab_size) -> (...): x (..., C); weight (V, C), of which the rows
-    from vocab_size on are padding without probability; targets (...) int64, IGNORE (-1) for
-    positions that do not count, with the loss 0. A module, so that it can be compiled separately.
-    The constructor raises UserError if finish_logits() was edited so that it changes its argument
+    forward(x, weight, targets, vocab_size) -> (...): x (..., C); weight (V, C), whose rows from
+    vocab_size on are padding; targets (...) int64. The logits are finish_logits(x @ weight.T). A
+    module, so that it can be compiled separately. UserError if finish_logits() changes its argument
     in place.
     """
 
@@ -55,16 +53,15 @@ class LinearCrossEntropy(nn.Module):
 
 
 class SampledCrossEntropy(LinearCrossEntropy):
-    """Drop-in replacement for LinearCrossEntropy that is faster in training for a large vocabulary.
-    In training mode, the loss is estimated from the logits of the targets and of n_samples sampled
-    ids (sampled softmax, arXiv:1412.2007); in eval mode, it is exact. before_step(it) must be
-    called before each step `it`; it samples the ids, a function of `seed` and `it`.
+    """LinearCrossEntropy that is estimated from sampled ids in training (arXiv:1412.2007).
 
-    The probability p that an id is sampled is proportional to the frequency of the id in `targets`,
-    an int64 tensor of training targets, plus 1 / vocab_size; it is at most 1, and the sum is
-    n_samples. The exponential of a sampled logit is divided by p, so that the estimate of the sum
-    of exponentials is unbiased. Without the term 1 / vocab_size, the logits of rare ids would
-    hardly decrease.
+    Faster for a large vocabulary; exact in eval mode. before_step(it) must be called before each
+    step; it samples `n_samples` ids, a function of `seed` and `it`.
+
+    The probability p of an id is proportional to its frequency in `targets`, int64 training
+    targets, plus 1 / vocab_size; it is at most 1, and the sum is n_samples. The exponential of a
+    sampled logit is divided by p, so that the estimated sum of exponentials is unbiased. Without
+    the term 1 / vocab_size, the logits of rare ids hardly decrease.
     """
 
     def __init__(self, targets, vocab_size, n_samples, seed):
@@ -83,9 +80,11 @@ class SampledCrossEntropy(LinearCrossEntropy):
         self.before_step(0)
 
     def before_step(self, it):
-        """Replace the sampled ids by the n_samples ids of step `it`, an integer, in place, the same
-        on every rank. Systematic sampling: the ids at points with distance 1 in the cumulative sum
-        of p, from a random start, so that no id is sampled twice."""
+        """Sample the ids of step `it`, in place, the same on every rank.
+
+        Systematic sampling: the ids at points with distance 1 in the cumulative sum of p, from a
+        random start, so that no id is sampled twice.
+        """
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + it) % 2**63)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()
         ids = torch.searchsorted(self.p.cumsum(0), points).clamp(max=len(self.p) - 1)
@@ -108,28 +107,30 @@ class SampledCrossEntropy(LinearCrossEntropy):
 
 
 def whole_cross_entropy(h, weight, targets, vocab_size):
-    """Return the losses (N,) of LinearCrossEntropy for h (N, C), computed from all logits at once.
-    It is for torch.compile on a GPU: Inductor fuses it into one pass over bfloat16 logits, which is
-    faster than chunks. weight (V, C), rows from vocab_size on are padding; targets (N,), IGNORE
-    (-1): the loss is 0."""
+    """Return the losses (N,) of LinearCrossEntropy for h (N, C), from all logits at once.
+
+    For torch.compile on a GPU: Inductor fuses it into one pass over bfloat16 logits, which is
+    faster than chunks.
+    """
     z = finish_logits(F.linear(h, weight).float())
     padding = torch.arange(z.size(-1), device=z.device) >= vocab_size
     return F.cross_entropy(z.masked_fill(padding, -math.inf), targets, reduction="none",
                            ignore_index=IGNORE)
 
 
+# Edit this function to change the logits in all losses and in sampling, e.g. to
+# 30 * torch.tanh(z / 30). It must be elementwise and must not change z in place.
 def finish_logits(z):
-    """Return the logits (..., V) from z (..., V), the output of the last layer; here z unchanged.
-    Edit this function to change the logits in all losses and in sampling, e.g. to 30 * torch.tanh(z
-    / 30). The function must be elementwise and must not change z in place."""
+    """Return the logits for the output z (..., V) of the last layer: here z itself."""
     return z
 
 
 def token_logprobs(model, x, targets):
-    """Return the log probabilities (N,), float32, of the tokens targets (N,) int64 under `model`, a
-    GPT; 0 where the target is IGNORE (-1). x (N, C): for each target, the state that predicts it,
-    after the final norm. To save memory, logits are computed in chunks, and again in the backward
-    pass."""
+    """Return the log probabilities (N,) of targets (N,) for the states x (N, C) that predict them.
+
+    float32; 0 where a target is IGNORE. Logits are computed in chunks, and again in the backward
+    pass, to save memory. model: a GPT.
+    """
     def logprobs(x, targets):
         return -F.cross_entropy(model.logits(x), targets, ignore_index=IGNORE, reduction="none")
     rows = chunk_rows(model.config.padded_vocab_size, x.device.type)
@@ -138,19 +139,20 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the number of rows of a chunk with n_columns float32 numbers per row: the largest
-    power of two for which the chunk has at most 256 MB (32 MB on a CPU), or 256 if this power is
-    below 128. device_type: e.g. "cpu" or "cuda"."""
+    """Return the rows of a chunk of float32 logits: at most 256 MB, 32 MB on a CPU."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The autograd function of LinearCrossEntropy, which computes logits in chunks of rows: apply(h
-    (N, C), weight (V, C), targets (N,), vocab_size) returns the losses (N,), float32. The forward
-    pass also computes the gradients of each loss with respect to its row of h and, if `weight`
-    needs a gradient, to its logits (N, V), which are stored in the dtype of h. The backward pass
-    recomputes no logits; it has one matrix product, for the gradient of `weight`."""
+    """The autograd function of LinearCrossEntropy, with logits in chunks of rows.
+
+    apply(h (N, C), weight (V, C), targets (N,), vocab_size) -> losses (N,) float32. The forward
+    pass
+    also computes the gradients of each loss: of its row of h and, if `weight` needs a gradient, of
+    its logits (N, V), in the dtype of h. The backward pass has one matrix product, for that of
+    `weight`.
+    """
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size):
@@ -196,10 +198,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 # layers
 
 class RMSNorm(torch.autograd.Function):
-    """RMSNorm without weights for a CPU: RMSNorm.apply(x, eps) returns x / sqrt(mean(x^2) + eps),
-    with the mean over the last dimension of x (..., D) float32. It takes half the time of PyTorch
-    2.13's. The backward pass removes the component of the gradient along the result, because a
-    longer x has the same norm."""
+    """RMSNorm without weights on a CPU: apply(x, eps) = x / sqrt(mean(x^2) + eps), x float32.
+
+    It takes half the time of PyTorch 2.13's. The backward pass removes the component of the
+    gradient along the result, because a longer x has the same norm.
+    """
 
     @staticmethod
     def forward(ctx, x, eps):
@@ -221,8 +224,7 @@ rms_norm_no_grad = functools.partial(RMSNorm.forward, None)
 
 
 def apply_dropout(x, p, training=True):
-    """Return F.dropout(x, p, training). For bfloat16 on a CPU a faster equivalent is used, in which
-    p is rounded to a multiple of 2^-16."""
+    """Return F.dropout(x, p, training); for bfloat16 on a CPU a faster equivalent."""
     if not (p and training and x.device.type == "cpu" and x.dtype == torch.bfloat16):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
@@ -231,10 +233,10 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Apply several linear layers to the same input x (..., C). Return the outputs, concatenated
-    along the last dimension. layers: nn.Linear modules; for many tokens they are computed by one
-    matrix product. If they are all PartOfLinear of one ConcatLinear (model/core/packed.py), the
-    ConcatLinear is called once."""
+    """Return the outputs of several linear layers for x (..., C), concatenated.
+
+    For many tokens they are one matrix product; so is a ConcatLinear (model/core/packed.py).
+    """
     whole = getattr(layers[0], "whole", None)
     if whole and [*layers] == whole.parts:
         return whole(x)
@@ -250,10 +252,10 @@ def fused_linear(x, *layers):
 
 
 def save_matrix_products():
-    """Return the pair of contexts for selective activation checkpointing; pass this function as
-    context_fn to torch.utils.checkpoint.checkpoint. The results of matrix products and of attention
-    are saved, and all others are recomputed: a product costs about C times as much as an
-    elementwise operation on the same numbers."""
+    """Return the context_fn of selective checkpointing, which saves products and attention.
+
+    A matrix product costs about C times as much as the elementwise operations that are recomputed.
+    """
     aten = torch.ops.aten
     saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
              aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_efficient_attention,
@@ -265,21 +267,23 @@ def save_matrix_products():
 # rotary positions
 
 def rope_table(positions, dim, theta, scaling=()):
-    """Return the cosines and sines of the rotary angles (arXiv:2104.09864) at `positions`, a float
-    tensor (...): stacked, (2, ..., dim / 2) float32. With float64 positions, the angles are exact
-    for texts of any length. dim: the head size; theta: the base; scaling: as for
-    rope_frequencies()."""
+    """Return cosines and sines of the rotary angles (arXiv:2104.09864) at float `positions` (...).
+
+    Stacked, (2, ..., dim / 2) float32. float64 positions give exact angles for texts of any length.
+    dim: the head size. theta: the base. scaling: as for rope_frequencies().
+    """
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 def rope_frequencies(dim, theta, scaling=(), device=None):
     """Return the rotary frequencies theta^(-2 i / dim) in radians per token, (dim / 2,) float32.
-    dim: the head size; theta: the base. scaling: a tuple that extends the context. (): none.
-    (factor,): all frequencies are divided by factor. (factor, low, high, original): Llama 3, where
-    `original` is the context length before: wavelengths below original / high tokens are unchanged,
-    wavelengths above original / low are multiplied by factor, and frequencies in between are
-    interpolated."""
+
+    scaling extends the context. (): unchanged. (factor,): all frequencies are divided by factor.
+    (factor, low, high, original): Llama 3, with `original` the context length before; wavelengths
+    below original / high stay, those above original / low are multiplied by factor, and frequencies
+    between are interpolated.
+    """
     freq = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if len(scaling) < 2:
         return freq / scaling[0] if scaling else freq
@@ -290,9 +294,11 @@ def rope_frequencies(dim, theta, scaling=(), device=None):
 
 
 def apply_rope(x, rope):
-    """Return queries or keys x (B, T, H, D) rotated by their positions: elements i and i + D / 2 of
-    the last dimension are a pair, as in Hugging Face. rope: the result of rope_table() with head
-    dimension 1 inserted, (2, T, 1, D / 2), or (2, B, T, 1, D / 2) if positions differ by row."""
+    """Return queries or keys x (B, T, H, D) rotated by their positions.
+
+    Elements i and i + D / 2 are a pair, as in Hugging Face. rope: (2, T, 1, D / 2), cosines and
+    sines; (2, B, T, 1, D / 2) if positions differ by row.
+    """
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope.to(x.dtype)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -309,17 +315,18 @@ ID_MASK = (1 << ID_BITS) - 1
 
 
 def extend_history(history, ids):
-    """Return the history of the token that follows the token `ids`, whose history is `history`:
-    ints, or int64 tensors of the same shape. A history encodes the up to three tokens before a
-    token: 1 + id of the latest one in the lowest ID_BITS bits, 1 + id of the one before in the next
-    ID_BITS bits, and so on; 0 if there is no token."""
+    """Return the history of the token that follows `ids`, tokens with the history `history`.
+
+    Ints, or int64 tensors of one shape, in the format above.
+    """
     return (history << ID_BITS | ids + 1) & HISTORY_MASK
 
 
 def histories(idx, first=0):
-    """Return the histories (B, T) int64 of the tokens idx (B, T), each of which encodes the up to
-    three tokens before the token, see extend_history(). first: the history of the first token of
-    each row, 0 (the beginning of a text) or a tensor (B, 1)."""
+    """Return the histories (B, T) of the tokens idx (B, T): the up to three tokens before each.
+
+    first: the history of the first token of each row, 0 (a text begins) or a tensor (B, 1).
+    """
     T = idx.size(1)
     ids = F.pad(idx + 1, (3, 0))  # (B, 3 + T)
     history = sum(ids[:, 2 - i:2 - i + T] << ID_BITS * i for i in range(3))
@@ -329,9 +336,10 @@ def histories(idx, first=0):
 
 
 def ngram_rows(idx, history, n_rows):
-    """Return (B, T, 2) int64: for each token, the rows of an embedding table for the 3-gram and the
-    4-gram that end with this token, hashes from 0 to n_rows - 1. idx (B, T): token ids; history (B,
-    T): of the tokens, see histories()."""
+    """Return (B, T, 2): the rows, hashes below n_rows, of the 3-gram and 4-gram up to each token.
+
+    idx (B, T): token ids. history (B, T): from histories().
+    """
     before = torch.stack((history & HISTORY_MASK >> ID_BITS, history), dim=-1)
     # Multiplicative hashing: the products wrap around, and their high bits depend on all tokens.
     return ((before * 0x1E3779B97F4A7C15 + idx[..., None]) * 0x3C6EF372FE94F82B >> 32) % n_rows
@@ -341,14 +349,13 @@ def ngram_rows(idx, history, n_rows):
 # attention
 
 def offset_keys(k, mask=None, before=None):
-    """Return keys k (B, T, G, D) in which the second and the fourth quarter of the last dimension
-    (the slowest rotary frequencies) are replaced by those of the previous token, so that a query
-    can find a token by the token before it; by zeros for the first token. The previous token is
-    that at the position before, or with `mask` the latest earlier token that the token sees.
+    """Return keys (B, T, G, D) of which two quarters of D are those of the previous token.
 
-    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key. before (B, 1, G, D): in
-    decoding, the original key of the token before the first of k. From modded-nanogpt's "partial
-    key offset", where half of the channels are not rotated.
+    These are the second and fourth, with the slowest rotary frequencies; zeros for the first token.
+    A query can thus find a token by the one before it. mask: as for attend(); the previous token is
+    then the latest earlier one that the token sees. before (B, 1, G, D): in decoding, the original
+    key of the token before. From modded-nanogpt's "partial key offset", where half of D is not
+    rotated.
     """
     def quarters(x):
         return x.unflatten(-1, (2, 2, -1)).unbind(-2)  # first and third, second and fourth
@@ -366,12 +373,13 @@ def offset_keys(k, mask=None, before=None):
 
 
 def attend(q, k, v, dropout=0.0, mask=None, causal=True):
-    """Return the attention output (B, H, T, D) of queries q (B, H, T, D) on keys k and values v (B,
-    G, S, D), each shared by H / G heads: softmax(q k^T / sqrt(D)) v. Query i is at position S - T +
-    i. dropout: the probability, applied to the attention weights. mask: (B or 1, 1, T or 1, S)
-    bool, or (B, 1, S) for T = 1, true where a query sees a key; `None`: the causal mask, also if
-    `causal` is false. causal: whether `mask` is false for all keys after a query, which are then
-    skipped."""
+    """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), for q (B, H, T, D) and k, v (B, G, S, D).
+
+    H / G heads share keys. Query i is at position S - T + i. dropout: of the attention weights.
+    mask: (B or 1, 1, T or 1, S) bool, or (B, 1, S) for T = 1, true where a query sees a key;
+    `None`:
+        causal. causal: `mask` is false for all keys after a query, which are skipped.
+    """
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
         return attend_one(q, k, v, mask)
@@ -389,15 +397,12 @@ def attend(q, k, v, dropout=0.0, mask=None, causal=True):
 
 
 def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
-    """Return the attention output (B, H, T, D) of q, k, v (B, H, T, D), computed by matrix products
-    for blocks of `size` queries. A block is multiplied with the keys up to the last query of the
-    block; with all keys if the mask is the same for all queries, or if `causal` is false. dropout:
-    the probability.
+    """Return attend() for q, k, v (B, H, T, D) by matrix products of `size` queries each.
 
-    mask (B or 1, 1, T or 1, T) bool: true where a query sees a key; `None`: the causal mask, also
-    if `causal` is false. causal: whether a mask (B or 1, 1, T, T) is false for all keys after a
-    query. For bfloat16 on a CPU, this takes half the time of PyTorch 2.13's kernel, with results
-    that are equal up to rounding. It stores the attention weights, so use it for short T only.
+    Keys after a block are skipped, unless `causal` is false or the mask is the same for all
+    queries. For bfloat16 on a CPU it takes half the time of PyTorch 2.13's kernel. It stores the
+    attention
+    weights: for short T only.
     """
     shape = B, H, T, D = q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
@@ -421,14 +426,12 @@ def has_amx():
 
 
 def attend_one(q, k, v, mask):
-    """Return attend() for one query per row, as in decoding: (B, H, 1, D) from q (B, H, 1, D) and
-    k, v (B, G, S, D). mask: (B, 1, 1, S) or (B, 1, S) bool, true for the keys that the query sees;
-    `None`: all.
+    """Return attend() for one query per row, as in decoding: q (B, H, 1, D), k, v (B, G, S, D).
 
-    It is computed by matrix products, in which the H / G heads that share keys are the rows. On a
-    CPU, F.scaled_dot_product_attention is used where it is faster: for one text in float32, or in
-    bfloat16 with AMX. On a GPU cuDNN would plan again for every number of keys, and the compiler
-    fuses the products.
+    By matrix products, in which the H / G heads that share keys are the rows. On a CPU,
+    F.scaled_dot_product_attention is used where it is faster: for one text in float32, or in
+    bfloat16 with AMX. On a GPU cuDNN plans again for every number of keys, and the compiler fuses
+    the products.
     """
     B, H, _, D = q.shape
     G = k.size(1)
@@ -448,12 +451,12 @@ def attend_one(q, k, v, mask):
 
 
 def limit_to_window(window, k, v, mask, T, causal=True):
-    """Restrict attention to a sliding window: return (k, v, mask) for attend(), with which each
-    query sees only the last `window` keys up to the position of the query or, if `causal` is false,
-    the keys at a distance of at most window // 2. k, v (B, G, S, D): returned with fewer keys if
-    possible. mask: bool, true where a query sees a key, as for attend(); `None`: causal, or all
-    keys if `causal` is false. T: the number of queries, which are at the last T of the S positions.
-    For T > 1, a query may see its own key also where `mask` is false (padding)."""
+    """Return (k, v, mask) for attend() such that queries see only the last `window` keys.
+
+    If `causal` is false: the keys at a distance of at most window // 2. k, v (B, G, S, D): with
+    fewer keys if possible. mask: as for attend(). T: number of queries, at the last positions; for
+    T > 1 a query may see its own key also where `mask` is false (padding).
+    """
     S = k.size(2)
     if S <= window and causal and (mask is None or T in (1, mask.size(2))):
         return k, v, mask

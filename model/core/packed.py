@@ -12,12 +12,14 @@ from model.core.adapters import LoRALinear
 
 
 class ConcatLinear(nn.Module):
-    """Base class of layers for decoding that compute several linear layers with the same input as
-    one: x (..., K) -> (..., N), the concatenated outputs. layers: nn.Linear, LoRALinear, or
-    nn.Embedding as a tied output layer; either all or none have a bias. Attributes: sizes, a list
-    of the number of outputs of each layer (N in total); weight (N, K), concatenated; bias (N,) or
-    `None`; for q, k, v also parts, a list of the PartOfLinear of each layer, which
-    replace_linear_layers() sets. A subclass must define forward(x)."""
+    """Base class of layers for decoding: linear layers with the same input computed as one.
+
+    layers: nn.Linear, LoRALinear, or nn.Embedding as a tied output layer; all or none have a bias.
+    sizes: output size of each layer, N in total.
+    weight (N, K), bias (N,) or `None`: concatenated.
+    parts: for q, k, v, the PartOfLinear of each layer, set by replace_linear_layers().
+    A subclass must define forward(x): (..., K) -> (..., N), the concatenated outputs.
+    """
 
     def __init__(self, *layers):
         super().__init__()
@@ -29,9 +31,7 @@ class ConcatLinear(nn.Module):
 
 
 class PartOfLinear(nn.Module):
-    """The layer with index `index` of `whole`, a ConcatLinear. forward(x) computes all layers and
-    returns the outputs of this one. If all have the same input, fused_linear() of model/core/ops.py
-    calls `whole` once instead."""
+    """Layer of a ConcatLinear: forward(x) computes all layers and returns this one's outputs."""
 
     def __init__(self, whole, index):
         super().__init__()
@@ -42,11 +42,10 @@ class PartOfLinear(nn.Module):
 
 
 class PackedLinear(ConcatLinear):
-    """ConcatLinear whose weights have the dtype of the original layers.
+    """ConcatLinear in the layers' dtype; bfloat16 weights are packed for CPUs that support it.
 
-    On a CPU with instructions for bfloat16, weights in bfloat16 are stored in the blocked layout of
-    oneDNN, to which F.linear would convert them at every call: 2 to 4 times as fast for one row,
-    with the same bits.
+    They have oneDNN's blocked layout, to which F.linear otherwise converts them at every call: 2 to
+    4 times as fast for one row, with the same bits.
     """
 
     def __init__(self, *layers):
@@ -63,12 +62,13 @@ class PackedLinear(ConcatLinear):
 
 
 def replace_linear_layers(model, linear_class=PackedLinear):
-    """Convert `model`, a GPT, for decoding, in place: replace every linear layer by
-    linear_class(layer), and the layers q, k, v of each attention, if their input sizes are equal
-    and either all or none have a bias, by the parts of one layer linear_class(q, k, v). If the
-    embedding is tied, a converted copy of it becomes lm_head. linear_class: a subclass of
-    ConcatLinear. Return the model, which can no longer be trained. The experts of a mixture are not
-    nn.Linear, and are not changed."""
+    """Replace the linear layers of a GPT for faster decoding, in place; return the model.
+
+    The model can no longer be trained. linear_class(*layers): a subclass of ConcatLinear.
+    The layers q, k, v of an attention become parts of one layer if their input sizes are equal and
+    all or none have a bias. A tied embedding stays, and a converted copy of it becomes lm_head.
+    The experts of a mixture are not nn.Linear, and are not changed.
+    """
     # A list of the layers themselves would keep their weights in memory.
     parents = [m for m in model.requires_grad_(False).modules() if not is_linear(m)]
     for module in parents:
@@ -85,7 +85,6 @@ def replace_linear_layers(model, linear_class=PackedLinear):
 
 
 def is_linear(module):
-    """Return whether replace_linear_layers() can replace `module`: an nn.Linear, a subclass with
-    the same forward(), or a LoRALinear."""
+    """Return whether `module` is an nn.Linear (or has the same forward()) or a LoRALinear."""
     return (isinstance(module, LoRALinear)
             or getattr(type(module), "forward", None) is nn.Linear.forward)

@@ -17,14 +17,15 @@ RANK_LIMIT = 1e-10  # squares of singular values, relative to the largest
 
 
 def fit_ridge(x, y, runs, alphas=None):
-    """Fit a ridge regression with intercept of targets y (N, T) on features x (N, P), float64 numpy
-    arrays without NaN. Return (weight (P, T), bias (T,), penalty (T,), error (T,)): predictions are
-    x @ weight + bias; error is the mean squared error on runs that the fit leaves out, one after
-    the other; penalty is the one of `alphas` with the smallest error for the target.
+    """Fit a ridge regression with intercept; return (weight, bias, penalty, error).
 
-    runs (N,): the number of the run of each row, ascending; a single run is divided into N_BLOCKS
-    equal blocks. alphas: penalties to select from (default: PENALTIES times the mean square of the
-    singular values of x, centred).
+    x (N, P), y (N, T): features and targets, float64 numpy arrays without NaN.
+    runs (N,): run number of each row, ascending; a single run is cut into N_BLOCKS equal blocks.
+    alphas: penalties to select from (default: PENALTIES times the mean square of the singular
+    values of x, centred).
+    weight (P, T), bias (T,): predictions are x @ weight + bias.
+    penalty (T,): the one with the smallest error for the target.
+    error (T,): mean squared error on runs that the fit leaves out, one after the other.
     """
     if runs[0] == runs[-1]:
         runs = np.arange(len(y)) * N_BLOCKS // len(y)
@@ -52,14 +53,13 @@ def fit_ridge(x, y, runs, alphas=None):
 
 
 def left_out_error(scores, penalised, products, y, runs):
-    """Return the leave-one-run-out error of ridge regression with one penalty: the mean squared
-    error (T,) on runs that the fit leaves out, one after the other.
+    """Return the leave-one-run-out mean squared error (T,) of ridge regression with one penalty.
 
-    scores (N, R): centred features times the right singular vectors; penalised (R,): squared
-    singular values plus the penalty; products (R, T): scores.T @ y; y (N, T): centred targets; runs
-    (N,): the number of the run of each row, ascending. With the smoother H = 1/N + scores /
-    penalised @ scores.T, the error of the rows f of a run is (1 - H[f, f])^-1 @ (y - H @ y)[f].
-    This is exact, including the intercept.
+    scores (N, R): centred features times the right singular vectors. y (N, T): centred targets.
+    penalised (R,): squared singular values plus the penalty. products (R, T): scores.T @ y.
+    runs (N,): the number of the run of each row, ascending.
+    With the smoother H = 1/N + scores / penalised @ scores.T, the error of the rows f of a run is
+    (1 - H[f, f])^-1 @ (y - H @ y)[f]. This is exact, including the intercept.
     """
     residual = y - scores @ (products / penalised[:, None])  # (N, T)
     total = 0.0

@@ -6,18 +6,14 @@ from train.base.fields import parse_value
 
 
 def check_shape(shape, weights):
-    """Raise ValueError if a field of `shape`, a GPTConfig read from a file, has a wrong type or a
-    value outside the limits, or if the model would be much too large for `weights` {name: tensor}
-    from the same file, see check_size()."""
+    """Raise ValueError if a GPTConfig has an invalid field or is too large, see check_size()."""
     for field in fields(shape):
         check_value(field, getattr(shape, field.name), field.name)
     check_size(shape, weights)
 
 
 def check_value(field, value, name):
-    """Return `value` converted to the type of `field`, the dataclass field of a configuration key.
-    name: of the key, for the message. Raises ValueError for a value of a wrong type or outside of
-    the limits of the key."""
+    """Return `value` in the type of a configuration key's `field`; ValueError if it is invalid."""
     try:
         return parse_value(field, value)
     except ValueError as error:
@@ -25,9 +21,7 @@ def check_value(field, value, name):
 
 
 def check_size(shape, weights):
-    """Raise ValueError if `shape`, a GPTConfig or TrainConfig, has far more blocks, positions or
-    token ids than `weights` {name: tensor} can have. Without this check, building such a model,
-    before the shapes of tensors are compared, would exhaust time or memory."""
+    """Raise ValueError if a model of this shape is much too large for `weights` {name: tensor}."""
     numbers = sum(t.numel() for t in weights.values())
     positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
     for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),

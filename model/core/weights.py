@@ -1,5 +1,4 @@
-"""Weights that a model takes from a different checkpoint: initial weights (init_from), a frozen
-backbone, a teacher, a reference.
+"""Weights from another checkpoint: initial weights (init_from), a frozen backbone or teacher.
 
 This file determines the shape keys (configuration keys of the architecture, e.g. n_layer) that a
 run inherits from the checkpoint, checks tokenizer and data, and matches the names of tensors.
@@ -31,13 +30,10 @@ NOT_SHAPE = {"dropout", "vocab_size"}
 
 
 def inherit_shape(config, model_args):
-    """Return ({key: value}, [message]): the shape keys (n_layer, n_embd, ...) whose values a run
-    takes over from a checkpoint, and a message for each contradiction, see below. config: the
-    TrainConfig of the run. model_args: the dict "model_args" of the checkpoint of a GPT; {} for a
-    bare state dict, from which no key is taken over (the shapes of the tensors are checked later in
-    any case).
+    """Return ({shape key: value} to take over from a checkpoint, [message per contradiction]).
 
-    Values of the checkpoint replace defaults and values of a configuration file; a different value
+    model_args: dict "model_args" of a GPT's checkpoint; {} for a bare state dict: nothing is taken.
+    The checkpoint's values replace defaults and values of a configuration file; a different value
     from the command line or Python (is_explicit()) is a contradiction. Exceptions: dropout is not
     taken over; vocab_size only if it is not set; a block_size that is set is used (with learned
     positions only if it is smaller than in the checkpoint), and max_positions is then the context
@@ -70,12 +66,12 @@ def inherit_shape(config, model_args):
 
 
 def take_shape(config, state, path, inherit=None):
-    """Return {key: value}, the shape keys whose values the run takes over from a checkpoint, and
-    check them. config: the TrainConfig of the run; state: the dict of the checkpoint, read from
-    `path`. inherit: a function (config, model_args) -> ({key: value}, [contradiction]), see
-    inherit_shape(); default: inherit_shape of the run's model type, and {} is returned if it has
-    none. Raises CheckpointError with all contradictions, or if a model of this type cannot
-    have the values."""
+    """Return {shape key: value} that a run takes over from a checkpoint, after checks.
+
+    state: the checkpoint's dict, read from `path`. inherit: a function as inherit_shape(), by
+    default that of the run's model type; {} is returned if it has none. Raises CheckpointError
+    with all contradictions, or if a model of this type cannot have the values.
+    """
     inherit = inherit or load_model_type(config.model).inherit_shape
     if inherit is None:
         return {}
@@ -101,29 +97,27 @@ def take_shape(config, state, path, inherit=None):
 
 
 def as_gpt(state, path, backbone=None):
-    """Return ({name: tensor}, GPTConfig), the GPT in a checkpoint, for exports; adapters are merged
-    into the weights. state: the dict of the checkpoint, read from `path`. backbone: path of the
-    frozen model that the checkpoint needs (default: the path in training). Raises CheckpointError
-    if the model cannot be built.
+    """Return ({name: tensor}, GPTConfig) of a checkpoint for exports, with adapters merged.
 
     A function of the model interface (train/system.py), for model types that can be exported.
+    state: the checkpoint's dict, read from `path`. backbone: path of the frozen model that it needs
+    (default: as in training). Raises CheckpointError if the model cannot be built.
     """
     model, _ = load.model_of(state, path, backbone=backbone)
     return merge(model), model.config
 
 
 def with_shape(config, model_args, path):
-    """Return a copy of the TrainConfig `config` with the shape keys of a backbone. model_args: the
-    dict "model_args" of the backbone's checkpoint at `path`. vocab_size is not changed, because
-    data.spec defines it. Raises CheckpointError if keys from the command line or Python contradict
-    the backbone."""
+    """Return `config` with a backbone's shape keys; CheckpointError if explicit keys differ.
+
+    model_args: of the backbone's checkpoint at `path`. vocab_size stays: the data define it.
+    """
     shape = take_shape(config, dict(model_args=model_args), path, inherit_shape)
     return config.inherit(shape | dict(vocab_size=config.vocab_size))
 
 
 def read_named(path, key, advice=""):
-    """Return load.read_weights(path). Raises CheckpointError with the name of the configuration key
-    `key`, whose value is `path`, before the message, and the text `advice` after it."""
+    """Return load.read_weights(path); the message of a CheckpointError names the key `key`."""
     try:
         return load.read_weights(path)
     except UserError as error:
@@ -134,13 +128,13 @@ def read_named(path, key, advice=""):
 # weights to start from: do they have the meaning that this run gives them?
 
 def check_must_match(state, config, spec, path):
-    """Raise CheckpointError if the weights of a checkpoint would have a different meaning in this
-    run. The tokenizer, and the names in MUST_MATCH_TO_INIT of the model type (configuration keys or
-    entries of spec, e.g. "classes"), must have the same values in both, except names in
-    config.allow_change. With config.eval_only, so must the statistics of the training data that the
-    model uses (STATISTICS, see ModelType in train/system.py): no training adapts the weights to
-    other ones. state: the dict of the checkpoint, read from `path`. config, spec: TrainConfig and
-    Data.spec of the run."""
+    """Raise CheckpointError if a checkpoint's weights have a different meaning in this run.
+
+    Equal in both must be the tokenizer and the names in the model type's MUST_MATCH_TO_INIT (keys,
+    or entries of spec, e.g. "classes"), except names in config.allow_change. With config.eval_only,
+    also the statistics of the training data that the model uses (ModelType.STATISTICS), because no
+    training adapts the weights. state: the checkpoint's dict. spec: Data.spec of the run.
+    """
     old_spec = state.get("spec") or {}
     old = (state.get("config") or {}) | old_spec
     new = vars(config) | {name: spec.get(name) for name in old_spec}
@@ -154,11 +148,12 @@ def check_must_match(state, config, spec, path):
 
 
 def check_same(pairs, path, allowed):
-    """Raise CheckpointError if two values in `pairs` {name: (value of the weights, value of this
-    run)} differ. These are no difference: a value of `None` (unknown), x in the weights and
-    [x] in this run, equivalent tokenizers (name "tokenizer"), and lists of different lengths, whose
-    tensors are newly initialised. allowed: names that may differ, the value of --allow_change;
-    "all": every name. path: the file of the weights, for the message."""
+    """Raise CheckpointError if two values in `pairs` {name: (of the weights, of the run)} differ.
+
+    Not a difference: `None` (unknown), x in the weights and [x] in the run, equivalent tokenizers
+    (name "tokenizer"), and lists of different lengths, whose tensors are newly initialised.
+    allowed: the value of --allow_change, names that may differ; "all": every name.
+    """
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
                      if None not in (old, new) and new not in (old, [old])
@@ -167,22 +162,22 @@ def check_same(pairs, path, allowed):
 
 
 def check_tokenizer(tokenizer, path, spec, config):
-    """Raise CheckpointError if the tokenizer of a model differs from the tokenizer of the data.
-    tokenizer: Tokenizer.spec() of the model at `path`; spec: Data.spec of the run, with
-    "tokenizer". No error if one of the two is `None` (unknown), or if config.allow_change contains
-    "tokenizer"."""
+    """Raise CheckpointError if a model's tokenizer differs from the tokenizer of the data.
+
+    tokenizer: Tokenizer.spec() of the model at `path`. spec: Data.spec of the run. No error if one
+    of them is `None` (unknown), or if config.allow_change contains "tokenizer".
+    """
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
 
 def adopt_weights(model, state, path, log):
-    """Return {name in `model`: tensor}, the tensors of a checkpoint with which the training of
-    `model` starts; `model` is not changed. state: the dict of the checkpoint, read from `path`.
-    log: a function of one text, called with the number of tensors and the names that are missing or
-    not used. Call it on rank 0 only.
+    """Return {name in `model`: tensor} of a checkpoint, with which training starts; on rank 0 only.
 
-    Names are translated by the method adopt(weights) of the model, if there is one. Raises
-    CheckpointError if no name matches, if a shape differs, or if the checkpoint has adapters that
-    the model lacks (the frozen weights under them would be lost, too).
+    state: the checkpoint's dict, read from `path`. `model` is not changed; the method
+    adopt(weights) of the model, if any, translates names.
+    log(text): called with the tensor count and the names that are missing or not used.
+    Raises CheckpointError if no name matches, if a shape differs, or if the checkpoint has adapters
+    that the model lacks (the frozen weights under them are lost, too).
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
@@ -210,11 +205,12 @@ def adopt_weights(model, state, path, log):
 # a second model, frozen
 
 def read_backbone(path, key="backbone"):
-    """Read the checkpoint at `path`, whose weights become a part of a different model. Return the
-    dict of the checkpoint with two changes: "model" {name: tensor} without the name prefixes of DDP
-    and torch.compile, and "digest", the SHA-256 of the weights in hexadecimal. key: name of the
-    configuration key with this path, for messages. Raises CheckpointError if the file cannot be
-    used."""
+    """Read the checkpoint whose weights become a part of another model; return the dict.
+
+    "model" {name: tensor} is without prefixes of DDP and torch.compile; "digest" is added, see
+    digest(). key: the configuration key with this path, for messages. Raises CheckpointError if the
+    file cannot be used.
+    """
     with torch.device("cpu"):
         state = read_named(path, key, f"; if it has moved, --{key} FILE")
     weights = convert_ddp_state(state["model"])
@@ -222,11 +218,11 @@ def read_backbone(path, key="backbone"):
 
 
 def describe_backbone(path, key, ranks):
-    """Return a dict that describes the checkpoint at `path`: "digest" (SHA-256 of the weights),
-    "kind" (the model type), "shape" (the dict model_args), "tokenizer" (Tokenizer.spec() or
-    `None`). Rank 0 reads the file; all ranks must call this function. key: name of the
-    configuration key with this path, for messages. ranks: a Ranks. Raises CheckpointError if the
-    file cannot be used."""
+    """Return {"digest", "kind" (model type), "shape" (model_args), "tokenizer"} of a checkpoint.
+
+    "tokenizer" is Tokenizer.spec() or `None`. Rank 0 reads the file; all ranks must call.
+    key: as for read_backbone(), with the same CheckpointError.
+    """
     def describe():
         state = read_backbone(path, key)
         return dict(digest=state["digest"], kind=load.saved_model_type(state),
@@ -236,10 +232,7 @@ def describe_backbone(path, key, ranks):
 
 
 def load_frozen(path, key="backbone", device="cpu"):
-    """Load the checkpoint at `path` as a model in eval mode without gradients. Return (model,
-    tokenizer or `None`, dict), where the dict is the result of read_backbone(). key: name of the
-    configuration key with this path, for messages. Raises CheckpointError if the file cannot be
-    used."""
+    """Return (frozen model in eval mode, tokenizer or `None`, read_backbone()) for a checkpoint."""
     with torch.device("cpu"):
         state = read_backbone(path, key)
         model, tokenizer = load.model_of(state, path, device)
@@ -249,9 +242,8 @@ def load_frozen(path, key="backbone", device="cpu"):
 class HoldsFrozen:
     """Mixin for an nn.Module that uses other, frozen models, e.g. a teacher.
 
-    The attribute `frozen` is a tuple of these models (default: empty). Because they are in a tuple,
-    they are not submodules: they are not trained, and not part of the state dict. They are moved
-    together with the module, by to(), cuda() etc.
+    frozen: a tuple of these models (default: empty), which is why they are no submodules: they are
+    not trained, and not part of the state dict. to(), cuda() etc. move them with the module.
     """
     frozen = ()
 
@@ -262,9 +254,7 @@ class HoldsFrozen:
 
 
 def digest(weights):
-    """Return the SHA-256, in hexadecimal, of the names, shapes, dtypes and values of `weights`
-    {name: tensor on the CPU}. It identifies a backbone independently of the file format and of the
-    order of names."""
+    """Return the SHA-256 in hexadecimal of `weights` {name: tensor on the CPU} in any order."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         t = weights[name].contiguous()

@@ -1,10 +1,10 @@
-"""Evaluate a checkpoint with the lm-evaluation-harness
-(https://github.com/EleutherAI/lm-evaluation-harness):
+"""Evaluate a checkpoint with the lm-evaluation-harness.
 
     python -m model.eval.lm_eval --ckpt out/ckpt.pt --tasks lambada_openai,hellaswag --limit 100
 
 The results equal the harness's `hf` model on the exported folder (model/convert/), except for tasks
 whose max_gen_toks is more than half of the context: here a prompt keeps half of the context.
+https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 import json
@@ -31,10 +31,10 @@ MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
-    """A GPT with the methods that the lm-evaluation-harness calls on a language model. evaluate()
-    creates a subclass of this class and the harness's TemplateLM. model: a GPT. tokenizer: a
-    Tokenizer. batch_size: texts per forward pass. template: a ChatTemplate to format tasks as
-    conversations, or `None`."""
+    """A GPT with the methods that the lm-evaluation-harness calls; evaluate() adds TemplateLM.
+
+    batch_size: texts per forward pass. template: the ChatTemplate for conversations, or None.
+    """
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
 
     def __init__(self, model, tokenizer, batch_size, template=None):
@@ -47,18 +47,18 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        """The id that the harness puts before a text of which the first token is also scored: the
-        start token (BOS) of the tokenizer or, if it has no start token, the end of text."""
+        """Id before a text whose first token is scored: BOS or, without one, the end of text."""
         return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
         return self.template.jinja
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
-        """Return a conversation as text in the chat template, up to the start of the next answer.
-        messages: [{"role", "content"}, ...]. add_generation_prompt=False: the last message is the
-        beginning of that answer, and the text ends with it. Special tokens in all other messages
-        are enclosed in marks, so that tok_encode() encodes them as ordinary text."""
+        """Return `messages` as text in the chat template, up to the start of the next answer.
+
+        add_generation_prompt=False: the last message begins that answer, and the text ends with it.
+        Special tokens in other messages are marked: tok_encode() encodes them as ordinary text.
+        """
         turns = parse_messages(messages, "messages")
         start = "" if add_generation_prompt else turns.pop()[1]
         return self.template.render_before(turns, start, self.tok) + start.lstrip()
@@ -69,11 +69,11 @@ class CheckpointLM:
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """Score continuations of contexts. Return a list of (log probability of the continuation,
-        whether greedy decoding generates it), one for each request. requests: a list of (texts,
-        context ids, continuation ids), computed batch_size at a time. Only the last block_size + 1
-        ids of context + continuation are used. Raises DataError for a continuation without ids, or
-        with more than block_size ids."""
+        """Return [(log probability, whether greedy decoding generates it), ...] of continuations.
+
+        requests: (texts, context ids, continuation ids). Only the last block_size + 1 ids are used.
+        Raises DataError for a continuation without ids, or with more than block_size.
+        """
         size = self.model.config.block_size + 1
         if wrong := [texts for texts, _, ids in requests if not 0 < len(ids) < size]:
             raise DataError(f"{wrong[0]!r:.200}: the continuation has no token of its own, or more "
@@ -85,9 +85,7 @@ class CheckpointLM:
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return a list with the log probability of a whole text for each of `requests`, Instances
-        of the harness whose attribute args is (text,). A text longer than the context is split into
-        windows; each token is scored once."""
+        """Return the log probability of each text; long texts are split, each token scored once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
         results = []
         for request in requests:
@@ -101,11 +99,12 @@ class CheckpointLM:
         return [self.generate_text(*request.args) for request in requests]
 
     def generate_text(self, text, options):
-        """Return the continuation of `text` up to the first stop string, without this string and
-        without special tokens. The start of a `text` that is too long is cut off. options: the
-        generation options of a task, a dict: "until", a stop string or a list of them; the maximum
-        number of tokens under one of the keys LENGTH_NAMES (default: 256); and with "do_sample"
-        True, "temperature", "top_k" and "top_p" (default: greedy decoding)."""
+        """Return the continuation of `text` before the first stop string, without special tokens.
+
+        options: "until", a stop string or several; the maximum number of tokens as one of
+        LENGTH_NAMES (default: 256); with "do_sample" True, "temperature", "top_k" and "top_p"
+        (default: greedy decoding). The start of a `text` that is too long is cut off.
+        """
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         n = next(filter(None, map(options.get, LENGTH_NAMES)), MAX_NEW_TOKENS)
@@ -147,10 +146,11 @@ class HarnessOptions:
 
 
 def evaluate(options):
-    """Run the harness. Return the dict of results of lm_eval.simple_evaluate() for the model
-    options.ckpt on options.tasks. The file options.out, if any, is created before the evaluation,
-    so that an error of the file system is raised early. options: HarnessOptions. Raises UserError
-    if the model or an option cannot be used."""
+    """Run the harness on options.tasks; return the results of lm_eval.simple_evaluate().
+
+    The file options.out, if any, is created first, so that an error of the file system is raised
+    early. Raises UserError if the model or an option cannot be used.
+    """
     require("lm_eval", "model.eval.lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.api.model import TemplateLM
@@ -176,8 +176,7 @@ def evaluate(options):
 
 
 def report(options):
-    """Run the command: evaluate options.ckpt, print a table, and write metrics (and samples with
-    log_samples) to options.out, if any. options: HarnessOptions. Errors: those of evaluate()."""
+    """Run the command: evaluate, print a table, and write results to options.out, if any."""
     results = evaluate(options)
     from lm_eval.utils import handle_non_serializable, make_table
     print(make_table(results))

@@ -47,11 +47,11 @@ CORE_NAMES = dict(query="question", gold="answer")
 
 
 class Example(NamedTuple):
-    """An example of a task: a question with one or more choices. With several choices, the model is
-    correct if the correct choice has the highest log probability; with only one, if greedy decoding
-    generates it. sequences: for each choice (ids of the question and the choice, n): the last n
-    ids, i.e. the choice, are scored. lengths: the number of characters of each choice. answer:
-    index of the correct choice. task: index of the task."""
+    """An example of a task: a question with one or more choices.
+
+    sequences: for each choice (ids of the question and the choice, n); the last n ids are scored.
+    lengths: characters of each choice. answer: index of the correct choice.
+    """
     task: int
     sequences: list
     lengths: list
@@ -59,16 +59,17 @@ class Example(NamedTuple):
 
     @property
     def width(self):
-        """Number of ids of the longest sequence, for batch_by_width()."""
+        """Length of the longest sequence, in ids, for batch_by_width()."""
         return max(len(ids) for ids, _ in self.sequences)
 
 
 @torch.no_grad()
 def score_sequences(model, sequences):
-    """Score several sequences in one forward pass of `model`, a GPT. sequences: a list of (list of
-    ids, n). Return a list of (log probability of the last n ids of the sequence, whether greedy
-    decoding generates these n ids). If n is 0, or at least the number of ids, all ids but the first
-    are scored."""
+    """Score sequences [(ids, n), ...] in one forward pass of a GPT: the last n ids of each.
+
+    Returns a list of (log probability of these ids, whether greedy decoding generates them). All
+    ids but the first are scored if n is 0 or at least len(ids).
+    """
     device = model.wte.weight.device
     targets = [ids[1:][-n:] for ids, n in sequences]
     idx = pad_sequence([torch.tensor(ids[:-1]) for ids, _ in sequences], batch_first=True)
@@ -90,10 +91,10 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """Converts records of task files to Examples: read(path, task) reads a file, parse(record,
-    task) converts a record. tokenizer: the Tokenizer of the data. template: the ChatTemplate of a
-    chat model, or `None`. size: the context in tokens; sequences are cut at the start to size + 1
-    ids, the last of which is only a target."""
+    """A reader of task files for a Tokenizer, a ChatTemplate or None, and a context of size tokens.
+
+    Sequences are cut at the start to size + 1 ids, the last of which is only a target.
+    """
 
     def __init__(self, tokenizer, template, size):
         self.tokenizer = tokenizer
@@ -101,9 +102,10 @@ class ExampleReader:
         self.size = size
 
     def read(self, path, task):
-        """Return the list of Examples in the file `path`, in any format of data/records.py. task:
-        the index of the task, which is stored in each Example. Raises DataError for invalid records
-        (a list of the first 20), and for a file that is missing or has no records."""
+        """Return the Examples in the file `path`, in any format of data/records.py.
+
+        task: index of the task. Raises DataError for invalid records and a missing or empty file.
+        """
         path = find_file(path)
         examples = list(parse_records([path], lambda record: self.parse(record, task)))
         if not examples:
@@ -111,10 +113,7 @@ class ExampleReader:
         return examples
 
     def parse(self, record, task):
-        """Return the Example of a record, a dict with "question", "answer" and optionally "choices"
-        and "delimiter", or with "context", "continuation" and optionally "delimiter". task: the
-        index of the task, which is stored in the Example. Raises ValueError for an invalid record.
-        """
+        """Return the Example of a record (a dict, see the module docstring) or raise ValueError."""
         row = {CORE_NAMES.get(k, k): v for k, v in record.items() if v is not None}
         delimiter = get_text(row, "delimiter", " ")
         answer = 0
@@ -148,18 +147,20 @@ class ExampleReader:
         return Example(task, sequences, [*map(len, texts)], answer)
 
     def encode_plain(self, question, texts, delimiter):
-        """Return a list with (ids of the question, ids of the choice), lists of ints, for each
-        choice. texts: the list of choices. delimiter: text between question and choice. question +
-        delimiter + choice is encoded as a whole, as in lm-eval; the spaces in between belong to the
-        choice."""
+        """Return (ids of the question, ids of the choice) for each choice in `texts`.
+
+        question + delimiter + choice is encoded as one text; the choice has the spaces in between.
+        """
         encode = self.tokenizer.encode
         before = encode(question.rstrip())
         wholes = [encode(question + delimiter + text) for text in texts]
         return [(self.tokenizer.start + before, ids[len(before):]) for ids in wholes]
 
     def encode_chat(self, question, texts):
-        """Return the same as encode_plain() in the chat template: the question is a message of the
-        user, and each choice the start of the answer, with the same ids as in training data."""
+        """Return (ids of the question, ids of the choice) in the chat template, for each choice.
+
+        A choice is the start of the assistant's answer, with the same ids as in training data.
+        """
         ask = functools.partial(self.template.prompt_ids, [("user", question)], self.tokenizer)
         pairs = []
         for text in texts:  # templates write more before an answer: a space, Qwen 3's <think>
@@ -170,10 +171,7 @@ class ExampleReader:
         return pairs
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, ids of the answer and an end), lists of ints. With
-        self.template, the question and the answer are formatted as a conversation, with the end
-        token of the template. Without a template, `delimiter` is the text between question and
-        answer, and the end is a newline."""
+        """Return (ids of the question, ids of the answer with the template's end or a newline)."""
         if not self.template:
             before = self.tokenizer.encode(question)
             ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
@@ -188,8 +186,7 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer):
-    """Return the index of the correct choice. choices: a list of two or more texts. answer: one of
-    these texts, or the index. Raises ValueError if choices or answer are invalid."""
+    """Return the index of `answer`, one of two or more texts or an index, or raise ValueError."""
     if not (isinstance(choices, list) and len(choices) > 1
             and all(isinstance(choice, str) for choice in choices)):
         raise ValueError(f"choices: expected two or more texts, got {str(choices)[:60]!r}")
@@ -211,9 +208,7 @@ def get_text(row, name, default=None):
 # evaluation during a run
 
 def batch_by_width(examples, size):
-    """Return a list of batches, lists of Examples of similar width (see Example.width), the widest
-    first. examples: an iterable of Examples. A batch has at most `size` tokens, including padding,
-    or consists of one example."""
+    """Return lists of Examples, widest first, of at most `size` padded tokens or one Example."""
     batches = []
     n_free = 0  # sequences that the last batch can still hold
     for example in sorted(examples, key=lambda example: example.width, reverse=True):
@@ -226,15 +221,13 @@ def batch_by_width(examples, size):
 
 
 class Tasks:
-    """Evaluates the task files config.eval_tasks: each evaluation of a run calls evaluate(), which
-    adds the metrics of the first config.eval_task_rows examples (0: all) of each file. An instance
-    is both the data loader (with lists of Examples as batches) and the model that the function
-    evaluate() in train/evaluate.py expects. Attributes: summary, a text for the log; metrics, a
-    list of the names of all numbers, also of averaged weights (ema).
+    """The evaluation of the task files config.eval_tasks in a run: evaluate() adds the metrics.
 
-    config: TrainConfig. data: the Data of the run, with a tokenizer in data.spec and validation
-    data. model: the GPT in training. ranks: the Ranks of the run, all of which must call. Raises
-    UserError for invalid files and models that are not supported.
+    The first config.eval_task_rows examples (0: all) of each file are used. An instance is both the
+    data loader (a batch is a list of Examples) and the model for evaluate() in train/evaluate.py.
+    Attributes: summary, a text for the log; metrics, the names of all numbers, also of averaged
+    weights (ema). All ranks must call. Raises UserError for invalid files, a model other than a
+    GPT, and data without a tokenizer or a validation part.
     """
     units_per_sample = 1
 
@@ -271,13 +264,12 @@ class Tasks:
         self.batches = batch_by_width(itertools.chain(*selected), n_tokens)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Evaluate the model on the tasks. Return {**numbers, val_TASK: number, ...}, or `None` if
-        stop(done, total) returns true, which is called between batches.
+        """Return {**numbers, val_TASK: number, ...}, or None if stop(done, total) returns true.
 
-        numbers: {name: number}, the result of the evaluation on `batches` validation batches. All
-        self.batches are scored if `batches` is config.eval_iters; otherwise one, only to know the
-        names of the metrics. ranks: the Ranks of the run, all of which must call. autocast():
-        returns the context manager of the forward pass. SetupError if `numbers` has such a name.
+        numbers: the result of the evaluation on `batches` validation batches. All examples are
+        scored if `batches` is config.eval_iters; otherwise one batch, to know the metrics' names.
+        autocast(): returns the context manager of the forward pass. stop is called between batches.
+        All ranks must call. Raises SetupError if `numbers` has one of the names.
         """
         task_numbers = evaluate(self, self.forward, self, batches, ranks, autocast, stop)
         if task_numbers is None:
@@ -294,8 +286,9 @@ class Tasks:
         return self.batches[index],
 
     def forward(self, examples):
-        """Score a batch, a list of Examples. Return (a tensor with 0 as the loss, sums).
-        sums["results"]: (tasks, 4), see numbers(). sums["count"]: the number of examples, a tensor.
+        """Score a batch, a list of Examples; return (a zero loss, sums).
+
+        sums["results"]: (tasks, 4), see numbers(). sums["count"]: number of examples, a tensor.
         """
         if hasattr(self.model, "unshard"):  # FSDP has no hooks on trunk()
             self.model.unshard()
@@ -313,10 +306,11 @@ class Tasks:
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
 
     def numbers(self, sums):
-        """Return {metric: value} for all metrics of all tasks, see metric_names(); the value is
-        `None` for a task without examples. sums: the sums over all batches; sums["results"] (tasks,
-        4) has for each task the numbers of examples, of correct ones, of correct ones by log
-        probability per character, and of correct ones expected by chance."""
+        """Return {metric: value} of all tasks; the value is None for a task without examples.
+
+        sums["results"]: (tasks, 4), the numbers of examples, of correct ones, of correct ones by
+        log probability per character, and of correct ones expected by chance.
+        """
         numbers = {}
         rows = zip(self.names, self.has_choices, sums["results"].tolist())
         for name, has_choices, (n, right, norm, chance) in rows:
@@ -326,16 +320,15 @@ class Tasks:
 
 
 def metric_names(task, has_choices):
-    """Return the list of names of the metrics of a task: [task], or [task, task_norm, task_centred]
-    if has_choices is True. task: the name of the task."""
+    """Return the metrics' names of a task: [task] or [task, task_norm, task_centred]."""
     return [task, f"{task}_norm", f"{task}_centred"] if has_choices else [task]
 
 
 def judge(example, scores):
-    """Return (whether the model is correct, whether it is correct by log probability per character)
-    for an Example. scores: the results of score_sequences() for the sequences of this example, a
-    list of (log probability, whether greedy decoding generates it). With only one choice, both
-    values are the same."""
+    """Return whether the model is correct, and whether by log probability per character.
+
+    scores: results of score_sequences() for the example. With one choice, both values are the same.
+    """
     if len(scores) == 1:
         return (scores[0][1],) * 2
     totals = [logprob for logprob, _ in scores]

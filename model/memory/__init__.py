@@ -84,10 +84,10 @@ class MemoryConfig(GPTConfig, Keys):
 # the model
 
 class Chapters(nn.Module):
-    """Memory layer: each token attends to the key-value pairs of k of n chapters, which a router
-    selects for the token. A chapter has S pairs, which are parameters. config: a MemoryConfig.
+    """Memory layer: each token attends to the key-value pairs of k of n chapters.
 
-    The matrix products are grouped by chapter and head: group chapter * H + head has S pairs.
+    A router selects the chapters for each token. A chapter has S pairs, which are parameters; the
+    matrix products are grouped by chapter and head: group chapter * H + head has S pairs.
     """
 
     def __init__(self, config):
@@ -105,9 +105,7 @@ class Chapters(nn.Module):
         self.gate = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
-        """Return (y, (logits, chosen)) for the residual stream x (B, T, C). y (B, T, C): the caller
-        must add it to x. logits (B, T, n): of the router. chosen (B, T, k): indices of the selected
-        chapters."""
+        """Return (y (B, T, C) to be added to x, (logits (B, T, n), chosen chapters (B, T, k)))."""
         c, (B, T, _) = self.config, x.size()
         H, D, S, k = c.n_head, c.head_dim, c.chapter_size, c.chapters_per_token
         x = self.ln(x)
@@ -127,8 +125,7 @@ class Chapters(nn.Module):
 
 
 class MemoryBlock(RoutedBlock):
-    """A Block that first adds the output of a memory layer, Chapters, to the residual stream.
-    config: a MemoryConfig; layer: the index of the block."""
+    """A Block that first adds the output of a memory layer, Chapters, to the residual stream."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -140,18 +137,19 @@ class MemoryBlock(RoutedBlock):
 
 
 def is_memory(name):
-    """Return whether the parameter `name` belongs to the memory or to an adapter, i.e. not to the
-    backbone."""
+    """Return whether a parameter belongs to the memory or to an adapter, not to the backbone."""
     return "memory" in name.split(".") or is_adapter(name)
 
 
 class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT):
-    """A GPT with memory, for text or conversations. config: a MemoryConfig. weights: {name: tensor}
-    of the backbone, used without copies; `None`: no backbone. initial_values: {name: tensor} of
-    parameters of the memory, see read_document(). The other arguments are those of GPT. The
-    parameters of the backbone are frozen, and not in the state dict, unless config.train_base is
-    true. The attribute `frozen` is a tuple with the result of freeze(), the backbone without
-    memory, if the model is compared with it on the old text; otherwise ()."""
+    """A GPT with memory, for text or conversations.
+
+    weights: {name: tensor} of the backbone, used without copies; `None`: no backbone.
+    initial_values: {name: tensor} of parameters of the memory, see read_document().
+    The backbone's parameters are frozen and not in the state dict, unless config.train_base is
+    true. The attribute `frozen` is a tuple with the result of freeze(), if the model is compared
+    with it on the old text; otherwise ().
+    """
     block_class = MemoryBlock
 
     def __init__(self, config, seed, token_bytes, weights=None, initial_values=()):
@@ -168,11 +166,11 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return is_memory(name) or self.config.train_base
 
     def compute_loss(self, idx, targets, *others):
-        """Return (mean loss, sums {name: tensor} for the log). idx, targets: text or conversations,
-        as for ChatGPT.compute_loss(). others: for conversations first `chat`, see there; then, with
-        old_data_dir, the token ids and targets (B, T) of the old text. In training, old_weight
-        times its divergence from the backbone is added to the loss; in eval mode, its cross-entropy
-        to the sums, see add_old_text()."""
+        """Return (mean loss, sums) of text or conversations, and of any old text.
+
+        idx, targets: see ChatGPT.compute_loss(). others: any `chat`, then any old ids, targets (B,
+        T).
+        """
         n_chat = len(others) % 2  # the old text are two tensors
         chat, old = others[:n_chat], others[n_chat:]
         loss, sums = super().compute_loss(idx, targets, *chat)
@@ -183,13 +181,14 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return self.add_old_text(loss, sums, n_items, *old) if old else (loss, sums)
 
     def add_old_text(self, loss, sums, n_items, idx, targets):
-        """Add the old text idx, targets (B, T), to the result (loss, sums) of a batch, and return
-        the new (loss, sums). In training, old_weight times the KL divergence from the backbone is
-        added to the loss, and "old_kl" to the sums; in eval mode the loss is not changed, and
-        "old_loss", the sum of the cross-entropy over the old targets, and "old_count", their
-        number, are added to the sums. n_items (B,): number of targets in each row of the new text,
-        used as the weight of the same row of the old text, so that the split into micro-batches
-        does not matter."""
+        """Add the old text idx, targets (B, T), to a batch's result, and return (loss, sums).
+
+        n_items (B,): target count of each row of the new text, used as the weight of the same row
+        of the old text, so that the split into micro-batches does not matter.
+        In training, old_weight times the KL divergence from the backbone is added to the loss, and
+        "old_kl" to the sums. In eval mode, the sums get "old_loss", the cross-entropy summed over
+        the old targets, and "old_count", their number.
+        """
         x = self.trunk(idx)  # (B, T, C)
         for block in self.h:
             del block.routed  # no router losses
@@ -204,18 +203,14 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return {name: number, list or `None`} for the log: the numbers of ChatGPT and RoutedGPT.
-        With old text also, in training, "old_kl", the mean KL divergence from the backbone on it,
-        and in evaluations "old_loss", the mean cross-entropy on it. sums: those of compute_loss(),
-        added over all batches."""
+        """Return ChatGPT's and RoutedGPT's numbers, and of old text the mean old_kl or old_loss."""
         numbers = super().numbers({n: value for n, value in sums.items() if n != "old_count"})
         if "old_count" in sums:
             numbers["old_loss"] = float(sums["old_loss"] / sums["old_count"])
         return numbers
 
     def flops_per_unit(self):
-        """Return the FLOPs of training per token of text, or per row of conversations. With old
-        text, this includes the pass over the old text and the comparison with the backbone."""
+        """Return training FLOPs per text token or row of conversations, including old text."""
         own = super().flops_per_unit()
         if not self.config.old_data_dir:
             return own
@@ -223,10 +218,12 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
         return 2 * own + sum(m.flops_per_unit() + head for m in self.frozen) * self.row_tokens
 
     def initial(self, name, shape, seed):
-        """Return the initial value, a tensor of `shape`, of the parameter `name`:
-        initial_values[name] if there is one; for the backbone and adapters, that of the base class;
-        otherwise, for the memory: 0 for gates and biases, 1 for norms, and random values, a
-        function of (seed, name), with which attention scores and values are about 1."""
+        """Return the initial value of the parameter `name`: initial_values[name], if it exists.
+
+        Otherwise, for the backbone and adapters that of the base class; for the memory 0 for gates
+        and biases, 1 for norms, and random values with which attention scores and values are about
+        1.
+        """
         if name in self.initial_values:
             return self.initial_values[name]
         if is_adapter(name) or not is_memory(name):
@@ -244,10 +241,11 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 # data
 
 class PairedLoader:
-    """Loader of two data sets: a batch is the tuple of the loader `new` followed by the tuple of
-    the loader `old` (the old text) for the same step. The number of samples per epoch and of
-    validation batches are those of `new`. If `old` has fewer validation batches, they are used
-    repeatedly, and all targets of a repeated one are -1, so that each is counted once."""
+    """Loader of two data sets: a batch is the tuple of `new`, then that of `old` for the same step.
+
+    Samples per epoch and validation batches are as many as in `new`. If `old` has fewer validation
+    batches, they repeat with all targets -1, so that each is counted once.
+    """
 
     def __init__(self, new, old):
         self.new, self.old = new, old
@@ -272,21 +270,20 @@ class PairedLoader:
 
 
 def first_batch(loader, n):
-    """Return the first n samples of a training run (they are spread over the data) as one batch: a
-    tuple of CPU tensors (n, ...). loader: of the training data; of a PairedLoader, the loader `new`
-    is used."""
+    """Return a loader's first n samples (paired: of `new`) as a tuple of CPU tensors (n, ...)."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 
 
 @torch.no_grad()
 def read_document(backbone, loader, config):
-    """Compute the initial values of a memory from the training data. Return {parameter name:
-    tensor} for all parameters of the memory except routers and gates: keys (not rotated) and
-    values, which the attention of `backbone`, a GPT on the CPU, computes for windows of text,
-    chapter_size tokens for each chapter; and the tensors, not copied, of the attention's layers q,
-    q_norm, o, and of the norm before it. loader: of the training data. config: the TrainConfig,
-    with n_chapters and chapter_size."""
+    """Return initial values {name: tensor} of a memory, computed from the training data.
+
+    backbone: a GPT on the CPU. loader: of the training data.
+    All parameters of the memory except routers and gates: keys (not rotated) and values of the
+    backbone's attention for windows spread over the text, chapter_size tokens per chapter; and the
+    tensors, not copied, of the attention's layers q, q_norm, o, and of the norm before it.
+    """
     n, S, H = config.n_chapters, config.chapter_size, backbone.config.n_head
     T = min(first_batch(loader, 1)[0].size(1), backbone.config.block_size)
     idx = first_batch(loader, n * -(-S // T))[0][:, :T]  # at least S tokens per chapter
@@ -326,9 +323,11 @@ def open_data(config, ranks):
 
 
 def build_model(config, data):
-    """Return a MemoryGPT: the backbone config.backbone with a memory, which is initialised from
-    data.train, if `data` has this loader. If data.spec has no "backbone", all weights are new,
-    trained, and part of the checkpoint. Raises CheckpointError if the backbone cannot be used."""
+    """Return a MemoryGPT: config.backbone with a memory, initialised from data.train if it exists.
+
+    If data.spec has no "backbone", all weights are new, trained, and part of the checkpoint. Raises
+    CheckpointError if the backbone cannot be used.
+    """
     weights, values, frozen = None, {}, None
     if "backbone" not in data.spec:
         config = config.replace(train_base=True)
@@ -346,10 +345,11 @@ def build_model(config, data):
 
 
 def freeze(weights, config, data, base=gpt):
-    """Return the backbone as a GPT without memory, in eval mode and without gradients. weights
-    {name: tensor}: the parameters, used without copies, or copied if config.train_base is true,
-    because training then changes `weights`. base: the module whose build_model(config, data) is
-    used, model.gpt or model.chat."""
+    """Return the backbone as a GPT without memory, in eval mode and without gradients.
+
+    weights {name: tensor}: copied only if config.train_base is true, as training then changes them.
+    base: the module whose build_model() is used, model.gpt or model.chat.
+    """
     with torch.device("meta"):
         backbone = base.build_model(config, data)
     weights = {name: t.clone() for name, t in weights.items()} if config.train_base else weights

@@ -1,5 +1,4 @@
-"""Compare a memory with its backbone and two baselines, LoRA and kNN-LM, by the validation losses
-on new and old text (data_dir and old_data_dir of the memory's run).
+"""Compare a memory with the backbone, LoRA and kNN-LM by the losses on new and old text.
 
     python -m model.memory --ckpt out/memory/ckpt.pt --baseline
 """
@@ -38,11 +37,12 @@ class EvaluationOptions:
 
 
 def print_comparison(args):
-    """Print a table of the validation losses on new and old text: of the backbone, of the model in
-    args.ckpt and, with args.baseline, of LoRA and, except for conversations, of kNN-LM. LoRA is
-    trained here, in the folders lora_0 and (only for text, with old text) lora_1 of the out_dir of
-    the run that wrote args.ckpt; see train_lora(). args: an EvaluationOptions. Raises
-    CheckpointError if the model has no backbone, DataError without validation data."""
+    """Print a table of validation losses on new and old text (data_dir, old_data_dir).
+
+    The rows: the backbone, the memory and, with args.baseline, LoRA, see train_lora(), and, except
+    for conversations, kNN-LM. Raises CheckpointError if the model has no backbone, DataError
+    without validation data.
+    """
     model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
     values = load_checkpoint(args.ckpt)["config"]
     if not values.get("backbone"):
@@ -72,18 +72,16 @@ def print_comparison(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return a list of floats, one for each loader in `loaders`: the mean loss of `model`, which
-    must be in eval mode, on config.eval_iters batches of validation data."""
+    """Return the mean loss of a model in eval mode for each of `loaders`, as floats."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 
 
 def train_lora(args, values, backbone, n_trained):
-    """Train LoRA adapters with about n_trained parameters: one run on the new data and, if these
-    are text and there is old text, a second run on both in equal parts. Yield for each run (name,
-    path of the checkpoint, number of parameters). The runs write the folders lora_0, lora_1 in
-    out_dir. args: an EvaluationOptions, for the learning rate. values: the dict "config" of the
-    memory's checkpoint, with which LoRA is trained. backbone: the GPT, for the sizes of the layers.
+    """Train LoRA with about n_trained parameters; yield (name, checkpoint path, parameter count).
+
+    values: the dict "config" of the memory's checkpoint. The first run, lora_0 in out_dir, is on
+    the new data, the second one, lora_1, on new and old text in equal parts, if there are both.
     """
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1
@@ -109,11 +107,11 @@ def train_lora(args, values, backbone, n_trained):
 
 
 def evaluate_knn(backbone, train_loader, loaders, config):
-    """Evaluate kNN-LM, which mixes the distribution of `backbone`, a GPT, with the neighbours in at
-    most N_STORED tokens of train_loader, the text on which the memory was trained. Return a list of
-    floats, the mean loss for each loader in `loaders`. The temperature of the distances and the
-    share of the neighbours' distribution are those with the lowest loss on the first loader.
-    config: the TrainConfig of the memory."""
+    """Return the mean losses of kNN-LM, a list of floats, one for each of `loaders`.
+
+    train_loader: of the memory's training text, of which at most N_STORED tokens are searched. The
+    temperature and the share of the neighbours are those with the lowest loss on the first loader.
+    """
     n = min(config.max_iters * config.samples_per_step, N_STORED // train_loader.units_per_sample,
             train_loader.samples)  # no window twice
     windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))

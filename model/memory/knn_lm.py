@@ -1,8 +1,7 @@
-"""kNN-LM (arXiv:1911.00172): a language model whose distribution is mixed with the distribution of
-the tokens that followed the most similar states in a stored text. Nothing is trained. It is a
-baseline of model/memory.
+"""kNN-LM (arXiv:1911.00172), a baseline of model/memory for which nothing is trained.
 
-Shapes: N stored tokens, M tokens of a batch, C channels.
+A model's distribution is mixed with that of the tokens that followed the most similar states in a
+stored text. Shapes: N stored tokens, M tokens of a batch, C channels.
 """
 
 import torch
@@ -16,19 +15,18 @@ ROWS = 128  # distances of as many tokens at once
 
 @torch.no_grad()
 def read_states(model, batches):
-    """Yield (states (B T, C) float32, targets (B T,)) for each batch (x, y) in `batches`. x: token
-    ids (B, T); y: targets (B, T), the next tokens. States: the output of `model`, a GPT, after the
-    final norm."""
+    """Yield (states after the final norm (B T, C), targets (B T,)) of each batch (x, y), (B, T)."""
     for x, y in batches:
         yield model.trunk(x).flatten(0, 1).float(), y.flatten()
 
 
 @torch.no_grad()
 def knn_losses(model, stored, batches):
-    """Return the mean cross-entropy of kNN-LM, a tensor (temperatures, shares), for each
-    temperature in TEMPERATURES and each share of the neighbours' distribution in SHARES. model: a
-    GPT. stored: (states (N, C), targets (N,)) of the text that is searched, as from read_states().
-    batches: an iterable of (x, y), token ids and targets, (B, T) each."""
+    """Return the mean cross-entropy of kNN-LM, (temperatures, shares), for TEMPERATURES and SHARES.
+
+    stored: (states (N, C), targets (N,)) of the text that is searched, as from read_states().
+    batches: an iterable of (x, y), token ids and targets, (B, T) each.
+    """
     keys, tokens = stored
     shares = torch.tensor(SHARES).view(1, -1, 1)
     losses = []
@@ -41,11 +39,12 @@ def knn_losses(model, stored, batches):
 
 
 def neighbour_probability(states, targets, keys, tokens):
-    """Return the probabilities (temperatures, M) of targets (M,) under the neighbours'
-    distribution, for each temperature in TEMPERATURES: softmax(-squared distance / temperature)
-    over the N_NEIGHBOURS stored states that are nearest to the state, summed over those whose next
-    token is the target. states (M, C); keys (N, C): the stored states; tokens (N,): the token after
-    each stored state."""
+    """Return the neighbours' probability (temperatures, M) of targets (M,), for TEMPERATURES.
+
+    states (M, C). keys (N, C), tokens (N,): the stored states, and the token after each.
+    It is softmax(-squared distance / temperature) over the N_NEIGHBOURS nearest stored states (or
+    all, if fewer), summed over those whose next token is the target.
+    """
     distances, nearest = torch.cdist(states, keys).topk(min(N_NEIGHBOURS, len(keys)), largest=False)
     scores = -distances.square() / torch.tensor(TEMPERATURES).view(-1, 1, 1)
     return (scores.softmax(-1) * (tokens[nearest] == targets[:, None])).sum(-1)

@@ -1,4 +1,4 @@
-"""A sparse autoencoder of a trained GPT's activations: --model sae --backbone out/quick/ckpt.pt
+"""A sparse autoencoder of a GPT's activations (--model sae --backbone out/quick/ckpt.pt).
 
 It reconstructs the residual stream after one block as a sum of few directions out of many
 (features), which are easier to interpret than single dimensions. The loader runs the frozen
@@ -103,19 +103,19 @@ def keep_largest(x, k):
 
 
 class SparseAutoencoder(nn.Module):
-    """A sparse autoencoder of one layer: forward(activations (N, D), group) -> (mean loss, sums,
-    reconstruction (N, C) in the units of the activations). D is C = d_in; for a transcoder it is 2
-    C, the input before the target. sums {name: tensor}: the parts of the loss and statistics for
-    numbers(), summed over N. config: a TrainConfig; spec: Data.spec, with d_in, mean and scale.
+    """A sparse autoencoder, or a transcoder, of one layer's activations.
 
-    Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
-    1, and the squared error is about the share of variance that is not explained. Outliers (in many
-    published models the first newline or comma) are replaced by the mean before encoding, and in
-    the result they are the activations themselves.
-
+    spec: Data.spec, with d_in, mean and scale of this layer.
+    forward(activations (N, D), group) returns (mean loss, sums {name: tensor}, reconstruction (N,
+    C) in the units of the activations). D is C = d_in; for a transcoder 2 C, the input before the
+    target. sums: the parts of the loss and statistics for numbers(), summed over N.
     group: only for batchtopk in training: each `group` consecutive rows together keep k features
-    per row on average (default: all N rows). SAEModel passes the number of rows of one window, so
-    that the result does not depend on the batch size.
+    per row on average (default: all N rows). N must be a multiple. SAEModel passes the row count of
+    one window, so that the result does not depend on the batch size.
+    Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
+    1, and the squared error is about the unexplained share of the variance. Outliers (in many
+    published models the first newline or comma) are replaced by the mean before encoding; in the
+    result, these rows are the target itself.
     """
 
     def __init__(self, config, spec):
@@ -138,10 +138,12 @@ class SparseAutoencoder(nn.Module):
         self.may_have_dead = True  # updated after each step; True only costs time
 
     def initial(self, name, shape, seed):
-        """Return the initial value of the parameter or buffer `name`, a tensor on the CPU: W_dec,
-        rows of random directions and length 1 (0.1 for relu); W_enc, its transpose, as in sae-lens;
-        biases and `silent` (steps since each feature fired), 0; thresholds, 1; mean and scale, the
-        values in spec. `None` for an unknown name. For a given model a function of (seed, name)."""
+        """Return the initial value of the parameter or buffer `name`; `None` for an unknown name.
+
+        W_dec: rows of random directions and length 1 (0.1 for relu). W_enc: the transpose, as in
+        sae-lens. Biases and `silent`: 0. Thresholds: 1. mean and scale: the values in spec. For a
+        given model a function of (seed, name).
+        """
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
         if name in ("b_enc", "b_dec", "silent"):
@@ -156,16 +158,12 @@ class SparseAutoencoder(nn.Module):
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder weights (F, C), float32. For all activation functions except relu,
-        each row is normalised to length 1 here instead of after each step; the gradient is then
-        orthogonal to the row."""
+        """Return the decoder weights (F, C), float32, with rows of length 1 (except for relu)."""
         W = self.W_dec.float()
         return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
 
     def normalise(self, activations):
-        """Return (input (N, C), target (N, C), is_outlier (N, 1) bool) of activations (N, D). Input
-        and target (the same unless it is a transcoder) are centred and scaled, and 0 in rows whose
-        input is an outlier."""
+        """Return (input (N, C), target (N, C), is_outlier (N, 1)), scaled; 0 where an outlier."""
         c = self.spec["d_in"]
         scale = self.scale.view(-1)
         x = (activations[..., :c] - self.mean[:c]) * scale[0]
@@ -174,14 +172,11 @@ class SparseAutoencoder(nn.Module):
         return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
 
     def encode(self, activations):
-        """Return the features (..., F), after the nonlinearity, of activations (..., D) in the
-        original units."""
+        """Return the features (..., F) of activations (..., D) in the original units."""
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
-        """Return (features before the nonlinearity, features after it), (N, F) each, of x (N, C),
-        activations that normalise() has centred and scaled. The nonlinearity of batchtopk is that
-        of evaluations: its threshold is the running mean of the thresholds in training."""
+        """Return features (N, F) before and after the nonlinearity of evaluations, for scaled x."""
         c = self.keys
         pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
         if c.sae in ("batchtopk", "jumprelu"):
@@ -192,19 +187,20 @@ class SparseAutoencoder(nn.Module):
         return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
 
     def step_estimate(self, pre):
-        """Return zeros (N, F) with a gradient for the thresholds: an estimate of the gradient of
-        the step function (pre > threshold), namely the gradient of a ramp of width BANDWIDTH around
-        the threshold. For jumprelu only. pre (N, F): features before the nonlinearity."""
+        """Return zeros (N, F) with an estimated gradient of (pre > threshold), for jumprelu."""
         ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
         return ramp - ramp.detach()
 
     def batch_topk(self, x, group):
-        """Encode and decode for batchtopk in training (arXiv:2412.06410). Return (pre, outs,
-        counts). pre (N, F): features before the nonlinearity, without gradient. outs: a tuple of P
-        reconstructions (N, C) of centred and scaled activations, one per prefix, the last from all
-        features. counts: {"fired": (F,) in how many rows each feature fired, "threshold": the sum
-        of the thresholds of all rows}. x (N, C): centred and scaled activations. group: as for
-        batch_threshold()."""
+        """Encode and decode for batchtopk in training; return (pre, outs, counts).
+
+        x (N, C): centred and scaled input. group: see the class.
+        pre (N, F): features before the nonlinearity, without gradient.
+        outs: reconstructions (N, C) of the scaled target, one per prefix, the last from all
+        features.
+        counts: {"fired": (F,) rows in which each feature fired, "threshold": the sum over all
+        rows}.
+        """
         bias = self.bias()
         with torch.no_grad():
             pre = torch.addmm(bias, x, self.W_enc).float()  # (N, F)
@@ -221,9 +217,7 @@ class SparseAutoencoder(nn.Module):
         return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
 
     def batch_threshold(self, pre, group):
-        """Return the thresholds (N, 1) of batchtopk, at least 0: with the features of at least this
-        value, each `group` consecutive rows keep k features per row on average. pre (N, F):
-        features before the nonlinearity; N must be a multiple of `group`."""
+        """Return thresholds (N, 1) >= 0 with which `group` rows keep k features each on average."""
         n = group * self.keys.k
         smallest = []
         for values in pre.flatten().split(group * pre.size(1)):
@@ -234,9 +228,7 @@ class SparseAutoencoder(nn.Module):
         return torch.stack(smallest).clamp(min=0.0).repeat_interleave(group)[:, None]
 
     def bias(self):
-        """Return the bias b (F,) with which x @ W_enc + b are the features before the nonlinearity,
-        where x are centred and scaled activations: b_enc - b_dec @ W_enc, because the encoder reads
-        x - b_dec; for a transcoder, b_enc."""
+        """Return b (F,), with which x @ W_enc + b are the features before the nonlinearity."""
         return self.b_enc - self.b_dec @ self.W_enc if self.keys.target == "input" else self.b_enc
 
     def forward(self, activations, group=None):
@@ -270,13 +262,15 @@ class SparseAutoencoder(nn.Module):
         return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
 
     def auxk_loss(self, x, pre, error, W):
-        """Return the AuxK loss (N,), which revives features that have not fired for dead_after
-        steps (dead features, arXiv:2406.04093, A.2): the share of the squared `error` that remains
-        if the auxk largest dead features reconstruct the error. If fewer than auxk features are
-        dead, the loss is multiplied by their number / auxk. x (N, C): centred and scaled
-        activations; pre (N, F): features before the nonlinearity; error (N, C): target minus
-        reconstruction; W (F, C): the result of decoder(); `None`: pre and the decoder are computed
-        here, for the dead features only."""
+        """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2).
+
+        x (N, C): scaled input. pre (N, F): features before the nonlinearity. error (N, C): target
+        minus reconstruction.
+        W (F, C): of decoder(); `None`: pre and W are computed here, for the dead features only.
+        Dead features have not fired for dead_after steps. The loss is the share of the squared
+        error that remains if the auxk largest of them reconstruct the error. If fewer than auxk are
+        dead, it is multiplied by their number / auxk.
+        """
         if not self.may_have_dead:
             return error.new_zeros(len(error))
         dead = self.silent >= self.keys.dead_after  # (F,)
@@ -291,14 +285,15 @@ class SparseAutoencoder(nn.Module):
         return rest * (dead.sum() / self.keys.auxk).clamp(max=1.0)
 
     def numbers(self, sums):
-        """Return the metrics {name: float or `None`} of a log line. sums {name: tensor}: those of
-        forward(), added over all batches, and "count", the number of activations.
+        """Return the metrics {name: float or `None`} of a log line.
 
-        explained_variance: over all activations and dimensions together, because a mean of ratios
-        would be biased; `None` if they are constant. l0: mean number of features that fire per
-        activation. dead: number of features that have not fired for dead_after steps; in
-        evaluations, that do not fire in the evaluation. l1, auxk: parts of the loss, if used. In
-        evaluations with a backbone also lm_loss, the loss of the backbone; spliced_loss, the loss
+        sums: of forward(), added over all batches, and "count", the number of activations.
+        explained_variance: of all activations and dimensions together; `None` if they are constant.
+        l0: mean number of features that fire per activation.
+        dead: number of features that have not fired for dead_after steps; in evaluations, that do
+        not fire in the evaluation.
+        l1, auxk: parts of the loss, if used.
+        In evaluations with a backbone also lm_loss, the backbone's loss; spliced_loss, the loss
         with the reconstruction in place of the activations; and loss_recovered: 1 if both are
         equal, 0 if the reconstruction is no better than zeros, `None` if zeros change nothing.
         """
@@ -317,15 +312,13 @@ class SparseAutoencoder(nn.Module):
 
 
 class SAEModel(nn.Module):
-    """The model of a run: a SparseAutoencoder for each layer in config.layer, the submodule `sae`,
-    or with several layers `sae_N` for layer N. The loss is the sum over layers, so that each
-    autoencoder gets the same gradients as in a run with one layer; only grad_clip limits the norm
-    of all together.
+    """The model of a run: a SparseAutoencoder for each layer in config.layer.
 
-    Evaluations also measure the backbone's loss with the reconstruction in place of the
-    activations. config: a TrainConfig. spec: Data.spec, in which "mean" and "scale" are lists with
-    an element per layer if there are several layers. loaded: the Backbone at config.backbone;
-    default: backbone() loads it.
+    spec: Data.spec; with several layers, "mean" and "scale" have an element per layer.
+    loaded: the Backbone at config.backbone (default: backbone() loads it).
+    The submodule is `sae`, or with several layers `sae_N` for layer N. The loss is the sum over
+    layers, so that each autoencoder gets the same gradients as in a run with one layer; only
+    grad_clip limits the norm of all together.
     """
 
     def __init__(self, config, spec, loaded=None):
@@ -345,9 +338,7 @@ class SAEModel(nn.Module):
         return getattr(self, module).initial(own_name, shape, seed)
 
     def compile(self, *args, **kwargs):
-        """Compile the autoencoders in place, except those with batchtopk, whose shapes depend on
-        the data. The backbone is not compiled, because evaluations add hooks to it. The arguments
-        are those of nn.Module.compile()."""
+        """Compile the autoencoders in place, except batchtopk's; see nn.Module.compile()."""
         for sae in self.children():
             if self.keys.sae != "batchtopk":
                 sae.compile(*args, **kwargs)
@@ -359,9 +350,7 @@ class SAEModel(nn.Module):
         return len(c.layer) * rows * self.spec["d_in"]
 
     def of_layer(self, n):
-        """Return a new SAEModel with the autoencoder of layer n only, which is shared with this
-        model and set to eval mode. The backbone is not shared: backbone() loads it anew. Raises
-        ConfigError if there is none for layer n."""
+        """Return an eval-mode SAEModel sharing layer n's autoencoder only, or raise ConfigError."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])
@@ -371,9 +360,10 @@ class SAEModel(nn.Module):
         return model.eval()
 
     def backbone(self):
-        """Return the Backbone at config.backbone, which the first call loads. Raises
-        CheckpointError if the weights are not those of the training run, or if the training data
-        were activations, without a backbone."""
+        """Return the Backbone at config.backbone, which the first call loads.
+
+        Raises CheckpointError for other weights than in the training run, or without a backbone.
+        """
         c = self.keys
         if self.loaded is not None:
             return self.loaded
@@ -391,14 +381,15 @@ class SAEModel(nn.Module):
         return backbone
 
     def forward(self, x, targets=None):
-        """Return (sum of the mean losses of the layers, sums {name: tensor}).
+        """Return (sum of the layers' mean losses, sums {name: tensor}).
 
-        Without `targets` (in training, or without a backbone), x is activations (B, T, L D), the D
-        channels of each of L layers. With `targets` (evaluation), x is token ids (B, T) and targets
-        the next ones (B, T); the backbone computes the activations, and sums also has "count" and
-        the losses of the backbone, multiplied by the count: lm_loss (unchanged), spliced_loss (with
-        the reconstruction in place of the activations) and zeroed_loss (with zeros). With several
-        layers, names other than count and lm_loss have the suffix _N of the layer.
+        x: without `targets` (in training, or without a backbone), activations (B, T, L D), the D
+        channels of each of L layers; with `targets`, token ids (B, T).
+        targets (B, T): the next token ids (evaluation); the backbone then computes the activations,
+        and sums also has "count" and the losses of the backbone, multiplied by the count: lm_loss
+        (unchanged), spliced_loss (with the reconstruction in place of the activations) and
+        zeroed_loss (with zeros).
+        With several layers, names other than count and lm_loss have the suffix _N of the layer.
         """
         total = 0.0
         sums = {}
@@ -423,9 +414,11 @@ class SAEModel(nn.Module):
         return total, sums
 
     def numbers(self, sums):
-        """Return the metrics {name: float or `None`} of a log line, those of the autoencoder. With
-        several layers: the means over the layers (`None` if a layer has `None`) and, with the
-        suffix _N, the metrics of layer N. sums: those of forward(), added over all batches."""
+        """Return the metrics of a log line, see SparseAutoencoder.numbers().
+
+        With several layers: the means over the layers (`None` if a layer has `None`) and, with the
+        suffix _N, the metrics of layer N, except lm_loss.
+        """
         parts = [sae.numbers(own) for sae, own in self.split(sums)]
         columns = {name: [part[name] for part in parts] for name in parts[0]}
         means = {name: None if None in values else sum(values) / len(values)
@@ -444,13 +437,12 @@ class SAEModel(nn.Module):
                 sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
     def split(self, sums):
-        """Return a list of (autoencoder, sums), one for each layer: all sums, those of the layer N
-        without the suffix _N. sums {name: tensor}: those of forward(), added over all batches."""
+        """Return [(autoencoder, sums)] of the layers, with the suffix _N removed for layer N."""
         return [(sae, {name.removesuffix(suffix): value for name, value in sums.items()})
                 for sae, suffix in zip(self.children(), self.suffixes)]
 
 
 def build_model(config, data):
-    """Return an SAEModel. In training it shares the backbone of the loader data.train, if any."""
+    """Return an SAEModel, which in training shares the backbone of data.train, if any."""
     train = getattr(data, "train", None)
     return SAEModel(config, data.spec, getattr(train, "backbone", None))

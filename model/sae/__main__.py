@@ -36,11 +36,12 @@ PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content
 # sae-lens
 
 def export_sae_lens(model, folder):
-    """Write cfg.json and sae_weights.safetensors to `folder`, which is created if needed, in the
-    format of sae_lens.SAE.load_from_disk(folder). model: an SAEModel of one layer. Centring and
-    scaling of the activations become part of the weights; outliers are encoded there like all
-    others. A batchtopk autoencoder is exported as jumprelu, with or without prefixes. Raises
-    ConfigError for a transcoder with topk, which sae-lens does not have."""
+    """Write a model of one layer to `folder` in the format of sae_lens.SAE.load_from_disk().
+
+    Writes cfg.json and sae_weights.safetensors. Centring and scaling become part of the weights;
+    outliers are encoded there like all others. batchtopk is exported as jumprelu. Raises
+    ConfigError for a transcoder with topk, which sae-lens does not have.
+    """
     sae, c, spec = model.sae, model.keys, model.spec
     is_transcoder = c.target != "input"
     architecture = SAE_LENS.get(c.sae, ("jumprelu", "jumprelu_transcoder"))[is_transcoder]
@@ -76,9 +77,7 @@ def export_sae_lens(model, folder):
 # the baseline
 
 def random_directions(model, k):
-    """Return the baseline of `model`, an SAEModel of one layer: an SAEModel whose features are
-    random directions (arXiv:2602.14111). An activation is reconstructed from the k directions with
-    the largest absolute dot product, with the weights of least squares."""
+    """Return the baseline of `model`: random directions, k per activation (arXiv:2602.14111)."""
     c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
     baseline = type(model)(c, model.spec, model.backbone()).eval()
     W = baseline.sae.W_dec  # (F, C)
@@ -93,10 +92,10 @@ def random_directions(model, k):
 
 
 def compare_with_random(model, tokens, n_batches):
-    """Evaluate `model`, an SAEModel of one layer, and the baseline random_directions() with as many
-    features per token, on n_batches batches of the loader `tokens`. Return a table, a list of rows
-    of texts: a header with NUMBERS, a row for `model`, and a row for the baseline. Raises
-    ConfigError for a transcoder."""
+    """Return a table, rows of texts, with NUMBERS of a one-layer model and of random_directions().
+
+    tokens: the loader, of which n_batches batches are used. Raises ConfigError for a transcoder.
+    """
     if model.keys.target != "input":
         raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
     table = [["", *NUMBERS]]
@@ -112,12 +111,13 @@ def compare_with_random(model, tokens, n_batches):
 
 @torch.no_grad()
 def find_top_contexts(model, tokens, n_batches, n_contexts):
-    """Find the tokens at which each feature of `model`, an SAEModel of one layer, is largest, in
-    n_batches validation batches of the loader `tokens`, at most one token per window. Return
-    (rates, values, windows, positions, ids). rates (F,): the share of tokens at which each feature
-    fires. values (F, n_contexts): the largest values in descending order (fewer columns if there
-    are fewer windows); windows, positions (F, n_contexts): the rows and columns of these tokens in
-    ids (number of windows, T), the token ids that were searched."""
+    """Return (rates, values, windows, positions, ids): where the features of one layer are largest.
+
+    tokens: the loader, of which n_batches validation batches are searched.
+    rates (F,): the share of tokens at which each feature fires. values (F, n_contexts): the largest
+    values, descending, at most one per window; fewer columns if there are fewer windows.
+    windows, positions (F, n_contexts): rows and columns of these tokens in ids (windows, T).
+    """
     backbone = model.backbone()
     batches = []
     for i in range(tokens.n_fixed(n_batches)):
@@ -131,10 +131,7 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
 
 
 def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]", escape=str):
-    """Return the text around one token, with this token between the two characters or texts of
-    `marks`: from n_before tokens before `position` to n_after tokens after it. row (T,): token ids.
-    tokenizer: `None`: the ids are shown. escape: a function that is applied to each part of the
-    text, e.g. html.escape."""
+    """Return the text (ids without a tokenizer) around row[position], which is put in `marks`."""
     def decode(ids):
         ids = ids.tolist()
         return escape(tokenizer.decode(ids).replace("\n", "\\n") if tokenizer
@@ -161,11 +158,11 @@ class FeatureOptions:
 
 
 def show_features(options):
-    """Print the texts in which the features with the largest activations fire, or write them to the
-    page options.html. If options.to is set, export the autoencoder to this folder instead; else if
-    options.baseline is set, print how well the autoencoder and random directions reconstruct
-    activations instead. options: a FeatureOptions. Raises UserError if the checkpoint or the data
-    cannot be used."""
+    """Print the texts in which the largest features fire, or write them to options.html.
+
+    With options.to, export the autoencoder instead; else with options.baseline, compare it with
+    random directions. Raises UserError if the checkpoint or the data cannot be used.
+    """
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
     model = model.of_layer(model.keys.layer[0] if options.layer is None else options.layer)
     if options.to:

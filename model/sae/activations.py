@@ -39,13 +39,12 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 class Backbone:
     """A frozen GPT whose activations are read by activations(), and replaced in loss().
 
-    path: the checkpoint; layers: a list of block indices; device: of the GPT; dtype: a value of
-    the configuration key dtype, for autocast. target: "input": the residual stream after each block
-    in `layers` is read, and replaced after one of them. Otherwise for a transcoder, which reads an
-    input and a target: "mlp", the input and output of the block's MLP or experts; a number N as
-    text, the output of the block and the output of block N. The target is replaced.
-
-    It is not an nn.Module: it is in no checkpoint, and not sharded. Raises CheckpointError if the
+    path: the checkpoint. layers: block indices. dtype: the configuration key, for autocast.
+    target: "input": the residual stream after each block in `layers` is read, and replaced after
+    one of them. Otherwise for a transcoder, which reads an input and a target: "mlp", the input and
+    output of the block's MLP or experts; a number N as text, the output of the block and the output
+    of block N. The target is replaced.
+    Not an nn.Module, so that it is in no checkpoint, and not sharded. Raises CheckpointError if the
     checkpoint is missing or not a GPT with such blocks.
     """
 
@@ -75,9 +74,11 @@ class Backbone:
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the activations (B, T - N_SKIPPED, L D), float32, for token ids idx (B, T). The
-        first N_SKIPPED (1) tokens of each window are left out. The D channels of a layer are
-        contiguous, for a transcoder the input before the target."""
+        """Return the activations (B, T - N_SKIPPED, L D), float32, for token ids idx (B, T).
+
+        The first N_SKIPPED (1) tokens of each window are left out. The D channels of a layer are
+        contiguous, for a transcoder the input before the target.
+        """
         seen = {}  # {module: (input, output)}
         def record(module, args, out):
             seen[module] = args[0], out
@@ -91,9 +92,11 @@ class Backbone:
 
     @torch.no_grad()
     def loss(self, idx, targets, edit, i=0):
-        """Return the mean language-model loss, a scalar, for idx, targets (B, T), if the
-        activations x (B, T - N_SKIPPED, C) of layers[i] are replaced by edit(x), a function; for a
-        transcoder, x is the target. -1 in targets is not counted."""
+        """Return the mean language-model loss, a scalar, with the activations of layers[i] edited.
+
+        idx, targets (B, T): token ids; -1 in targets is not counted. edit(x): returns the
+        replacement of x (B, T - N_SKIPPED, C), the activations or, for a transcoder, the target.
+        """
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
         with self.edited[i].register_forward_hook(hook):
@@ -101,10 +104,7 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return (mean, scale) of the activations of up to n_windows windows of block_size tokens,
-        evenly spaced in the data of the loader `tokens`: mean, a list of floats, one per channel;
-        scale, a float, or for a transcoder a list of two (see measure_scale). With several layers,
-        mean and scale are lists with an element per layer."""
+        """Return (mean, scale) of up to n_windows windows of `tokens`; lists of these if L > 1."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
@@ -114,11 +114,12 @@ class Backbone:
 
 
 def measure_scale(x, d_in):
-    """Return (mean, scale) of activations x (N, D), computed without outliers: rows whose input,
-    the first d_in channels, is longer (2-norm) than OUTLIER_RATIO times the median. mean: a list of
-    D floats. scale: a float; activations that are multiplied by it have a variance of 1, on average
-    over the channels. For a transcoder (D = 2 d_in), scale is a list of two floats, for input and
-    target."""
+    """Return (mean, scale) of activations x (N, D), computed without outliers.
+
+    mean: D floats. scale: a float that makes the variance 1, on average over the channels; for a
+    transcoder (D = 2 d_in), a list of two, for input and target. Outliers are rows whose input, the
+    first d_in channels, is longer (2-norm) than OUTLIER_RATIO times the median.
+    """
     x = x.cpu().double()
     length = x[:, :d_in].norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
@@ -131,9 +132,11 @@ def measure_scale(x, d_in):
 # the loader
 
 class ActivationBuffer:
-    """A ring buffer of the last `size` activations with `dim` channels. Attributes: buffer (size,
-    dim), float32, of which the first len() rows are used; position, the row to which the next
-    activation is written. device: default: the GPU, or without one the CPU."""
+    """A ring buffer of the last `size` activations with `dim` channels.
+
+    device: default: the GPU, or without one the CPU. buffer (size, dim): float32, of which the
+    first len() rows are used. position: the row to which the next activation is written.
+    """
 
     def __init__(self, size: int, dim: int, device: str | torch.device | None = None):
         self.buffer = torch.zeros(size, dim, device=device or get_device())
@@ -144,8 +147,7 @@ class ActivationBuffer:
         return self.n_rows
 
     def add(self, x: torch.Tensor) -> None:
-        """Add activations x (n, dim), in chronological order. They overwrite the oldest ones in the
-        buffer."""
+        """Add activations x (n, dim), in chronological order, overwriting the oldest ones."""
         size, end = len(self.buffer), self.position + len(x)
         x = x[-size:]  # earlier rows would be overwritten immediately
         self.buffer[torch.arange(end - len(x), end, device=self.buffer.device) % size] = x.float()
@@ -153,8 +155,7 @@ class ActivationBuffer:
         self.n_rows = min(size, self.n_rows + len(x))
 
     def sample(self, n: int, seed: int) -> torch.Tensor:
-        """Return n random rows of the buffer (n, dim), different ones if it has at least n. The
-        result is a function of the content and of `seed`. The buffer must not be empty."""
+        """Return n random rows (n, dim) of a non-empty buffer, different ones if it has enough."""
         # Drawn on the CPU, equal on all devices, and relative to the oldest row, so that a refilled
         # buffer gives the same samples.
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
@@ -164,15 +165,13 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations for --model sae: a batch is a tuple with one tensor (B, T - N_SKIPPED,
-    L D), see Backbone.activations(). tokens: the loader of windows of T tokens; backbone: a
-    Backbone; config: a TrainConfig; ranks: a Ranks.
+    """Loader of activations: a batch is a tuple with one tensor (B, T - N_SKIPPED, L D).
 
+    tokens: the loader of windows of T tokens. backbone: a Backbone.
     Each position in the global batch has a ring buffer. Every step adds the activations of one
     window of tokens to it, and samples the same number of rows from it, so that a batch mixes the
-    windows of many steps. Positions are distributed over the ranks, which therefore share the
-    backbone's work without communication. If a step does not follow the previous one (a resumed
-    run), the buffers are refilled from the last windows.
+    windows of many steps. If a step does not follow the previous one (a resumed run), the buffers
+    are refilled from the last windows.
     """
     unit = "tok"
     computes = True
@@ -196,10 +195,7 @@ class ActivationLoader:
         return (torch.stack(rows),)
 
     def fill(self, step, device):
-        """Return the ring buffers of micro-batch `step` (counted over the whole run): a list of B,
-        one for each position in the batch, to which the windows up to this step were added. If
-        steps were skipped, the buffers are new ones on `device`, filled with the activations of the
-        last windows."""
+        """Return each batch position's ring buffer, with the windows up to micro-batch `step`."""
         n = self.accumulation
         micro = step % n
         last, buffers = self.filled.get(micro, (-math.inf, []))
@@ -220,11 +216,11 @@ class ActivationLoader:
 
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder of tokens: activations of the
-    backbone for training, an ActivationLoader, and windows of tokens for evaluations. If
-    config.backbone is `None`, return open_activations(). config: a TrainConfig; ranks: a Ranks. All
-    ranks must call this function. Raises DataError for data and CheckpointError for a backbone that
-    cannot be used."""
+    """Return the Data of a token folder: activations to train on, windows of tokens to evaluate.
+
+    Without config.backbone, return open_activations(). All ranks must call. Raises DataError for
+    data and CheckpointError for a backbone that cannot be used.
+    """
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
@@ -240,10 +236,11 @@ def open_data(config, ranks):
 
 
 def open_activations(config, ranks):
-    """Return the Data (loaders and spec) of config.data_dir, a folder with train_activations.npy
-    and, for evaluations, val_activations.npy: float32 (windows, T, C). The T activations of a
-    window should be sampled at random from all texts, because the loader shuffles windows only.
-    Raises DataError if the files cannot be used."""
+    """Return the Data of a folder with {train,val}_activations.npy; val is for evaluations only.
+
+    They are float32 (windows, T, C). The T activations of a window should be sampled at random from
+    all texts, because the loader shuffles windows only. Raises DataError if they cannot be used.
+    """
     def load(split, d_in=None):
         loader = RowLoader(open_rows(config.data_dir, split, activations=((None, d_in), None,
                                                                           None)), config, ranks)

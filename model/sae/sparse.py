@@ -11,18 +11,18 @@ import torch.nn.functional as F
 
 
 def sum_rows(W, index, groups, n, weights):
-    """Return weighted sums (n, C) of rows of W (M, C): row g of the result is the sum of weights[e]
-    * W[index[e]] over the entries e with groups[e] = g. index, groups, weights (E,); groups, from 0
-    to n - 1, must be ascending."""
+    """Return sums (n, C) of weights[e] * W[index[e]] in row groups[e]; groups must ascend."""
     starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
     return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
 
 
 class ActiveFeatures(torch.autograd.Function):
-    """Autograd function that computes a product for active entries only: apply(x, W, bias, pre,
-    row, column) returns pre[row, column] (E,), where the caller has computed pre (N, F) = x @ W +
-    bias without gradients. The backward pass computes gradients for W (C, F) and bias (F,), but not
-    for x (N, C). row, column (E,): the indices of the active entries."""
+    """Autograd function whose result is pre[row, column] (E,), for pre (N, F) = x @ W + bias.
+
+    apply(x, W, bias, pre, row, column): the caller has computed pre without gradients; row, column
+    (E,) are the indices of the active entries. The backward pass computes gradients for W (C, F)
+    and bias (F,), but not for x (N, C).
+    """
 
     @staticmethod
     def forward(ctx, x, W, bias, pre, row, column):

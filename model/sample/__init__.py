@@ -1,4 +1,4 @@
-"""Generate text with a checkpoint: python -m model.sample --ckpt out/ckpt.pt --prompt "Once upon"
+"""Generate text with a checkpoint: python -m model.sample --ckpt out/ckpt.pt --prompt "Once upon".
 
 The checkpoint contains the tokenizer. Only one with a backbone (frozen model) needs a second file.
 """
@@ -26,7 +26,7 @@ SEPARATOR = "-" * 72  # between several texts
 
 @dataclass
 class LoadOptions:
-    """Base class of the options of commands that load a trained model, for load_text_model()."""
+    """Options of commands that load a trained model, for load_text_model()."""
     ckpt: str = key("out/ckpt.pt", "checkpoint, Hugging Face folder or hf:OWNER/NAME", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
     ema: bool = key(False, EMA)
@@ -37,10 +37,11 @@ class LoadOptions:
 
 
 def load_text_model(options):
-    """Load the model options.ckpt for generation. Return (GPT in eval mode, Tokenizer,
-    torch.device). options: LoadOptions. Raises ValueError or UserError if the model cannot be
-    loaded or does not generate text, if neither the checkpoint nor options.tokenizer has a
-    tokenizer, or if the tokenizer has more ids than the model. Disables cuDNN's attention."""
+    """Load options.ckpt; return (GPT in eval mode, Tokenizer, torch.device) for generation.
+
+    Raises ValueError or UserError if the model cannot be loaded or does not generate text, or if
+    the tokenizer is missing or has more ids than the model. Disables cuDNN's attention.
+    """
     device, ckpt = get_device(options.device), options.ckpt
     # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each prompt length.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -75,9 +76,7 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 
 def sample(options):
-    """Run the command: load the model options.ckpt and print generated texts, or answer questions
-    if options.chat is True. options: SampleOptions. Raises UserError or ValueError if the model or
-    an option cannot be used."""
+    """Run the command: print generated texts or, with options.chat, answer questions."""
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

@@ -17,10 +17,12 @@ from model.gpt import Attention
 
 
 def compile_decoder(model):
-    """Return a CompiledDecoder of `model`, a GPT, and compile it by a first call, which takes some
-    ten seconds. The linear layers and blocks of `model` are replaced in place; it can no longer be
-    trained. Raises ValueError unless it is a dense GPT with full attention and the same rotary
-    positions in every layer; and the exceptions of torch.compile."""
+    """Return a CompiledDecoder of a GPT, compiled by a first call, which takes some ten seconds.
+
+    The linear layers and blocks of `model` are replaced in place; it can no longer be trained.
+    Raises ValueError unless it is a dense GPT with full attention and the same rotary positions in
+    every layer; and the exceptions of torch.compile.
+    """
     # One graph computes all layers, each block once.
     is_plain = len(model.h) == model.config.n_layer and all(
         getattr(block, "compiles_decoding", False) and isinstance(block.attn, Attention)
@@ -37,9 +39,7 @@ def compile_decoder(model):
 
 
 class CompiledDecoder(nn.Module):
-    """A wrapper of a GPT for generate(). A call with a single token of a single text runs a
-    compiled graph; prompts and batches are computed eagerly. The blocks of `model` are replaced in
-    place by SharedGraphBlocks."""
+    """A wrapper of a GPT for generate(): a single token of one text runs a compiled graph."""
     needs_full_cache = True  # the only size that is compiled
 
     def __init__(self, model):
@@ -56,10 +56,11 @@ class CompiledDecoder(nn.Module):
                                   fullgraph=True, mode=mode)
 
     def forward(self, idx, cache, last_only=True):
-        """Return the logits (B, T, vocab_size), or (B, 1, vocab_size) of the last token if
-        last_only. idx: (B, T) the ids of new tokens, which continue the texts in the cache. cache:
-        a KVCache from create_cache(), to which the tokens are appended in place. On a GPU, the
-        logits of a single token are valid until the next call."""
+        """Return the logits (B, T, vocab_size); if last_only, (B, 1, vocab_size) of the last token.
+
+        idx: (B, T) ids of new tokens, appended in place to `cache`, a KVCache of create_cache().
+        On a GPU, the logits of a single token are valid until the next call.
+        """
         if idx.shape != (1, 1):
             return self.model(idx, cache=cache, last_only=last_only)
         # A token that was sliced from a longer text has other strides, which would be recompiled.
@@ -72,11 +73,11 @@ class CompiledDecoder(nn.Module):
 
 
 def next_logits(model, idx, kv, positions, history):
-    """Return the logits (1, 1, vocab_size) after one token, and store the keys and values of the
-    token in kv, in place. To be compiled: all inputs and outputs are tensors of fixed shapes.
-    model: a GPT. idx: (1, 1) the id of the token. kv: (L, 2, 1, G, S, D), see SingleTokenCache.
-    positions: (1, 1) the position of the token. history: (1, 1), or `None` if the model does not
-    use histories. Both are from KVCache.start()."""
+    """Return the logits (1, 1, vocab_size) after one token; store keys and values in kv, in place.
+
+    idx: (1, 1). kv: (L, 2, 1, G, S, D), see SingleTokenCache. positions, history: (1, 1) from
+    KVCache.start(); history may be None. All inputs and outputs have fixed shapes, for a graph.
+    """
     mask = (torch.arange(kv.size(4), device=kv.device) <= positions)[None]  # (1, 1, S)
     cache = SingleTokenCache(kv, positions[0], mask, (positions, history))
     logits = model(idx, cache=cache, last_only=True)
@@ -86,19 +87,16 @@ def next_logits(model, idx, kv, positions, history):
 
 
 class SingleTokenCache:
-    """A replacement of KVCache in the compiled graph of a single token, in which all shapes are
-    fixed: attention reads all slots, and a mask hides empty slots.
+    """A replacement of KVCache in the compiled graph of a single token, with fixed shapes.
 
     kv: (L, 2, 1, G, S, D), for L layers, keys and values, one text, G heads, S slots for tokens,
-    head size D; or (2, 1, G, S, D) of one layer, for update() and swap_last_key(). slot: (1,) index
-    of the token in S. mask: bool (1, 1, S), True for the slots that the token attends to. start:
-    (positions, history), the result of KVCache.start(idx).
-
-    kv is not changed, because a write would make the compiled region copy the cache. New keys and
-    values are collected in the attribute `new`, a list with a tensor (2, 1, G, 1, D) for each
-    layer; the caller writes these to kv. With the option key_offset (half of each key is from the
-    token before), the tensor is (2, 1, G, 2, D): its second slot has the unchanged key of
-    the token, for the slot after that of the token (slot + 1).
+    head size D; or (2, 1, G, S, D) of one layer, for update() and swap_last_key().
+    slot: (1,) index of the token in S. start: (positions, history), from KVCache.start(idx).
+    mask: bool (1, 1, S), True for slots that the token attends to; attention reads all slots.
+    kv is not changed, because a write makes the compiled region copy the cache. New keys and values
+    are collected in the list `new`, a tensor (2, 1, G, 1, D) per layer; the caller writes them to
+    kv. With the option key_offset (half of each key is from the token before), the tensor is
+    (2, 1, G, 2, D): the second slot has the unchanged key of the token, for slot + 1.
     """
     used = True  # by blocks that compile_decoder() accepts
 
@@ -111,18 +109,14 @@ class SingleTokenCache:
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
     def swap_last_key(self, layer, k):
-        """Keep k (1, 1, G, D), the key of the new token, for the next token. Return the key (1, 1,
-        G, D) that was kept for the token before; zeros for the first token. For the option
-        key_offset, as in KVCache. layer is ignored: kv must be of one layer."""
+        """Keep k (1, 1, G, D), the new token's key; return that of the token before, or zeros."""
         key = k.transpose(1, 2).to(self.kv.dtype)  # (1, G, 1, D)
         self.last_key = [key.expand(2, *key.shape)]
         before = self.kv[0].index_select(2, self.slot) * (self.slot > 0)
         return before.transpose(1, 2).to(k.dtype)  # (1, 1, G, D)
 
     def update(self, layer, k, v):
-        """Add the key k and the value v of the new token, (1, G, 1, D) each, to `new`. Return
-        (keys, values, mask) for attention: keys and values (1, G, S, D) of all slots, with k and v
-        in the slot of the token. layer is ignored: kv must be of one layer."""
+        """Add the new k and v (1, G, 1, D) to `new`; return (keys, values, mask) of all slots."""
         new = torch.stack((k, v)).to(self.kv.dtype)  # (2, 1, G, 1, D)
         self.new.append(torch.cat((new, *self.last_key), dim=3))
         slots = torch.arange(self.kv.size(3), device=self.kv.device)
@@ -131,9 +125,11 @@ class SingleTokenCache:
 
 
 class SharedGraphBlock(nn.Module):
-    """A wrapper of `block`, a Block of a GPT. If the cache is a SingleTokenCache, forward() calls
-    compute_block(), which is compiled once for all layers, and adds the keys and values to
-    cache.new; otherwise it calls the block. Raises ValueError for arguments in `others`."""
+    """A wrapper of `block`, a Block, for a graph that is compiled once for all layers.
+
+    With a SingleTokenCache, forward() calls compute_block() and adds the keys and values to
+    cache.new; otherwise it calls the block. Raises ValueError for arguments in `others`.
+    """
 
     def __init__(self, block):
         super().__init__()
@@ -151,19 +147,21 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Compute one token by a Block. Return (output, new): the output (1, 1, C), and the keys and
-    values of the token, (2, 1, G, 1, D) or, with the option key_offset, (2, 1, G, 2, D), as in
-    SingleTokenCache.new. x: (1, 1, C) the input. ropes: as for Attention.forward(). kv: (2, 1, G,
-    S, D) of this layer. slot, mask: as for SingleTokenCache."""
+    """Return the output (1, 1, C) of a Block for one token, and SingleTokenCache.new[0].
+
+    x: (1, 1, C). ropes: as for Attention.forward(). kv: (2, 1, G, S, D) of this layer.
+    slot, mask: as for SingleTokenCache.
+    """
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]
 
 
 class ReductionLinear(ConcatLinear):
-    """A ConcatLinear (several linear layers with the same input as one layer) for compiled graphs.
-    On a CPU, a single row is computed in float32 as a sum of products. The compiler fuses this with
-    the operations before and after into one loop over the weights. All other inputs, and calls
-    outside of a compiled graph, are computed by F.linear."""
+    """A ConcatLinear for compiled graphs, in which a single row on a CPU is a sum of products.
+
+    The compiler fuses this sum, in float32, with the operations before and after into one loop over
+    the weights. Other inputs, and calls outside of a compiled graph, use F.linear.
+    """
 
     def forward(self, x):
         is_one_row = x.numel() == x.size(-1)

@@ -1,4 +1,4 @@
-"""OpenAI-compatible server and a web page: python -m model.serve --ckpt out/ckpt.pt
+"""OpenAI-compatible server and a web page: python -m model.serve --ckpt out/ckpt.pt.
 
 POST /v1/completions and, for chat models, /v1/chat/completions, also as a stream; GET /v1/models,
 /v1/models/NAME, /health, and / for the page (serve.html).
@@ -42,17 +42,16 @@ class ServeOptions(LoadOptions):
 
 
 def listen(host, port):
-    """Return a listening TCP socket at the address `host` and `port` (0: any free port). Raises
-    OSError if that is not possible."""
+    """Return a listening TCP socket at `host` and `port` (0: any free port), or raise OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
 
 def choose_key(options, listening):
-    """Return the API key that clients must send, a string, or `None`: options.api_key or, by
-    default, the environment variable API_KEY_VARIABLE. options: ServeOptions. listening: the socket
-    of the server. Raises ValueError if the key is invalid, or if there is no key although other
-    machines can reach the socket."""
+    """Return the API key that clients must send: options.api_key, API_KEY_VARIABLE, or None.
+
+    Raises ValueError if it is invalid, or missing although other machines can reach `listening`.
+    """
     api_key = options.api_key
     if api_key is None:
         api_key = os.environ.get(API_KEY_VARIABLE) or None
@@ -65,10 +64,11 @@ def choose_key(options, listening):
 
 
 def serve(options):
-    """Run the command: load the model options.ckpt and answer HTTP requests until SIGINT, SIGTERM
-    or SIGHUP; active requests are then finished. options: ServeOptions. Raises ValueError or
-    UserError if the API key cannot be used, a package is missing, or for an error of
-    load_text_model(); OSError if the address cannot be used."""
+    """Run the command: answer HTTP requests until SIGINT, SIGTERM or SIGHUP.
+
+    Active requests are then finished. Raises OSError if the address cannot be used, ValueError or
+    UserError for the model, the key or a missing package.
+    """
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine

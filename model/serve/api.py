@@ -24,10 +24,11 @@ NEUTRAL = dict(best_of=[1], repetition_penalty=[1], repeat_penalty=[1], modaliti
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """The options of a request that are supported, except the prompt or messages: options of
-    OpenAI's API, and top_k, min_p and parse_special. The limit of new tokens is max_tokens; the
-    inherited max_new_tokens is not used. The constructor does not check values; parse_options()
-    does."""
+    """The supported options of a request: OpenAI's, and top_k, min_p and parse_special.
+
+    max_tokens is the limit of new tokens; the inherited max_new_tokens is not used. The constructor
+    does not check values; parse_options() does.
+    """
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
     max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
@@ -41,11 +42,12 @@ class RequestOptions(SamplingOptions):
 # requests
 
 def parse_request(data, chat, engine, template):
-    """Parse the body of a completion request. Return (RequestOptions, list of Jobs to submit,
-    include_usage): include_usage is whether a stream must end with the numbers of tokens. data: the
-    body, JSON as bytes or text. chat: True for /v1/chat/completions, whose body has messages
-    instead of a prompt. engine: the Engine that will run the jobs. template: the ChatTemplate of
-    the model, or `None`. Raises APIError if the request is invalid."""
+    """Parse the body of a completion request; return (RequestOptions, Jobs, include_usage).
+
+    data: JSON as bytes or text. chat: True for /v1/chat/completions, whose body has messages
+    instead of a prompt. include_usage: whether a stream must end with the token counts.
+    Raises APIError if the request is invalid.
+    """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -70,11 +72,11 @@ def parse_request(data, chat, engine, template):
 
 
 def create_jobs(ids, n_left_out, options, chat, engine):
-    """Return a list of options.n Jobs for a prompt. If options.seed is set, the jobs have the seeds
-    seed, seed + 1, ... max_tokens is reduced to the rest of the context. ids: the prompt, a list of
-    token ids. n_left_out: number of messages that were left out of the prompt, for the response.
-    options: RequestOptions. chat: whether the prompt is of messages. engine: the Engine. Raises
-    APIError if the prompt is longer than the context."""
+    """Return options.n Jobs for a prompt, with the seeds options.seed, seed + 1, ... if set.
+
+    n_left_out: number of messages left out of the prompt, for the response. max_tokens is reduced
+    to the rest of the context. Raises APIError if the prompt is longer than the context.
+    """
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
@@ -86,10 +88,11 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 
 
 def parse_options(body):
-    """Return the RequestOptions of a request. body: the JSON object of the request, a dict, which
-    is changed: "stop" is removed, and the first of "max_completion_tokens", "max_new_tokens" and
-    "n_predict" that is present replaces "max_tokens". Raises APIError for invalid values and for
-    options that are not supported."""
+    """Return the RequestOptions of the JSON object `body`, which is changed.
+
+    "stop" is removed; the first of "max_completion_tokens", "max_new_tokens" and "n_predict" that
+    is present replaces "max_tokens". Raises APIError for invalid and unsupported options.
+    """
     for name in UNSUPPORTED_OPTIONS:
         value = body.get(name)  # "logprobs": 0 asks for those of the text
         is_set = value or name == "logprobs" and type(value) is int
@@ -115,9 +118,7 @@ def parse_options(body):
 
 
 def parse_stop(value):
-    """Return the list of stop strings in `value`, the "stop" of a request: a string or a list of
-    strings. Empty strings are left out. Raises APIError for other values, more than 16 strings, or
-    a string of more than 256 characters."""
+    """Return the non-empty stop strings in `value`; APIError above 16 strings or 256 characters."""
     strings = [value] if isinstance(value, str) else value
     if not (isinstance(strings, list) and len(strings) <= 16
             and all(isinstance(s, str) and len(s) <= 256 for s in strings)):
@@ -127,18 +128,16 @@ def parse_stop(value):
 
 
 def parse_prompts(value, tokenizer, parse_special):
-    """Return a list of prompts, each a list of ids. value: the "prompt" of a request: a prompt (a
-    string or a list of ids) or a list of prompts. parse_special: encode the texts of special tokens
-    as special tokens (otherwise as ordinary text). Raises APIError for other values, e.g. [], and
-    for ids or characters that are not in the vocabulary."""
+    """Return the ids of each prompt in `value`, one prompt or several; see parse_prompt()."""
     is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
     return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
 
 
 def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the list of ids of a prompt, a string or a list of ids. parse_special: encode the
-    texts of special tokens as special tokens (otherwise as ordinary text). Raises APIError for
-    other values, and for ids or characters that are not in the vocabulary."""
+    """Return the ids of a prompt, a string or a list of ids; raise APIError if it is invalid.
+
+    parse_special: encode the texts of special tokens as special tokens, not as ordinary text.
+    """
     if isinstance(prompt, list) and prompt and all(
             type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
         return prompt
@@ -152,15 +151,14 @@ def parse_prompt(prompt, tokenizer, parse_special):
 
 
 def encode_messages(body, engine, template, max_new_tokens):
-    """Return (list of ids of the prompt, number of messages left out) for the conversation in a
-    chat request. The prompt ends where the assistant's next answer begins; if the last message is
-    the assistant's, the prompt ends with it, and the model continues it.
+    """Return (ids of the prompt, number of messages left out) for a chat request.
 
-    body: the dict of the request, with "messages", in which null as the assistant's text is changed
-    to "", and optional "chat_template_kwargs", variables of the template. template: the
-    ChatTemplate of the model, or `None`. max_new_tokens: tokens to reserve for the answer, at most
-    half of the context. If the prompt is too long for the rest of the context, the oldest messages
-    are left out. Raises APIError for invalid messages, and if template is `None`.
+    The prompt ends where the assistant's next answer begins, or with the last message if that is
+    the assistant's, which the model continues. body["messages"] is changed: null as the assistant's
+    text becomes "", and reasoning is removed. body["chat_template_kwargs"]: template variables.
+    max_new_tokens: tokens to reserve for the answer, at most half of the context. If the prompt is
+    too long for the rest, the oldest messages are left out. Raises APIError for invalid messages,
+    and if `template`, a ChatTemplate, is None.
     """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
@@ -191,10 +189,11 @@ def encode_messages(body, engine, template, max_new_tokens):
 # responses
 
 class Answer:
-    """Builds the JSON objects of a response: complete(events) returns the whole response,
-    chunk(event) one part of a stream. jobs: the list of all Jobs of the request. n: number of jobs
-    for each prompt. chat: whether it is a chat completion. model_name: for the field "model". An
-    event is (index of the job in `jobs`, text, finish_reason), see Job."""
+    """Builder of the JSON objects of a response: complete() or, for a stream, chunk().
+
+    jobs: all Jobs of the request. n: number of jobs per prompt. chat: whether it is a chat
+    completion. An event is (index of the job in `jobs`, text, finish_reason), see Job.
+    """
 
     def __init__(self, jobs, n, chat, model_name):
         self.jobs = jobs
@@ -208,8 +207,7 @@ class Answer:
             self.header["left_out_messages"] = n_left_out
 
     def complete(self, events):
-        """Return the whole response, a dict. events: an iterable of all events (index of the job,
-        text, finish_reason)."""
+        """Return the complete response, a dict, for an iterable of all events."""
         texts = [""] * len(self.jobs)
         reasons = {}  # the last one of each job counts
         for i, text, finish_reason in events:
@@ -219,18 +217,13 @@ class Answer:
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):
-        """Return a chunk of a stream, a dict; each of `events`, (index of the job, text,
-        finish_reason), is an element of "choices". more: further fields of the chunk, e.g. usage.
-        """
+        """Return a chunk of a stream, a dict with `events` as "choices" and the fields `more`."""
         kind = self.header["object"] + ".chunk" * self.chat
         choices = [self.choice("delta", *event) for event in events]
         return self.header | dict(object=kind, choices=choices) | more
 
     def choice(self, key, index, text, finish_reason):
-        """Return an element of "choices", a dict, for an event (index of the job, text,
-        finish_reason). key: name of the field with the text of a chat completion, "message" in a
-        whole response, "delta" in a chunk. The role of the message is added by the first call for
-        each job only."""
+        """Return an element of "choices" for an event; key: "message" or, in a stream, "delta"."""
         content = dict(text=text)
         if self.chat:  # the role is in the first chunk only
             role = {} if index in self.started else dict(role="assistant")
@@ -239,8 +232,7 @@ class Answer:
         return content | dict(index=index, logprobs=None, finish_reason=finish_reason)
 
     def usage(self):
-        """Return the object "usage", a dict: numbers of tokens of all prompts, of all generated
-        texts, and in total."""
+        """Return the object "usage", a dict: token counts of prompts, generated texts, and both."""
         prompt = sum(len(job.ids) for job in self.jobs[::self.n])
         completion = sum(job.n_generated for job in self.jobs)
         return dict(prompt_tokens=prompt, completion_tokens=completion,

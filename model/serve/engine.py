@@ -24,9 +24,7 @@ PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longe
 
 
 class APIError(Exception):
-    """An error response: the HTTP status, and the fields of OpenAI's error object. param: the name
-    of the invalid field of the request, if any. code: OpenAI's short name of the error, if any,
-    e.g. "context_length_exceeded"."""
+    """An error response: HTTP status, and the message, param and code of OpenAI's error object."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
@@ -35,21 +33,23 @@ class APIError(Exception):
         self.code = code
 
     def body(self):
-        """Return the JSON object of the response, {"error": {"message", "type", "param", "code"}},
-        a dict."""
+        """Return the response's JSON object {"error": {"message", "type", "param", "code"}}."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return dict(error=dict(message=str(self), type=kind, param=self.param, code=self.code))
 
 
 @dataclass(eq=False)
 class Job:
-    """One text to generate: the ids of the prompt, the RequestOptions, and the state of generation.
-    n_left_out: number of messages that were left out of the prompt, for the response. on_event: a
-    function of one tuple (text, finish_reason), called for each new piece of text, by the engine's
-    thread or by the thread that calls emit() or Engine.close(). finish_reason is `None` except for
-    the last event: "stop", "length" or an exception. ended: whether generation has ended; set it to
-    True to cancel the job: it then has no event except from a running step or Engine.close().
-    n_generated: new tokens, with the end token. token: id of the last one; -1 before the first."""
+    """One text to generate: the ids of the prompt, the options, and the state of generation.
+
+    n_left_out: number of messages left out of the prompt, for the response.
+    on_event((text, finish_reason)): called for each new piece of text, by the engine's thread or by
+    the thread that calls emit() or Engine.close(). finish_reason is None except for the last event:
+    "stop", "length" or an exception.
+    ended: whether generation has ended; set it to True to cancel the job, which then has no event
+    except from a running step or Engine.close().
+    n_generated: new tokens, with the end token. token: id of the last one; -1 before the first.
+    """
     ids: list
     options: object  # model.serve.api.RequestOptions
     n_left_out: int = 0
@@ -59,22 +59,20 @@ class Job:
     token: int = -1
 
     def emit(self, text, finish_reason=None):
-        """Call on_event((text, finish_reason)). With a finish_reason ("stop", "length" or an
-        exception), this is the last event, and the job has ended."""
+        """Call on_event((text, finish_reason)); a finish_reason ends the job."""
         self.ended = self.ended or finish_reason is not None
         self.on_event((text, finish_reason))
 
 
 class Engine:
-    """Generates the texts of up to `slots` jobs in one batch; up to max_queue further jobs wait.
-    submit() adds jobs, close() stops the engine.
+    """Generator of the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
 
-    The constructor starts the thread that computes. model: a GPT. tokenizer: a Tokenizer.
-    max_tokens: limit of new tokens for each job; model/serve/api.py applies it to requests, the
-    engine does not check it. timeout: seconds after submit() until an unfinished job ends with an
-    error. end_tokens: ids that end a text, in addition to the end of text. Attribute rows: the list
-    of active jobs; rows[i] uses row i of the key-value cache. When a job has ended, the last row is
-    moved to the row that became free.
+    submit() adds jobs, close() stops the engine. The constructor starts the thread that computes.
+    max_tokens: limit of new tokens per job, applied by model/serve/api.py, not by the engine.
+    timeout: seconds after submit() until an unfinished job ends with an error.
+    end_tokens: ids that end a text, in addition to the end of text.
+    Attribute rows: the active jobs; rows[i] uses row i of the key-value cache. When a job has
+    ended, the last row is moved to the row that became free.
     """
 
     def __init__(self, model, tokenizer, slots=16, max_queue=256, max_tokens=1024, timeout=300.0,
@@ -99,9 +97,10 @@ class Engine:
     # called by other threads
 
     def submit(self, jobs):
-        """Add `jobs`, the list of Jobs of one request, to the queue, and return at once. The texts
-        are passed to the on_event of each job. Raises APIError (503) if the queue has no room for
-        all of them, or after close(). Sets more attributes of the jobs, e.g. deadline."""
+        """Add the Jobs of one request to the queue and return at once.
+
+        Raises APIError (503) if the queue has no room for all of them, or after close().
+        """
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
@@ -116,9 +115,11 @@ class Engine:
             self.changed.notify()
 
     def close(self):
-        """Stop the engine, and wait for the end of the thread. If a job of a request has started,
-        all jobs of this request are finished first; the jobs of all other requests end with an
-        event, APIError (503)."""
+        """Stop the engine, and wait for the end of the thread.
+
+        Requests of which a job has started are finished first; all other jobs end with an event,
+        APIError (503).
+        """
         with self.changed:
             self.closing = True
             for job in self.waiting:
@@ -131,9 +132,10 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        """Call step() in a loop until close() was called and all jobs are finished. If step()
-        raises an exception, the active jobs end with an APIError (500) event. The target of the
-        engine's thread."""
+        """Call step() until close() was called and all jobs are finished; the thread's target.
+
+        If step() raises an exception, the active jobs end with an APIError (500) event.
+        """
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
@@ -148,9 +150,7 @@ class Engine:
                 self.rows = []
 
     def step(self):
-        """Remove jobs that have ended. Run the model on waiting prompts, as many as prefill()
-        accepts, and sample the first token of each. Then generate the next token of every active
-        job, including these. New text is emitted as events."""
+        """Remove ended jobs, start waiting ones, and generate the next token of all active jobs."""
         self.remove_ended()
         self.prefill()
         self.remove_ended()  # jobs of a single token
@@ -160,8 +160,7 @@ class Engine:
             self.write(self.rows, logits)
 
     def remove_ended(self):
-        """Remove jobs that have ended from the rows of the cache and from the queue. A job past the
-        timeout first gets an APIError (504) event."""
+        """Remove ended jobs from cache and queue; those past the timeout get APIError (504)."""
         now = time.monotonic()
         with self.changed:
             for job in (*self.rows, *self.waiting):
@@ -176,9 +175,10 @@ class Engine:
                     self.rows[i] = last
 
     def prefill(self):
-        """Run the model on waiting prompts, one after the other, each in a free row of the cache,
-        and sample the first token of each text. Stop once these prompts have PREFILL_TOKENS (128)
-        or more tokens, or when no row is free or no prompt is waiting."""
+        """Run the model on waiting prompts, each in a free row, and sample their first tokens.
+
+        Stops once these prompts have PREFILL_TOKENS (128) or more tokens.
+        """
         n_tokens = 0
         while n_tokens < PREFILL_TOKENS and len(self.rows) < self.slots and self.waiting:
             with self.changed:
@@ -192,9 +192,7 @@ class Engine:
             self.write([job], logits)
 
     def write(self, jobs, logits):
-        """Sample the next token of each of `jobs`, and add it to the job with add_token(), which
-        emits the new text and the end. logits: (B, V), row i for jobs[i]; ids that the tokenizer
-        does not have are not sampled. Jobs with the same sampling options are sampled together."""
+        """Sample the next token of each job from `logits` (B, V), and pass it to add_token()."""
         groups = {}
         for i, job in enumerate(jobs):
             o = job.options
@@ -209,9 +207,10 @@ class Engine:
             self.add_token(jobs[i], token)
 
     def add_token(self, job, token):
-        """Append the id `token` to the text of a Job. Emit the new text, if any, and the
-        finish_reason if the text ends here. A token of -1 means that the logits were not finite:
-        the job ends with an APIError (500) event."""
+        """Append the id `token` to the text of a Job, and emit the new text or the end.
+
+        -1 means that the logits were not finite: the job ends with an APIError (500) event.
+        """
         if token < 0:
             return job.emit("", APIError(500, NON_FINITE_LOGITS))
         job.token = token

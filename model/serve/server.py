@@ -39,15 +39,13 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
-    """HTTP server with OpenAI's API. run([listening]) serves requests until SIGINT or SIGTERM, and
-    then closes the engine.
+    """HTTP server with OpenAI's API; run([listening]) serves until SIGINT or SIGTERM.
 
-    listening: the listening socket. engine: the Engine, which generates the texts. name: of the
-    model, for clients. template: the ChatTemplate of the model, or `None`. hosts: names that are
-    accepted in the Host header, in addition to localhost and the address of `listening`, if that is
-    a loopback address ("*": any); at other addresses all names are accepted. key: the required
-    bearer token, or `None`. origins: other web pages that may send requests from a browser ("*":
-    any). root_path: a path prefix under which all pages are also available.
+    At the end, the engine is closed. name: of the model, for clients.
+    hosts: names accepted in the Host header ("*": any), in addition to localhost and the address of
+    `listening`, if that is a loopback address; at other addresses all names are accepted.
+    key: the required bearer token, or None. origins: other web pages that may send requests from a
+    browser ("*": any). root_path: a path prefix under which all pages are also available.
     """
 
     def __init__(self, listening, engine, name, template=None, hosts=(), key=None, origins=(),
@@ -89,9 +87,7 @@ class Server(uvicorn.Server):
     # uvicorn.Server
 
     async def on_tick(self, counter):
-        """Abort connections whose next request takes too long to arrive, or whose client does not
-        read the response. uvicorn calls this several times per second. Return whether the server
-        must stop."""
+        """Abort connections that send or read too slowly; return whether the server must stop."""
         now = time.monotonic()
         times = {}
         connections = self.server_state.connections
@@ -107,8 +103,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        """Handle the signal with the number `sig`: begin a graceful shutdown, in which active
-        requests are finished; SIGINT or SIGTERM during the shutdown ends the process at once."""
+        """Begin to finish active requests; a further SIGINT or SIGTERM ends the process at once."""
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -122,8 +117,7 @@ class Server(uvicorn.Server):
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer a request; the ASGI application that uvicorn calls. If the host name in the Host
-        header is not accepted (see the class), the response is error 400."""
+        """Answer a request (ASGI): error 400 if the host name is not accepted (see the class)."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = PORT.sub("", host.lower())
         app = self.app
@@ -134,9 +128,10 @@ class Server(uvicorn.Server):
         await app(scope, receive, send)
 
     async def handle_error(self, request, error):
-        """Return the response for an exception during a request: JSON with the status of an
-        APIError or HTTPException, e.g. 404; 500 for any other exception, which uvicorn logs. Return
-        `None` if the client has disconnected."""
+        """Return the JSON response for an exception, or None if the client has disconnected.
+
+        The status is that of an APIError or HTTPException, e.g. 404, or 500.
+        """
         if isinstance(error, ClientDisconnect):
             return None
         headers = getattr(error, "headers", None)  # Allow, of error 405
@@ -147,8 +142,7 @@ class Server(uvicorn.Server):
         return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
-        """Raise APIError (401) if this server has a key and the request does not send it as bearer
-        token."""
+        """Raise APIError (401) unless the request has the server's key, if any, as bearer token."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
                 token.strip().encode("latin-1"), self.key.encode())):
@@ -174,8 +168,7 @@ class Server(uvicorn.Server):
         return JSONResponse(model if name else dict(object="list", data=[model]))
 
     async def post_completion(self, request):
-        """Answer a completion request (text or chat): return a JSON response or a stream of
-        server-sent events. Raises APIError or ClientDisconnect before the response begins."""
+        """Return a JSON response or a stream of server-sent events for a completion request."""
         self.check_key(request)
         # A browser sends other content types to other sites without asking for permission.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -206,8 +199,7 @@ class Server(uvicorn.Server):
 
 
 async def read_body(request):
-    """Return the body of a request as bytes. Raises APIError (413) if it is larger than
-    MAX_BODY_BYTES, and ClientDisconnect."""
+    """Return the body of a request; raise APIError (413) if too large, or ClientDisconnect."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -217,9 +209,11 @@ async def read_body(request):
 
 
 async def read_events(queue, jobs):
-    """Yield the events (index of the job, text, finish_reason) in `queue`, an asyncio.Queue, until
-    all of `jobs`, a list of Jobs, have finished. If the finish_reason is an exception, raise it. At
-    the end, also if the caller stops early, all jobs are cancelled."""
+    """Yield the events (index of the job, text, finish_reason) in `queue` until all jobs finish.
+
+    A finish_reason that is an exception is raised. At the end, also if the caller stops early, all
+    jobs are cancelled.
+    """
     n_active = len(jobs)
     try:
         while n_active:
@@ -234,18 +228,18 @@ async def read_events(queue, jobs):
 
 
 async def cancel_on_disconnect(request, jobs):
-    """Wait until the client of `request` disconnects. Then end jobs[0] with a ClientDisconnect
-    event: read_events() raises this exception, and all jobs of the request are cancelled."""
+    """Wait until the client disconnects; then end jobs[0] with an exception for read_events()."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
-    """Yield the server-sent events of a streamed response, as texts: a chunk for each event, and
-    "[DONE]". An APIError of `events` is sent as the end of the stream. answer: the Answer that
-    builds the chunks. first: the first event (index of the job, text, finish_reason). events: async
-    iterator of the other events. include_usage: send the numbers of tokens before "[DONE]"."""
+    """Yield the server-sent events of a streamed response, as texts, and "[DONE]".
+
+    first, events: the first event, and an async iterator of the others. include_usage: send the
+    token counts before "[DONE]". An APIError of `events` is sent as the end of the stream.
+    """
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:

@@ -1,4 +1,4 @@
-"""A thread for long work beside training, which needs the same cores."""
+"""A thread for long work during training, which needs the same cores."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ MAX_SECONDS = 30  # duration of the pauses
 
 
 class BackgroundThread(threading.Thread):
-    """A thread that calls f(*args) at low priority: on Linux, its nice value is increased by 10.
-    f should call give_way() at intervals. The thread then pauses, so that all BackgroundThreads of
-    a machine use at most MAX_SHARE of the CPU time: several training steps are slightly slower,
-    instead of one step much slower. n_threads: number of BackgroundThreads on this machine; `None`:
-    no pauses. The pauses end after MAX_SECONDS. wait() ends them earlier, and returns when f has
-    returned."""
+    """A thread that calls f(*args) at low priority (on Linux, with nice increased by 10).
+
+    n_threads: number of BackgroundThreads on this machine, which together use at most MAX_SHARE of
+    the CPU time if `f` calls give_way() at intervals; `None`: no pauses.
+    Pauses end after MAX_SECONDS, or earlier with wait(), which returns when `f` has returned.
+    """
 
     def __init__(self, f, *args, n_threads=None):
         super().__init__(target=f, args=args)
@@ -33,8 +33,7 @@ class BackgroundThread(threading.Thread):
         super().run()
 
     def rest(self):
-        """Sleep in proportion to the CPU time of this thread since the last call. Return earlier if
-        wait() is called. Call it in this thread only."""
+        """Sleep in proportion to the CPU time since the last call; only this thread may call it."""
         now = time.thread_time()
         seconds = min(self.pause * (now - self.cpu_time), self.end - time.monotonic())
         self.is_awaited.wait(max(0.0, seconds))
@@ -46,7 +45,7 @@ class BackgroundThread(threading.Thread):
 
 
 def give_way():
-    """Call rest() of the current thread if it is a BackgroundThread; no effect in other threads."""
+    """Call rest() of the current thread if it is a BackgroundThread, else do nothing."""
     thread = threading.current_thread()
     if isinstance(thread, BackgroundThread):
         thread.rest()

@@ -34,12 +34,14 @@ DESCRIPTION = ("model_args", "config", "spec", "tokenizer", "formulas")
 
 def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
                     links: Sequence[str] = ()) -> None:
-    """Write a checkpoint durably and atomically to the file `path`, in the format of torch.save,
-    followed by the SHA-256 of these bytes. A missing folder is created. state: a nested dict of
-    plain tensors and builtin types. links: paths, each of which becomes a hard link to the new
-    file. A previous file `path` is kept as prev_path(path), e.g. ckpt_prev.pt, which is replaced.
-    Raises CheckpointError if the checkpoint cannot be written: the file `path` is then unchanged,
-    but `links` and prev_path(path) may be replaced already."""
+    """Write a checkpoint, followed by a SHA-256, to the file `path`, durably and atomically.
+
+    state: a nested dict of plain tensors and builtin types.
+    links: paths that become hard links to the new file.
+    A missing folder is created. A previous file is kept as prev_path(path), which is replaced.
+    Raises CheckpointError if writing fails: `path` is then unchanged (unless only the fsync of the
+    folder failed), but `links` and prev_path(path) may be replaced already.
+    """
     def write(f):
         hashing = HashingFile(f)
         torch.save(state, hashing)
@@ -48,11 +50,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
 
 
 def replace_checkpoint(path, write, links=()):
-    """Replace the file `path`, durably and atomically, with the bytes that write(file) writes to a
-    binary file. A missing folder is created. links: paths, each of which becomes a hard link to the
-    new file. A previous file `path` is kept as prev_path(path), which is replaced. Raises
-    CheckpointError after any error, also of write(): the file `path` is then unchanged, but `links`
-    and prev_path(path) may be replaced already."""
+    """Replace a file as save_checkpoint() does, with the bytes that write(binary file) writes."""
     folder = os.path.dirname(path) or "."
 
     def name_files(temporary):
@@ -80,22 +78,25 @@ def prev_path(path):
 # reading
 
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of the checkpoint `path`, one file or a sharded checkpoint, as a dict with
-    whole tensors on the CPU. The weights, {name: tensor}, are under "model". Files of plain tensors
-    that other programs wrote can also be read: checkpoints of nanoGPT, {"model_state_dict": ...},
-    {"state_dict": ...}, and a bare state dict. Raises CheckpointError if the file is missing,
-    damaged or not safe to load, the format is too new, weights or optimizer state are not finite,
-    or torch is older than SAFE_TORCH."""
+    """Return the content of a checkpoint as a dict with complete tensors on the CPU.
+
+    path: one file or a sharded checkpoint. Other programs' files of plain tensors can be read too:
+    nanoGPT's, {"model_state_dict": ...}, {"state_dict": ...}, and a bare state dict.
+    The weights, {name: tensor}, are always under "model".
+    Raises CheckpointError if the file is missing, damaged or not safe to load, the format is too
+    new, weights or optimizer state are not finite, or torch is older than SAFE_TORCH.
+    """
     return open_checkpoint(path, values=True)[0]
 
 
 def open_checkpoint(path, values=False):
-    """Return (state, shards) of the checkpoint `path`. state: the content, a dict, as returned by
-    load_checkpoint(), with the same checks and the same CheckpointError. shards: `None` for a
-    checkpoint in one file; a Shards for a sharded checkpoint (`path` is a manifest, or a folder
-    with manifest.json). values: only for a sharded checkpoint. If true, all tensors are read and
-    verified. If false, the tensors in state are on the meta device, and the values are neither read
-    nor verified: use shards.read() and shards.verify()."""
+    """Return (state, shards): the content, as from load_checkpoint(), and Shards or `None`.
+
+    shards: `None` for a checkpoint in one file.
+    values: for a sharded checkpoint: true reads and verifies all tensors; false leaves them on the
+    meta device, without verification: use shards.read() and shards.verify().
+    Raises CheckpointError as load_checkpoint() does.
+    """
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
                               "pip install 'torch>=2.10'")
@@ -130,10 +131,11 @@ def open_checkpoint(path, values=False):
 
 
 def verify_digest(path):
-    """Verify the digest (SHA-256) at the end of the checkpoint file `path`. Return True if the file
-    has a digest. Without one (a file of a different program, or a truncated file) return False,
-    after a check of the CRCs if the file is a ZIP archive. Raises ValueError if a check fails, or
-    if the file is empty; errors of zipfile.ZipFile if it cannot read the archive."""
+    """Verify the SHA-256 at the end of a checkpoint file; return False if the file has none.
+
+    Without one (a truncated or foreign file), the CRCs of a ZIP archive are verified. Raises
+    ValueError if a check fails or the file is empty, and errors of zipfile.ZipFile.
+    """
     size = os.path.getsize(path)
     if not size:  # also of pipes and devices, which would be read for ever
         raise ValueError("the file is empty")
@@ -152,9 +154,7 @@ def verify_digest(path):
 
 
 def with_model_key(state):
-    """Return `state`, the content of a checkpoint file, as a new dict with the weights under
-    "model": a copy of `state`, in which "model" is the first dict under "model", "model_state_dict"
-    or "state_dict"; {"model": state} if there is none (a bare state dict) or `state` is no dict."""
+    """Return a file's content as a new dict with the weights (all of it, if bare) under "model"."""
     for name in ("model", "model_state_dict", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             return {**state, "model": state[name]}
@@ -162,12 +162,13 @@ def with_model_key(state):
 
 
 def check_content(state, device="cpu"):
-    """Raise ValueError unless `state`, a dict with the key "model", has the content of a
-    checkpoint. device: the device type, e.g. "cpu" or "meta", on which all tensors must be.
-    Checked: "model" is {name: tensor}; "optimizer" and the keys in DESCRIPTION are dicts or
-    missing; tensors are dense and have a dtype of .safetensors files; tensors are only under
-    "model" and "optimizer" (in files of different programs, also under keys that are not in
-    DESCRIPTION)."""
+    """Raise ValueError unless `state`, a dict with the key "model", is valid checkpoint content.
+
+    device: the required device type of all tensors, e.g. "cpu" or "meta".
+    "model" must be {name: tensor}; "optimizer" and the keys in DESCRIPTION may be dicts, `None` or
+    missing. Tensors must be dense, with a dtype in SAFETENSORS_DTYPES, and only under "model" and
+    "optimizer" (in files of other programs also under keys that are not in DESCRIPTION).
+    """
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
     for name in ("optimizer", *DESCRIPTION):
@@ -191,7 +192,7 @@ def check_content(state, device="cpu"):
 
 
 def describe_load_error(error):
-    """Return a text that explains `error`, an exception raised while reading a checkpoint file."""
+    """Return a message for an exception that was raised while a checkpoint file was read."""
     if isinstance(error, FileNotFoundError):
         if "." not in os.path.basename(error.filename):
             return "no such file; a model of the Hugging Face hub is hf:OWNER/NAME"
@@ -211,18 +212,14 @@ def describe_load_error(error):
 # names, shapes and dtypes
 
 def check_match(tensors, expected, path, dtypes=True):
-    """Raise CheckpointError, with a list of the differences, unless `tensors` and `expected`, both
-    {name: tensor}, have the same names, shapes and, if `dtypes`, the same dtypes. `tensors` are
-    from the checkpoint `path` (used in the message), `expected` from the model."""
+    """Raise CheckpointError, with the differences, unless describe_mismatches() finds none."""
     if lines := describe_mismatches(tensors, expected, dtypes):
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
                               "expected the configuration and the code it was trained with")
 
 
 def describe_mismatches(tensors, expected, dtypes=True):
-    """Compare two dicts {name: tensor} by names, shapes and, if `dtypes`, dtypes; values are not
-    compared. Return a list of texts, one per name that differs, e.g. "wte: no tensor, expected
-    shape (9, 4) torch.float32"; [] without differences."""
+    """Return a text for each name that is missing or differs in shape or, if `dtypes`, in dtype."""
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}
@@ -233,13 +230,13 @@ def describe_mismatches(tensors, expected, dtypes=True):
 
 
 def check_unchanged(changes, path, allowed, alternatives="", fits=True):
-    """Raise CheckpointError if `changes`, {name: (value in the checkpoint, new value)}, has names
-    that are not in `allowed`. The message lists these changes and the remedies.
-    path: of the checkpoint, for the message.
-    allowed: list of names, the value of the key allow_change; ["all"] allows every name.
-    alternatives: text with more remedies, added to the message.
-    fits: whether the tensors of the checkpoint fit the model in spite of the changes; if so, the
-    message recommends --allow_change."""
+    """Raise CheckpointError, with remedies, if `changes` has names that are not in `allowed`.
+
+    changes: {name: (value in the checkpoint, new value)}.
+    allowed: names, the value of the key allow_change; "all" allows every name.
+    alternatives: more remedies, a text appended to the message.
+    fits: whether the checkpoint's tensors fit the model; if so, --allow_change is recommended.
+    """
     lines = {name: f"{name}: checkpoint has {old!r:.200}, now {new!r:.200}"
              for name, (old, new) in changes.items() if not {name, "all"} & {*allowed}}
     if lines:
@@ -250,8 +247,7 @@ def check_unchanged(changes, path, allowed, alternatives="", fits=True):
 
 
 def bullets(lines):
-    """Return `lines`, a list of texts, as one text with a bullet and a line for each. Only the
-    first MAX_LINES_SHOWN are shown, followed by "and N more"."""
+    """Return `lines` as a bulleted text: the first MAX_LINES_SHOWN, then "and N more" if any."""
     more = len(lines) - MAX_LINES_SHOWN
     shown = [*lines[:MAX_LINES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n".join(f"  - {line}" for line in shown)

@@ -37,8 +37,7 @@ METAVARS = {int: "N", float: "X", list: "NAME"}
 
 
 def underscores(argv):
-    """Return `argv`, a list of arguments, with underscores in place of dashes in option names:
-    --max-iters becomes --max_iters. Values, and everything after a bare --, are not changed."""
+    """Return `argv` with underscores for dashes in option names (not values), up to a bare --."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[\w.-]+(?==|$)", lambda m: "--" + m[0][2:].replace("-", "_"), a)
@@ -46,9 +45,10 @@ def underscores(argv):
 
 
 def add_dashes(argv, parser):
-    """Return `argv`, a list of arguments, with --NAME=VALUE in place of NAME=VALUE if `parser`, an
-    ArgumentParser, has the option --NAME. An argument after an option without "=" is the value of
-    this option (unless this is a flag), and is not changed."""
+    """Return `argv` with --NAME=VALUE for NAME=VALUE where `parser` has the option --NAME.
+
+    An argument after an option (no flag) without "=" is a value and is not changed.
+    """
     flags = {name: action.nargs == 0 for action in parser._actions
              for name in action.option_strings}
     out = []
@@ -62,17 +62,14 @@ def add_dashes(argv, parser):
 
 
 def make_parser(cls, prog, epilog=None):
-    """Return an argparse.ArgumentParser for the options of a command. The parsed values are strings
-    or lists of strings, and `None` or [] for what is not given: make_options() converts them to the
-    types of the fields.
-    cls: a dataclass; the fields are made by key(), the docstring is the description of the command.
+    """Return an ArgumentParser for a dataclass of key() fields; the docstring is the description.
+
     prog: name of the command in the usage line.
     epilog: text at the end of --help, or `None`.
-
-    A bool option is a flag: --NAME, or --no_NAME if the default is True. A list option can be given
-    several times. Metadata of a field: positional, required, metavar, option (name of the option if
-    it differs from the name of the field), aliases (more names, separated by spaces), nargs (of a
-    list option).
+    Parsed values are texts or lists of texts, and `None` or [] if not given: see make_options().
+    A bool option is a flag: --NAME, or --no_NAME if the default is True. A list can be repeated.
+    Metadata of a field: positional, required, metavar, option (name of the option if different),
+    aliases (more names, separated by spaces), nargs (of a list option).
     """
     parser = argparse.ArgumentParser(
         prog, description=inspect.getdoc(cls), epilog=epilog, allow_abbrev=False,
@@ -98,9 +95,10 @@ def make_parser(cls, prog, epilog=None):
 
 
 def make_options(cls, values):
-    """Return an instance of the dataclass `cls`. values: {field name: text or list of texts}, e.g.
-    vars() of the parsed arguments. A field that is missing, `None` or [] has the default. Raises
-    ValueError with one line for each invalid value."""
+    """Return an instance of the dataclass `cls` with the parsed `values` {field: text or texts}.
+
+    Missing, `None` and [] mean the default. Raises ValueError with a line for each invalid value.
+    """
     options = {}
     problems = []
     for f in fields(cls):
@@ -117,11 +115,11 @@ def make_options(cls, values):
 
 
 def command(cls, work, **how):
-    """Return the main function of a command: main(argv=None) parses `argv` into `options`, an
-    instance of the dataclass `cls`, calls work(options) and returns the exit code. It is
-    run_command() with `cls`, `work` and the keyword arguments `how`. If the module of `cls` runs as
-    the program (python -m), command() does not return: it runs the command with sys.argv and exits.
-    Therefore the call must be the last line of the module."""
+    """Return main(argv=None) of a command: run_command() with `cls`, `work` and `how`.
+
+    If the module of `cls` is the program (python -m), this runs the command and exits instead, so
+    the call must be the last line of the module.
+    """
     main = partial(run_command, cls, work, **how)
     if cls.__module__ == "__main__":
         sys.exit(main())
@@ -129,17 +127,16 @@ def command(cls, work, **how):
 
 
 def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None):
-    """Run a command: parse `argv`, a list of arguments (default: sys.argv[1:]), into `options`, an
-    instance of the dataclass `cls`, call work(options) and return the exit code.
-    interrupt_message: printed after a KeyboardInterrupt.
-    load: a function of a list of arguments, e.g. train.config.load_argv. If given, arguments that
-    are not options of `cls` are passed to `load`, work(options, load(these arguments)) is called,
-    and the result of work() is the exit code.
+    """Parse `argv` into an instance of `cls`, call work(options) and return the exit code.
 
-    Exit codes: 0; after a UserError, the exit_code of the exception; 2 after a ValueError, an
-    OSError or the failed import of a file of this project; 130 after Ctrl-C (128 + N after signal
-    N). These exceptions are printed as one message on stderr. Other exceptions are raised, also the
-    SystemExit of argparse (0 after --help, 2 for invalid options).
+    argv: arguments; `None`: sys.argv[1:].
+    interrupt_message: printed after a KeyboardInterrupt.
+    load: called with the arguments that are not options of `cls`, e.g. train.config.load_argv. The
+    exit code is then the result of work(options, load(arguments)).
+
+    Exit codes: 0; after a UserError, exit_code of the exception; 2 after a ValueError, OSError or
+    failed import of a file of this project; 130 after Ctrl-C (128 + N after signal N). These are
+    printed on stderr. Others are raised, also argparse's SystemExit (0 after --help, else 2).
     """
     # The name of the command in messages.
     name = sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
@@ -163,10 +160,11 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 
 
 def report_error(error, prefix=""):
-    """Print `prefix` and the message of `error`, an exception that the user can fix, on stderr.
-    Return the exit code: error.exit_code, or 2 if the exception has none. On ranks other than 0,
-    the prefix is replaced by the rank, and the message is delayed, so that rank 0 prints first. A
-    ModuleNotFoundError is raised again, unless it is for a file of this project."""
+    """Print an error that the user can fix on stderr, and return the exit code (default 2).
+
+    Ranks other than 0 print later than rank 0, with their rank in place of `prefix`. A
+    ModuleNotFoundError is raised again, unless it is for a file of this project.
+    """
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
         raise error
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
@@ -177,14 +175,12 @@ def report_error(error, prefix=""):
 
 
 def interrupt_code(stop):
-    """Return the exit code for the KeyboardInterrupt `stop`: 128 + stop.args[0], the number of a
-    signal; 130 if it has no arguments (Ctrl-C)."""
+    """Return the exit code for a KeyboardInterrupt: 128 + the signal in stop.args, default 130."""
     return 128 + (stop.args[0] if stop.args else 2)
 
 
 def format_table(rows):
-    """Return `rows`, a list of rows with equally many strings, as a text with aligned columns: the
-    first column is left-aligned, the others are right-aligned."""
+    """Return rows of equally many strings as aligned text; columns after the first align right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]),
                                 *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
@@ -196,15 +192,17 @@ def under_torchrun():
 
 
 def env_rank():
-    """Return the rank of this process, an int: RANK, as set by torchrun; 0 if it is not set."""
+    """Return the rank of this process (RANK, as set by torchrun), or 0 if it is not set."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdigit() else 0  # the process group refuses other values
 
 
 def limit_spinning():
-    """If other programs are running, let idle CPU threads sleep soon instead of spinning: otherwise
-    a step may take ten times as long (train/LOG.md). Sets the environment variable GOMP_SPINCOUNT,
-    so call it before torch is imported. Linux only; no effect if it or OMP_WAIT_POLICY is set."""
+    """Let idle CPU threads sleep early if other programs are running; call before importing torch.
+
+    Otherwise a step may take ten times as long (train/LOG.md). Sets GOMP_SPINCOUNT, unless it or
+    OMP_WAIT_POLICY is set. Linux only.
+    """
     running = []  # processes and threads, with this one
     with contextlib.suppress(OSError):
         for _ in range(5):

@@ -17,10 +17,11 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Console:
-    """Output to a console: lines of text and, on a terminal, one live line below these (e.g. the
-    progress), which is rewritten in place. show() writes both. stream: e.g. sys.stdout; `None` or
-    closed: no output. Attributes: `live`, whether a live line is possible: `stream` is a terminal,
-    and TERM is not "dumb"; `color`, whether to use colors: `live`, and NO_COLOR is not set."""
+    """A console for lines of text and, on a terminal, one live line below them, e.g. the progress.
+
+    stream: e.g. sys.stdout; `None` or closed for no output. Attributes: live, whether a live line
+    is possible; color, whether to use colors (not with NO_COLOR).
+    """
 
     def __init__(self, stream):
         stream = None if getattr(stream, "closed", False) else stream
@@ -34,9 +35,10 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line`, unless it is `None`, above the live line, and replace the live line by
-        `live`. live: `None` does not change the live line, "" clears it; a text is permitted only
-        if self.live is true. Never raises: a failed write redirects the stream to os.devnull."""
+        """Print `line` above the live line, and replace the live line by `live`. Never raises.
+
+        None: no line, or no change; live "": clear it. A text for `live` requires self.live.
+        """
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
             self.live_line = self.live_line if live is None else live
@@ -50,9 +52,7 @@ class Console:
 
 
 class LineFile:
-    """A text file `path` to which lines are appended. write(line) opens the file if necessary, and
-    writes the line and a newline at once (unbuffered); close() closes the file. Failures are not
-    raised, e.g. if `path` is a symbolic link: the first one is printed on stderr as a warning."""
+    """A text file to which write(line) appends at once; only the first failure is a warning."""
 
     def __init__(self, path):
         self.path = path
@@ -80,8 +80,7 @@ class LineFile:
 
 
 def compact(n):
-    """Return the number `n` as a text with three significant digits and, from 1,000, a unit k, M, B
-    (1e9) or T: 950.2 -> 950, 12345 -> 12.3k."""
+    """Return a number with three significant digits and a unit k, M, B or T, e.g. 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"
@@ -89,6 +88,5 @@ def compact(n):
 
 
 def duration(seconds):
-    """Return a number of seconds, rounded, as a text: 1:02:05 (hours:minutes:seconds) or 2 days,
-    3:00:00. A negative number counts as 0."""
+    """Return seconds as hours:minutes:seconds, e.g. 1:02:05 or "2 days, 3:00:00"."""
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e13)))))  # the limit of a timedelta

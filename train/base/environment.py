@@ -12,10 +12,11 @@ import subprocess
 
 @functools.cache
 def environment():
-    """Return a dict: versions, {name: text} of Python and of the installed packages torch, numpy,
-    tiktoken and pyyaml; git_commit and git_dirty, as from git_state(); host, the name of the
-    machine; platform, a text. The result is cached, since it describes the code that was imported,
-    also if files are edited later."""
+    """Return versions, git state, host and platform of this process as a dict, which is cached.
+
+    "versions": {package: text} of "python" and, if installed, torch, numpy, tiktoken and pyyaml.
+    "git_commit", "git_dirty": as from git_state(), at the first call. "host", "platform": texts.
+    """
     versions = {package: found.version for package in ("torch", "numpy", "tiktoken", "pyyaml")
                 for found in importlib.metadata.distributions(name=package)}
     versions["python"] = platform.python_version()
@@ -25,8 +26,7 @@ def environment():
 
 
 def git_state():
-    """Return (commit hash, whether files are modified or not tracked) of the git repository that
-    contains this file; (`None`, `None`) without git or without a repository."""
+    """Return (commit, whether files are modified or untracked), or (`None`, `None`) without git."""
     def git(*args):
         return subprocess.check_output(["git", "--no-optional-locks", *args], text=True, timeout=10,
                                        cwd=os.path.dirname(os.path.abspath(__file__)),

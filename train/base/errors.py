@@ -16,14 +16,12 @@ if sys.version_info < (3, 10):  # noqa: UP036  every command imports this file
 
 
 class UserError(Exception):
-    """A problem that the user can fix: a command prints the message without a traceback and exits
-    with `exit_code` (default 2)."""
+    """A problem that the user can fix: commands print one message and exit with `exit_code`."""
     exit_code = 2
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration. problems: a list of texts, one for each error in the configuration;
-    the message lists all."""
+    """An invalid configuration; problems: a text for each error, all of which the message lists."""
 
     def __init__(self, problems):
         self.problems = list(problems)
@@ -43,25 +41,24 @@ class CheckpointError(UserError, ValueError):
 
 
 class SetupError(UserError, ValueError):
-    """A requirement of the run that is not met: a device, process group or package that is missing,
-    or data and keys that do not fit together."""
+    """An unmet requirement, e.g. a missing device or package, or keys that do not fit the data."""
 
 
 class CollectiveExit(UserError):
     """A UserError that all ranks must raise at the same point, with the same exit_code (default 1).
-    Each rank then exits with this code; torchrun would kill ranks that still run when one has
-    failed. Only rank 0 prints the message; no rank prints it if exit_code is 128 or more."""
+
+    Each rank then exits by itself; torchrun kills ranks that still run when one has failed.
+    Only rank 0 prints the message; no rank prints it if exit_code is 128 or more.
+    """
     exit_code = 1
 
 
 class BadNumbers(CollectiveExit):
-    """A loss, gradient, weight or metric is NaN or infinite: training stops before the model is
-    updated or a checkpoint is replaced."""
+    """A NaN or infinite loss, gradient, weight or metric, raised before an update or a save."""
 
 
 class Stopped(CollectiveExit):
-    """The run has received the signal `signum` (an int), has saved a checkpoint and stops.
-    exit_code: 128 + signum."""
+    """A stop by the signal `signum` (int), after saving a checkpoint; exit_code is 128 + signum."""
 
     def __init__(self, signum):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -69,10 +66,12 @@ class Stopped(CollectiveExit):
 
 
 def require(package, purpose, install=None):
-    """Import and return the module `package`, an optional dependency, e.g. require("jinja2", "this
-    chat template"). purpose: text for the message: PURPOSE needs the package. install: name for pip
-    install, if it differs from the first part of `package`. Raises SetupError, with the command
-    that installs the package, if the import fails."""
+    """Import and return an optional package, e.g. require("jinja2", "this chat template").
+
+    purpose: for the message: PURPOSE needs the package.
+    install: name for pip install, if it differs from the first part of `package`.
+    Raises SetupError, with the pip command, if the import fails.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -83,9 +82,7 @@ def require(package, purpose, install=None):
 
 
 def missing_part(error):
-    """Return a message for the user if the exception `error` is a ModuleNotFoundError for a file of
-    this project (train, model, data), which the user may have deleted, as many files are optional.
-    Return "" for any other exception."""
+    """Return a message if `error` is a failed import of a file of this project, otherwise ""."""
     name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
     if name.partition(".")[0] not in ("train", "model", "data"):
         return ""
@@ -103,24 +100,25 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u206
 
 
 def printable(text):
-    """Return str(text) with escapes, e.g. \\x1b, in place of control characters (except newline,
-    also \\r\\n, and tab), bidirectional overrides and code points that UTF-8 or XML cannot
-    represent. For untrusted text: names of files and tensors, labels, generated text."""
+    """Return str(text) with escapes, e.g. \\x1b, in place of characters that are unsafe to print.
+
+    These are control characters (except newline, \\r\\n and tab), bidirectional overrides and code
+    points that UTF-8 or XML cannot represent. For untrusted text, e.g. names of files or tensors.
+    """
     return UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), str(text))
 
 
 def echo(text, file=None):
-    """Print printable(text), for untrusted text, and flush. file: a text stream; `None`: stdout."""
+    """Print printable(text) to the stream `file` (`None`: stdout) and flush."""
     print(printable(text), file=file, flush=True)
 
 
 def quote_path(path):
-    """Return `path` as one word of a shell command, for commands that are printed: it works when
-    pasted, also with special characters in it. -x becomes ./-x, which is no option."""
+    """Return `path` as one word for a shell command that users paste; -x becomes ./-x."""
     return shlex.quote(re.sub("^-", "./-", str(path)))
 
 
 def warn_stderr(text):
-    """Print printable(text) to stderr. Never raises if stderr is closed or full."""
+    """Print printable(text) to stderr; never raises if stderr is closed or full."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         echo(text, sys.stderr)

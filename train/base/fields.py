@@ -24,12 +24,15 @@ import yaml
 
 
 def key(default, help, **meta):
-    """Return a dataclass field for a configuration key or an option of a command. default: default
-    value; a list or dict is copied for each instance. help: the description. meta: limits and other
-    metadata of the field. Limits: choices, a list; gt, ge, lt, le, numbers (for a list, limits of
-    each item); check, a function that is called with the value and raises ValueError. path=True: a
-    leading ~ is expanded. text=True: a list with items that may contain commas, or a text that may
-    be the word "null". Other names are for users of the field, e.g. make_parser()."""
+    """Return a dataclass field for a configuration key or an option of a command.
+
+    default: a list or dict is copied for each instance.
+    help: the description.
+    meta: limits and other metadata: choices, a list; gt, ge, lt, le, numbers (for a list, limits of
+    each item); check, a function of the value that raises ValueError; path=True: a leading ~ is
+    expanded; text=True: a list whose items may contain commas, or a text that may be "null".
+    Other names are for users of the field, e.g. make_parser().
+    """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -42,9 +45,7 @@ def fields_by_name(cls):
 
 
 def describe(field):
-    """Return the --help text of a dataclass field: the description, the choices in parentheses and
-    the default in brackets, if it is a number, a bool or a text other than "". Each % is doubled,
-    since the parser formats this text."""
+    """Return the --help text of a field: description, choices and default, with each % doubled."""
     default = field.default
     choices = field.metadata.get("choices")
     text = field.metadata.get("help", "") + (f" ({' | '.join(choices)})" if choices else "")
@@ -57,12 +58,15 @@ def describe(field):
 # parsing by type
 
 def parse_value(field, raw):
-    """Return `raw` converted to the type of `field`, a dataclass field made by key(). raw: a text,
-    a list or dict of texts, or a value of this type. "", "null", "none" and "~" become `None` if
-    the type allows `None`, otherwise they are invalid, except "" for a str; they are texts if they
-    are among the choices, or for a str with text=True. A text for a list may be YAML, for a dict it
-    must be: [a, b], {a: 1}. Items of a list are split at commas, unless the field has text=True or
-    is positional. Raises ValueError, with the expected type or limit, for an invalid value."""
+    """Return `raw` converted to the type of a field made by key(), and checked against the limits.
+
+    raw: a text, a list or dict of texts, or a value of this type. A text for a list may be YAML,
+    for a dict it must be: [a, b], {a: 1}. Items of a list are split at commas, unless the field has
+    text=True or is positional.
+    "", "null", "none", "~": `None` if the type allows it, otherwise invalid, except "" for a str.
+    They are texts if they are choices, or for a str with text=True.
+    Raises ValueError, with the expected type or limit, for an invalid value.
+    """
     kind = base_type(field.type)
     meta = field.metadata
     choices = meta.get("choices", ())
@@ -90,10 +94,7 @@ def parse_value(field, raw):
 
 
 def convert(raw, function, expected):
-    """Return function(raw). expected: describes the permitted values, e.g. "an integer". If the
-    function raises an error of conversion (ValueError, TypeError, KeyError, AttributeError,
-    RecursionError, OverflowError, YAMLError), raise ValueError with `expected` and `raw` in the
-    text instead."""
+    """Return function(raw); conversion errors become a ValueError with `expected` and `raw`."""
     try:
         return function(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError,
@@ -103,9 +104,7 @@ def convert(raw, function, expected):
 
 
 def base_type(annotation):
-    """Return the type bool, int, float, list or dict for an annotation (a type or a string),
-    without parameters and alternatives: int for `int | None`, list for `list[str]`. Otherwise
-    return str."""
+    """Return bool, int, float, list or dict for an annotation (int for `int | None`), else str."""
     for base in (bool, int, float, list, dict):
         if annotation is base or str(annotation).startswith(base.__name__):
             return base
@@ -156,8 +155,7 @@ LIMITS = dict(gt="above", ge="at least", lt="below", le="at most")  # names in `
 
 
 def check_limits(value, meta):
-    """Raise ValueError if `value`, a single value or item, violates a limit in `meta`, the metadata
-    of a field made by key(): gt (above), ge (at least), lt (below), le (at most) or choices."""
+    """Raise ValueError if a single value or item violates a limit or the choices in `meta`."""
     for name, words in LIMITS.items():
         if name in meta and not getattr(operator, name)(value, meta[name]):
             raise ValueError(f"must be {words} {meta[name]}, got {value}")
@@ -168,10 +166,11 @@ def check_limits(value, meta):
 
 
 def parse_mixture(data_dir):
-    """Return {folder: weight}, str to float, if data_dir, the value of this configuration key, is a
-    mixture: "folder:weight,folder:weight". Return {} if there is no comma, or no part has a weight.
-    A leading ~ is expanded. Raises ValueError if a weight is missing or not a positive number, or
-    if a folder is empty or occurs more than once."""
+    """Return {folder: weight} if the key data_dir is a mixture "folder:weight,folder:weight".
+
+    Return {} if there is no comma, or no part has a weight. A leading ~ is expanded. Raises
+    ValueError if a weight is missing or not a positive number, or a folder is empty or repeated.
+    """
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r":\s*[-+.\d]", colon + n) for _, colon, n in parts):
         return {}
@@ -182,7 +181,6 @@ def parse_mixture(data_dir):
 
 
 def nearest(word, words):
-    """Return the text " (did you mean 'NAME'?)", in which NAME is the item of `words`, a list of
-    texts, that is most similar to `word`; "" if no item is similar."""
+    """Return " (did you mean 'NAME'?)" for the most similar item of `words`, or "" if none is."""
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -19,21 +19,18 @@ FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # also a quota, and a limit
 # files
 
 def open_no_follow(path, mode):
-    """Open the file `path` and return the file object. mode: as for open(), e.g. "ab" or "a+". A
-    binary file is unbuffered. Raises OSError (ELOOP) if `path` is a symbolic link."""
+    """Open a file like open(), unbuffered if binary; OSError (ELOOP) for a symbolic link."""
     return open(path, mode, buffering=0 if "b" in mode else -1, opener=lambda name, flags: os.open(
         name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666))
 
 
 @contextmanager
 def atomic_write(path, before_rename=lambda temporary: None):
-    """Context manager that yields a binary file for writing. If the context exits without an error,
-    this file, made durable, replaces `path` atomically. After an error `path` is unchanged, the new
-    file is deleted, and the error is raised; an OSError without a filename is given the filename
-    `path`.
+    """Yield a binary file that, made durable, atomically replaces `path` when the context exits.
 
-    before_rename(temporary): called with the path of the new file, complete and durable, just
-    before it is renamed to `path`.
+    before_rename(temporary): called with the path of the new, complete and durable file.
+    The rename is durable only after sync_folder(). After an error, which is raised, `path` is
+    unchanged and the new file deleted. An OSError without a filename is given the filename `path`.
     """
     temporary = f"{path}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process
@@ -54,9 +51,10 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
 
 def set_direct(file, on):
-    """Switch direct writes, past the page cache, of the open file `file` on or off. No effect where
-    the system or the file system has none. A direct write needs aligned memory, whole blocks of the
-    disk, and a position in the file at the start of a block."""
+    """Switch direct writes, past the page cache, of an open file on or off, where supported.
+
+    A direct write needs aligned memory, complete disk blocks and a position at a block's start.
+    """
     with suppress(ImportError, AttributeError, OSError):
         import fcntl
         flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
@@ -65,8 +63,7 @@ def set_direct(file, on):
 
 @contextmanager
 def reporting_full_disk(path):
-    """Context manager that turns the OSError of a full disk, a quota or a limit of ulimit -f into a
-    UserError that names `path`, the file being written. Other errors are raised unchanged."""
+    """Turn OSErrors of a full disk, quota or ulimit -f into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -84,8 +81,7 @@ def write_text(path, text):
 
 
 def add_link(source, target):
-    """Make the path `target` a hard link to the file `source`, atomically; an existing file
-    `target` is replaced. If the file system has no hard links, `target` becomes a copy."""
+    """Make `target` a hard link to `source`, or a copy without links, replacing it atomically."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
@@ -107,9 +103,10 @@ def add_link(source, target):
 
 @contextmanager
 def exclusive_lock(folder):
-    """Context manager that holds an exclusive lock (flock) on `folder`. On entry it waits until the
-    lock is free. Not reentrant: a nested call for the same folder waits forever. Without effect if
-    the system or the file system has no locks."""
+    """Hold an exclusive lock (flock) on `folder` in a context, which waits until it is free.
+
+    Not reentrant: a nested call for the same folder waits forever. No effect without file locks.
+    """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -120,8 +117,7 @@ def exclusive_lock(folder):
 
 
 def unlock(file):
-    """Release the lock of lock_folder(), which returned `file`, and close the file. Without this,
-    processes that were forked since then would keep the lock."""
+    """Release the lock_folder() lock of `file`, also in forked processes, and close the file."""
     with suppress(ImportError, OSError):
         import fcntl
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -129,8 +125,7 @@ def unlock(file):
 
 
 def sync_folder(folder):
-    """Make earlier renames of files in `folder` durable, by fsync of the folder (POSIX; without
-    effect on Windows). Raises OSError only for a failing disk (EIO)."""
+    """Make renames in `folder` durable (POSIX only); OSError only for a failing disk (EIO)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -143,19 +138,20 @@ def sync_folder(folder):
 
 
 def next_free_path(folder, stem, suffix=".pt"):
-    """Return the first of the paths folder/STEM_1.pt, folder/STEM_2.pt, ... (str) that does not
-    exist. suffix: in place of ".pt", e.g. "" for a folder. Creates nothing."""
+    """Return the first of the paths folder/STEM_1.pt, folder/STEM_2.pt, ... that does not exist."""
     paths = (os.path.join(folder, f"{stem}_{n}{suffix}") for n in range(1, 10**6))
     return next(p for p in paths if not os.path.lexists(p))
 
 
 def lock_folder(folder):
-    """Lock `folder` without waiting, and return the open file folder/.lock. Keep this file: the
-    lock is released by unlock(file), when the file is closed or garbage-collected, or at the end of
-    the process. Raises UserError if the folder is already locked, also by this process; the message
-    names the process that holds the lock. Raises UserError for a full disk, OSError if the file
-    cannot be opened. If the system or the file system has no locks, the file is returned without a
-    lock."""
+    """Lock `folder` without waiting, and return the open file folder/.lock.
+
+    Keep this file: the lock is released by unlock(file), when the file is closed or
+    garbage-collected, or at the end of the process.
+    Raises UserError if the folder is already locked, also by this process (the message names
+    the holder), or if the disk is full; OSError if the file cannot be opened.
+    If the system or the file system has no locks, the file is returned without a lock.
+    """
     file = open_no_follow(os.path.join(folder, ".lock"), "a+")
     try:
         import fcntl  # POSIX only; no lock on Windows

@@ -29,9 +29,10 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 
 
 def parse_rope_scaling(text):
-    """Return the numbers in `text`, a value of the key rope_scaling, as a tuple of floats: "8" is
-    (factor,), "8,1,4,8192" is (factor, low, high, original length). ValueError for any other text
-    and for numbers that are not positive and finite."""
+    """Return a rope_scaling value as floats: (factor,) or (factor, low, high, original length).
+
+    text: e.g. "8" or "8,1,4,8192". ValueError for others, and numbers not positive and finite.
+    """
     numbers = tuple(float(number) for number in text.split(","))
     if len(numbers) not in (1, 4) or not all(0 < x < math.inf for x in numbers):
         raise ValueError
@@ -165,9 +166,10 @@ class SystemKeys:
 
 @dataclass
 class GPTKeys:
-    """Configuration keys of a GPT's architecture (n_layer, n_head, n_embd, block_size, ...).
-    GPTConfig in model/gpt.py has the same fields. The defaults are the model of train/config.yaml.
-    check_shape() raises an error if values contradict each other."""
+    """Configuration keys of a GPT's architecture, also the fields of GPTConfig in model/gpt.py.
+
+    The defaults are the model of train/config.yaml. check_shape() raises if values contradict.
+    """
     block_size: int = key(512, "context length, in tokens", ge=1)
     vocab_size: int | None = key(None, "vocabulary size (default: from the data)", ge=2, le=2**31)
     n_layer: int = key(16, "transformer blocks", ge=1, le=10_000)
@@ -216,25 +218,21 @@ class GPTKeys:
 
     @property
     def context(self):
-        """Maximum context length, in tokens, of a model built with these keys: the larger of
-        block_size and min(max_positions, MAX_CONTEXT); max_positions: context of the weights."""
+        """Maximum context in tokens: max(block_size, min(max_positions, MAX_CONTEXT))."""
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
     def full_context(self):
-        """Context length of the weights, in tokens, for exports: the larger of block_size and
-        max_positions, without the limit MAX_CONTEXT; block_size with learned positions."""
+        """Context for exports: max(block_size, max_positions); block_size if pos is learned."""
         return max(self.block_size, 0 if self.pos == "learned" else self.max_positions or 0)
 
     @property
     def rope_factors(self):
-        """The key rope_scaling as a tuple of floats: () if it is not set, (factor,), or (factor,
-        low, high, original length)."""
+        """The key rope_scaling as parse_rope_scaling() returns it; () if it is not set."""
         return parse_rope_scaling(self.rope_scaling) if self.rope_scaling else ()
 
     def shape_problems(self):
-        """Return a list of messages about architecture keys that contradict each other; [] if there
-        are none."""
+        """Return messages about invalid or contradictory architecture keys."""
         head_dim = self.head_dim or self.n_embd // self.n_head
         rules = {
             f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head}); e.g. n_head "
@@ -255,7 +253,7 @@ class GPTKeys:
         return [text for text, holds in rules.items() if not holds]
 
     def check_shape(self):
-        """Raise ConfigError, with all messages of shape_problems(), if there are any."""
+        """Raise ConfigError with all messages of shape_problems(), if any."""
         if problems := self.shape_problems():
             raise ConfigError(problems)
 
@@ -272,61 +270,61 @@ GROUP_NAMES = {g.lower().replace(" ", "_") for g in GROUPS} | {
 @dataclass
 class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKeys, BatchKeys,
                   RunKeys):
-    """All configuration keys of a run, as attributes. load_config() returns a checked TrainConfig;
-    TrainConfig(max_iters=10) creates one without checks. Use replace() to change a value."""
+    """All configuration keys of a run, as attributes; load_config() returns a checked TrainConfig.
+
+    TrainConfig(max_iters=10) creates one without checks. Use replace() to change a value.
+    """
     # {key: where it is set}, by load_config. In a slot, because vars(config) must be the keys.
     __slots__ = ("origins",)
 
     def is_explicit(self, name):
-        """Return whether the user set the key `name` on the command line or in Python, and not only
-        in a file. For a TrainConfig that load_config() did not make: whether the value is not the
-        default."""
+        """Return whether the user set a key on the command line or in Python, not only in a file.
+
+        If load_config() did not make this TrainConfig: whether the value is not the default.
+        """
         if hasattr(self, "origins"):
             return self.origins.get(name, "").partition(" as ")[0] in ("command line", "overrides")
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with the values in `changes` {key: value}, which are not checked. They are
-        explicit, as those of load_config(overrides=changes)."""
+        """Return a copy with unchecked `changes`, which are explicit, like overrides."""
         out = self.inherit(changes)
         if hasattr(self, "origins"):
             out.origins = self.origins | dict.fromkeys(changes, "overrides")
         return out
 
     def inherit(self, values):
-        """Return a copy with `values` {key: value}, which are not checked. For a TrainConfig that
-        load_config() made, is_explicit() of all keys stays the same."""
+        """Return a copy with unchecked `values`; after load_config(), is_explicit() is the same."""
         out = replace(self, **values)
         if hasattr(self, "origins"):
             out.origins = self.origins
         return out
 
     def probe(self, **changes):
-        """Return a copy, with `changes` {key: value}, for a short run that only measures steps:
-        without evaluations, trackers and mirror, and with resume "auto"."""
+        """Return a copy to measure steps: no evaluations, trackers or mirror, and resume "auto"."""
         return self.replace(resume="auto", tracker=[], mirror=None, eval_only=False, eval_tasks=[],
                             eval_interval=0, eval_epochs=None, early_stopping_metric="val_loss",
                             **changes)
 
     def unused_keys(self):
-        """Return {key: condition} of the keys that have no effect although the value is not the
-        default. condition: a text that states when the key would have an effect. "NAME": if the key
-        NAME is set (not `None`, 0, False or empty). "NAME=A|B": if NAME is A or B, or contains the
-        letter A or B."""
+        """Return {key: condition} of the keys without effect whose value is not the default.
+
+        condition: when a key has an effect. "NAME": if the key NAME is set (not `None`, 0, False
+        or empty). "NAME=A|B": if NAME is A or B, or contains the letter A or B.
+        """
         defaults = type(self)()
         return {f.name: f.metadata["needs"] for f in fields(self)
                 if not self.has_effect(f) and getattr(self, f.name) != getattr(defaults, f.name)}
 
     def has_effect(self, f):
-        """Return a true value if the key of the dataclass field `f` has an effect: the condition
-        f.metadata["needs"] holds, in the format of unused_keys(), or there is none."""
+        """Return a true value if the key of the field `f` has an effect, as for unused_keys()."""
         name, _, values = f.metadata.get("needs", "").partition("=")
         value = getattr(self, name, True)
         return {str(value), *str(value)} & {*values.split("|")} if values else value
 
     @property
     def evaluates(self):
-        """Whether the run has evaluations (bool): eval_interval or eval_epochs is set and not 0."""
+        """Whether the run has evaluations: eval_interval or eval_epochs is set and not 0."""
         return bool(self.eval_interval or self.eval_epochs)
 
     @property
@@ -335,20 +333,19 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.batch_size * self.gradient_accumulation_steps
 
     def micro_batch(self, world_size=1):
-        """Return the number of samples per micro-batch of a rank, if there are `world_size` ranks:
-        the largest number up to batch_size that divides the samples per step of a rank."""
+        """Return the largest micro-batch up to batch_size that divides a rank's share of a step."""
         share = self.samples_per_step // world_size
         return next(b for b in range(min(self.batch_size, share), 0, -1) if share % b == 0)
 
     def accumulation(self, world_size=1):
-        """Return the number of micro-batches per optimizer step of a rank, if there are
-        `world_size` ranks."""
+        """Return the number of micro-batches per optimizer step of a rank."""
         return self.samples_per_step // (world_size * self.micro_batch(world_size))
 
     def in_steps(self, samples):
-        """Return a copy in which max_iters, eval_interval and warmup_iters are computed from
-        max_epochs, eval_epochs and warmup_epochs, as far as these are set; rounded up. samples:
-        number of samples per epoch."""
+        """Return a copy with steps in place of the epochs that are set, rounded up.
+
+        samples: per epoch. Sets max_iters, eval_interval, warmup_iters from max_epochs etc.
+        """
         steps_per_epoch = samples / self.samples_per_step
         lengths = dict(max_iters=self.max_epochs, eval_interval=self.eval_epochs,
                        warmup_iters=self.warmup_epochs)
@@ -356,22 +353,24 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
                              for name, epochs in lengths.items() if epochs is not None})
 
     def replica_size(self, world_size):
-        """Return the number of ranks that together hold one copy of the model: 1 for ddp, all for
-        fsdp; for hsdp shard_size (default: the ranks of a node), at most `world_size`."""
+        """Return the number of ranks that together hold one copy of the model.
+
+        1 for ddp, all for fsdp; for hsdp shard_size (default: ranks of a node), at most all.
+        """
         if self.distributed == "hsdp":
             size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
             return min(size, world_size)
         return world_size if self.distributed == "fsdp" else 1
 
     def shards_model(self, world_size):
-        """Return whether each rank holds only a part of the model: with fsdp or hsdp, if world_size
-        > 1."""
+        """Return whether each rank holds only a part of the model (replica_size() is above 1)."""
         return self.replica_size(world_size) > 1
 
     def saves_shards(self, world_size):
-        """Return whether checkpoints are sharded, by the key checkpoint_format. For "auto": if the
-        model is sharded, and neither save_precision (which needs a checkpoint in one file) nor
-        mirror (the machines may have no common folder) is set."""
+        """Return whether checkpoints are sharded, by the key checkpoint_format.
+
+        "auto": for a sharded model, without save_precision (one file) or mirror (separate disks).
+        """
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)
         return self.checkpoint_format == "sharded"

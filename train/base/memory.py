@@ -7,8 +7,9 @@ import pathlib
 
 
 def memory_available():
-    """Return the number of bytes of memory that are still free for this process: the free memory of
-    the machine or, if it is less, that of the container (cgroup v2). Linux only; 2**62 if unknown.
+    """Return the free memory for this process in bytes, or 2**62 if unknown.
+
+    This is the machine's or, if less, the container's (cgroup v2). Linux only.
     """
     free = 2**62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as f:
@@ -31,9 +32,8 @@ def memory_resident():
 def keep_freed_memory():
     """Configure malloc to keep the memory that a step on the CPU frees for the next step.
 
-    By default glibc returns large blocks, and the free end of the heap, to the system, which then
-    provides memory page by page: 5 to 15% of the time of a step (train/LOG.md). Without effect for
-    other C libraries, or if environment variables configure malloc.
+    By default glibc returns large blocks to the system: 5 to 15% of a step's time (train/LOG.md).
+    No effect with other C libraries, or if environment variables configure malloc.
     """
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4
@@ -43,13 +43,11 @@ def keep_freed_memory():
 
 
 def return_freed_memory():
-    """Release all unused memory that malloc holds, once, to the operating system. The next step is
-    slower, as it must allocate memory again. Without effect for C libraries other than glibc."""
+    """Return all unused memory of malloc to the system (glibc only); the next step is slower."""
     call_libc("malloc_trim", 0)
 
 
 def call_libc(name, *args):
-    """Call the function `name` of the C library. Without effect if there is no such function (other
-    systems than Linux)."""
+    """Call the C library's function `name`, if it exists (as on Linux)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         getattr(ctypes.CDLL(None), name)(*args)

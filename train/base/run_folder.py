@@ -1,5 +1,4 @@
-"""The folder of a run (out_dir): the lock, saving in the background, and finding checkpoints in it.
-"""
+"""The folder of a run (out_dir): the lock, background saving, and finding checkpoints in it."""
 
 import contextlib
 import json
@@ -30,19 +29,16 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 
 
 class RunFolder:
-    """The folder of a run (out_dir), in which checkpoints are saved in the background. close()
-    waits for a save in progress, and then releases the lock of open().
+    """The folder of a run (out_dir), with a lock, in which checkpoints are saved in the background.
 
-    A checkpoint in one file: call save() on rank 0. A thread writes the file, one at a time, from a
-    snapshot that training does not change. A sharded checkpoint: prepare() on rank 0; start() on
-    every rank, with a function that calls write_shards(); then write(), with a function that calls
-    save_manifest(), on rank 0.
-
-    path: of the folder. file(name) returns the path of a file in it.
     keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all.
-    save_precision: name of a dtype, e.g. "bfloat16": each save of a checkpoint in one file also
-    writes model.safetensors in this dtype; `None`: it does not.
+    save_precision: dtype, e.g. "bfloat16", of the model.safetensors that each save of a checkpoint
+    in one file also writes; `None`: not written.
     Attribute mirror: a Mirror, set by the caller, to which write() copies; `None`: no copies.
+    One file: call save() on rank 0; a thread writes a snapshot that training does not change.
+    Sharded: call prepare() on rank 0; start() on every rank, with a function that calls
+    write_shards(); then write() on rank 0, with a function that calls save_manifest().
+    At the end, close() waits for a save in progress.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -66,8 +62,10 @@ class RunFolder:
 
     def open(self):
         """Create and lock the folder, and remove incomplete files and shards of killed processes.
-        Call it on rank 0 only: a second process cannot lock the folder. Raises CheckpointError if
-        the folder cannot be used, UserError if it is already locked or the disk is full."""
+
+        On rank 0 only: a second process cannot lock the folder. Raises CheckpointError if the
+        folder cannot be used, UserError if it is already locked or the disk is full.
+        """
         try:
             self.is_new = not os.path.exists(self.path)
             os.makedirs(self.path, exist_ok=True)
@@ -85,9 +83,11 @@ class RunFolder:
             raise CheckpointError(f"out_dir: {self.name} cannot be used: {error}") from error
 
     def take(self, resume, log):
-        """Begin to use the folder for this job, on rank 0, before files of the run are written. If
-        `resume` is "never", move files of an earlier run to the new subfolder old_1/ (or old_2/,
-        ...), except after a restart by torchrun, and call log(text)."""
+        """Begin to use the folder for this job, on rank 0, before files of the run are written.
+
+        With `resume` "never", files of an earlier run are moved to a new subfolder old_N/, except
+        after a restart by torchrun. log(text): called with messages.
+        """
         self.job, restarted = restarted_job(self.path)
         names = [name for name in os.listdir(self.path) if name.startswith(RUN_FILES)]
         if resume == "never" and names and not restarted:
@@ -99,17 +99,15 @@ class RunFolder:
             write_text(self.file(".job"), self.job)
 
     def save(self, state, is_best, is_numbered, logger, last=False, private=False):
-        """Save a checkpoint in one file as ckpt.pt; if `is_best` also as ckpt_best.pt, if
-        `is_numbered` also as ckpt_NNNNNNN.pt, with the step state["iter_num"]. First wait for an
-        earlier save in progress.
-        state: content of the checkpoint, a dict.
-        logger: an object with info(text) and warn(text).
-        private: whether `state` is a copy that nothing changes, so that no snapshot is needed.
+        """Save a checkpoint in one file as ckpt.pt, in a thread, after any save in progress.
 
-        A thread writes the files. save() returns when a snapshot of `state` exists (at once if
-        `private`); if memory does not suffice for a snapshot, it returns when the files are
-        written. A failure is a warning: the old file is intact, and training continues. With
-        `last`, the files are written before save() returns, and a failure raises CollectiveExit.
+        state: content of the checkpoint, a dict.
+        is_best, is_numbered: also write ckpt_best.pt, ckpt_NNNNNNN.pt (step state["iter_num"]).
+        logger: an object with info(text) and warn(text).
+        last: return when the files are written, and raise CollectiveExit after a failure.
+        private: `state` is a copy that nothing changes, so that no snapshot is needed.
+        Returns when a snapshot of `state` exists or, if memory does not suffice for one, when the
+        files are written. A failure is a warning: the old file is intact, and training continues.
         """
         links = self.prepare(state["iter_num"], is_best, is_numbered, logger)
 
@@ -118,10 +116,11 @@ class RunFolder:
         self.start(write, state, logger, last, private)
 
     def prepare(self, iter_num, is_best, is_numbered, logger):
-        """Wait for the save in progress, if any. Return a list of the paths, in addition to
-        ckpt.pt, for the checkpoint of step `iter_num`: ckpt_best.pt if `is_best`, ckpt_NNNNNNN.pt
-        if `is_numbered`; [] if neither. If the folder was deleted or renamed, call reopen();
-        UserError if another run has locked the new folder."""
+        """Wait for a save in progress; return the paths of the next one in addition to ckpt.pt.
+
+        They are ckpt_best.pt if `is_best`, and ckpt_NNNNNNN.pt if `is_numbered`. Calls reopen() if
+        the folder was deleted or renamed; UserError if another run has locked the new folder.
+        """
         self.wait()
         if not self.is_same():
             with contextlib.suppress(CheckpointError):  # then the save fails, which is a warning
@@ -131,8 +130,7 @@ class RunFolder:
         return links + ([self.file(f"ckpt_{iter_num:07d}.pt")] if is_numbered else [])
 
     def is_same(self):
-        """Return whether the folder still is the one that open() locked: neither deleted nor
-        renamed. The same lock file suffices, as FUSE may change the inode of a folder."""
+        """Return whether the folder, or the lock file, is still the one that open() locked."""
         with contextlib.suppress(OSError):
             stat = os.stat(self.path)
             return self.stat is None or os.path.samestat(stat, self.stat) or os.path.samestat(
@@ -140,20 +138,21 @@ class RunFolder:
         return False
 
     def reopen(self, logger):
-        """Call open() again. Move the checkpoints in the folder, of another run, to a subfolder,
-        and call logger.warn(text). Raises UserError if another run has locked the folder."""
+        """Call open() again, and move checkpoints of another run to a subfolder, with a warning."""
         self.open()
         if names := [name for name in os.listdir(self.path) if name.startswith("ckpt")]:
             logger.warn(f"{self.name} was replaced during this run; moved the checkpoints in it to "
                         f"{move_files(self.path, names)}")
 
     def start(self, write, state, logger, last=False, private=False, n_writers=1):
-        """Call write(snapshot) in a thread, and return without waiting for it. snapshot: a copy of
-        `state`, a nested dict with tensors, on the CPU; if `private`, `state` without a copy:
-        nothing may change it then. With `last`, or if memory does not suffice for a snapshot, call
-        write(state) in this thread, before returning. logger: an object with info(text). n_writers:
-        number of ranks of this machine that call start(). To be called after prepare(), which waits
-        for the previous thread."""
+        """Call write(snapshot) in a thread, where snapshot is a copy of `state` on the CPU.
+
+        state: a nested dict with tensors; with `private` it is not copied: nothing may change it.
+        last: call write(state) in this thread instead; also done if memory does not suffice.
+        logger: an object with info(text).
+        n_writers: number of ranks of this machine that call start().
+        Call prepare() before, which waits for the previous thread.
+        """
         start = time.perf_counter()
         copy = state if last or private else snapshot(state)
         stall = "" if last else f" (snapshot: {time.perf_counter() - start:.2g} s)"
@@ -166,21 +165,20 @@ class RunFolder:
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
-        """Write the tensors of the rank `rank` to the subfolder `folder`. parts: {name: [offsets,
-        tensor]}; offsets: a list of ints, one per dimension, the position of the tensor in the
-        whole tensor. Return (files, chunks), as from sharded_file.write_shards(), for
-        save_manifest(). After an error, return the message, a text, instead of raising."""
+        """Call sharded_file.write_shards() in this folder; return the message after an error."""
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
             return f"{self.file(folder)} could not be written by rank {rank}: {error}"
 
     def save_manifest(self, path, folder, state, written, links):
-        """Write the manifest of the shards in the subfolder `folder` to the file `path`. state:
-        content of the checkpoint, a dict with tensors on the meta device. written: list of the
-        results of write_shards() on all ranks. links: paths, each of which becomes a hard link to
-        the manifest. Raises CheckpointError if a result in `written` is an error, if shards are
-        missing or incomplete, or if the manifest cannot be written."""
+        """Write the manifest of the shards in the subfolder `folder` to the file `path`.
+
+        state: content of the checkpoint, a dict with tensors on the meta device.
+        written: results of write_shards() on all ranks.
+        links: paths that become hard links to the manifest.
+        Raises CheckpointError for errors in `written`, incomplete shards or a failed write.
+        """
         if errors := [result for result in written if isinstance(result, str)]:
             raise CheckpointError("; ".join(errors))
 
@@ -190,11 +188,12 @@ class RunFolder:
         replace_checkpoint(path, write, links)
 
     def write(self, save, logger, last=False, state=None):
-        """Call save(path), with the path of ckpt.pt, to write a checkpoint. Then start to copy it
-        to the mirror, delete numbered checkpoints beyond keep_last and unused shards, and, if
-        save_precision is set, write model.safetensors from `state`, the content of the checkpoint.
-        If save() fails, call logger.warn(text) or, with `last`, raise CollectiveExit. A failure in
-        a later part is always a warning."""
+        """Write a checkpoint with save(path of ckpt.pt), then copy to the mirror and clean up.
+
+        state: content of the checkpoint, for model.safetensors if save_precision is set.
+        If save() fails, calls logger.warn(text) or, with `last`, raises CollectiveExit. Numbered
+        checkpoints beyond keep_last and unused shards are deleted. Later failures are warnings.
+        """
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
@@ -224,9 +223,7 @@ class RunFolder:
             logger.warn(f"{self.file('ckpt.pt')} is saved, but {problem}: {error}")
 
     def export(self, state):
-        """Write the weights of a checkpoint to model.safetensors in the folder; floating-point
-        weights are converted to save_precision. state: content of the checkpoint, a dict. The
-        description of the model (the keys in DESCRIPTION, as JSON) is in the header of the file."""
+        """Write model.safetensors: the description, and weights in save_precision if floats."""
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
@@ -236,13 +233,14 @@ class RunFolder:
         return_freed_memory()
 
     def archive_later_checkpoints(self, progress, log):
-        """Prepare the folder for a run that resumes from a given file; progress: state_dict() of
-        its Progress. Move each of ckpt.pt, ckpt_prev.pt and ckpt_best.pt that the run would replace
-        or must not use to the new subfolder old_1/ (or old_2/, ...): if it is damaged, of a later
-        step, or of another run (with other evaluations), and a ckpt_best.pt that is not the best of
-        this run. With them, move the numbered checkpoints of later steps or, if one of the three is
-        of another run, all. metrics.jsonl is copied to it, or moved if there is a checkpoint of
-        another run. log(text) is called if files were moved."""
+        """Move checkpoints that a run resumed from a given file must not use to a new old_N/.
+
+        progress: state_dict() of the run's Progress. log(text): called if files were moved.
+        Of ckpt.pt, ckpt_prev.pt and ckpt_best.pt, it moves damaged files, those of a later step or
+        of another run (other evaluations), and a ckpt_best.pt that is not the best of this run; of
+        the numbered ones, later steps, or all if one of the three is of another run. metrics.jsonl
+        is copied with them, or moved if there is a checkpoint of another run.
+        """
         names = []
         is_other = False  # whether a checkpoint of another run is here
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
@@ -275,8 +273,7 @@ class RunFolder:
             self.thread = None
 
     def close(self):
-        """Wait for the save in progress, which needs the lock, and release the lock. If open() has
-        created the folder and nothing else is in it, as the run was refused, remove it."""
+        """Wait for a save, release the lock, and remove a folder that open() created if empty."""
         self.wait()
         if self.lock is not None:
             if self.is_new and self.is_same() and os.listdir(self.path) == [".lock"]:
@@ -288,8 +285,7 @@ class RunFolder:
 # snapshots
 
 def snapshot(state):
-    """Return a copy of a nested state (dicts and lists with tensors), in which all tensors are
-    copies on the CPU that training does not change. Return `None` if memory does not suffice.
+    """Return a copy of a nested state with all tensors on the CPU; `None` if memory is too small.
 
     Tensors on a GPU are copied to pinned memory, which PyTorch keeps for the next save.
     """
@@ -307,8 +303,7 @@ def snapshot(state):
 
 
 def copy_to_host(t):
-    """Return a copy of the tensor `t` on the CPU, without gradient. If `t` is on a GPU, the copy is
-    in pinned memory and asynchronous: it is complete only after torch.cuda.synchronize()."""
+    """Return a CPU copy of a tensor, complete after torch.cuda.synchronize() if it is on a GPU."""
     if t.is_cuda or t.nbytes < MIN_MAPPED_BYTES or sys.platform != "linux":
         out = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
     else:
@@ -323,18 +318,14 @@ def copy_to_host(t):
 # checkpoints in a folder
 
 def find_newest_checkpoint(folder, log, damaged=()):
-    """Return (state, path, shards) of the newest checkpoint in the run folder `folder` that can be
-    loaded. state, shards: as returned by open_checkpoint(path). Return (`None`, `None`, `None`) if
-    the folder has no checkpoints.
-    log(text): called with warnings.
-    damaged: {path: message} of sharded checkpoints that must not be used, because files do not
-    match their digests.
+    """Return (state, path, shards) of the newest checkpoint in a run folder that can be loaded.
 
-    First ckpt.pt is tried, then ckpt_prev.pt; in the second case a damaged ckpt.pt is renamed to
-    ckpt_bad_1.pt (or 2, ...). If neither exists, ckpt_best.pt and ckpt_NNNNNNN.pt are tried, the
-    newest first: the run was killed in the first save, which creates these names before ckpt.pt.
-    Raises CheckpointError if all are damaged (an existing run must not start from scratch by
-    accident), or if there is too little memory to load one.
+    state, shards: as from open_checkpoint(). All three are `None` if there is no checkpoint.
+    log(text): called with warnings.
+    damaged: {path: message} of sharded checkpoints whose files do not match their digests.
+    ckpt.pt is tried first, then ckpt_prev.pt (a damaged ckpt.pt is renamed to ckpt_bad_N.pt). If
+    neither exists (a kill in the first save), ckpt_best.pt and ckpt_NNNNNNN.pt are tried, newest
+    first. Raises CheckpointError if all are damaged, or memory does not suffice to load one.
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
@@ -366,10 +357,11 @@ def find_newest_checkpoint(folder, log, damaged=()):
 
 
 def restarted_job(folder):
-    """Return (job, restarted). job: three lines, which identify the job of torchrun, this torchrun
-    and this process; "" without torchrun. restarted: whether torchrun has restarted this job, and
-    an earlier attempt used the run folder `folder` (the file .job in it has the same job). A
-    restarted job resumes the run in `folder`, even with --resume never."""
+    """Return (job, whether torchrun restarted it after an attempt that used this run folder).
+
+    job: three lines that identify the job, this torchrun and this process; "" without torchrun.
+    A restarted job resumes the run in `folder`, even with --resume never.
+    """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     job += f" {os.getppid()}" if job == "none" else ""  # torchrun's default for every job
     # The folder of this torchrun's logs: it does not count its restarts when a node joins.
@@ -383,18 +375,14 @@ def restarted_job(folder):
 
 
 def numbered_checkpoints(folder, names="[0-9]{7,}"):
-    """Return a list of the paths (pathlib.Path) of the checkpoints ckpt_NNNNNNN.pt in `folder`,
-    oldest first, by the time of writing (after --resume FILE the numbers may be in a different
-    order). names: a regular expression for what follows ckpt_ in the name."""
+    """Return the pathlib.Paths of ckpt_NAME.pt with NAME matching `names`, oldest file first."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
              if re.fullmatch(f"ckpt_({names}).pt", path.name)]
     return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path))
 
 
 def move_files(folder, names):
-    """Move files in `folder` to a new subfolder, the first of old_1/, old_2/, ... that does not
-    exist, and return its path, a str. names: a list of names of files or folders. If a file is the
-    manifest of a sharded checkpoint, the shards are moved too. OSError for a missing name."""
+    """Move files in `folder`, with their shards, to a new subfolder old_N/; return that path."""
     target = next_free_path(folder, "old", "")
     os.makedirs(target)
     kept = sharded_file.unnamed_shards(folder)  # of none of these checkpoints

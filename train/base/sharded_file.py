@@ -42,21 +42,20 @@ SHARD_FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these
 # writing
 
 def new_folder(iter_num):
-    """Return a new, unique name for the folder of shards of step `iter_num`, relative to the run's
-    folder, e.g. shards/0001000_ab12cd. Nothing is created."""
+    """Return a new, unique folder name for step `iter_num`, e.g. shards/0001000_ab12cd."""
     return f"shards/{iter_num:07d}_{secrets.token_hex(3)}"
 
 
 def write_shards(folder, rank, parts):
-    """Write the tensors of one rank durably to the folder `folder`, which is created if missing:
-    weights (names "model.*") to one .safetensors file, other tensors to a second one in the
-    subfolder optimizer/. A file without tensors is not written.
-    rank: number of the rank, for the names of the files.
-    parts: {name: [offsets, tensor]}; offsets: a list of ints, one per dimension, the position of
-    the tensor in the whole tensor.
-    Return (files, chunks). files: {file, relative to `folder`: {"size": bytes, "sha256": digest}}.
-    chunks: {name: {"file", "start", "offsets", "shape"}}, a dict per tensor in `parts`; start: the
-    byte of the file at which the tensor starts."""
+    """Write the tensors of one rank durably to the folder `folder`; return (files, chunks).
+
+    rank: for the file names.
+    parts: {name: [offsets, tensor]}; offsets: position in the complete tensor, per dimension.
+    files: {file, relative to `folder`: {"size": bytes, "sha256": digest}}.
+    chunks: {name: {"file", "start", "offsets", "shape"}}; start: byte offset of the tensor.
+    Weights (names "model.*") go to one .safetensors file, other tensors to a second one, in the
+    subfolder optimizer/. A file without tensors is not written; a missing folder is created.
+    """
     files = {}
     chunks = {}
     for subfolder, prefix in (("", "model."), ("optimizer/", "")):
@@ -81,13 +80,14 @@ def write_shards(folder, rank, parts):
 
 
 def make_manifest(root, folder, state, written):
-    """Return the content (bytes) of the manifest of the shards in root/folder, for a file in
-    `root`.
+    """Return the manifest (bytes) of the shards in root/folder, for a file in `root`.
+
     root: the run's folder; folder: a result of new_folder().
     state: content of the checkpoint, a nested dict with tensors on the meta device.
-    written: list of the (files, chunks) that write_shards() returned, one per rank.
-    The renames of the shards are made durable first. Raises ValueError if a file is missing or not
-    of this checkpoint, or if the chunks of a tensor do not form the whole tensor."""
+    written: (files, chunks) from write_shards(), for each rank.
+    Renames of the shards are made durable first. Raises ValueError if a file is missing or not of
+    this checkpoint, or if the chunks of a tensor do not form the complete tensor.
+    """
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     tensors = {name: dict(dtype=names[t.dtype], shape=list(t.shape), chunks=[])
                for name, t in named_tensors(state)}
@@ -106,11 +106,12 @@ def make_manifest(root, folder, state, written):
 
 
 def encode(value, path=()):
-    """Return the nested state `value` as plain JSON types, for json.dumps. A tensor becomes
-    {"$tensor": name}, with the dotted name as in named_tensors(); tuples, bytes, non-finite floats
-    and dicts with a key that is no string or begins with "$" become {"$tuple": ...}, {"$bytes":
-    ...}, {"$float": ...} and {"$dict": ...}. path: tuple of the keys that lead to `value` in the
-    whole state."""
+    """Return a nested state as plain JSON types, for json.dumps.
+
+    path: keys that lead to `value` in the complete state, joined to a tensor's dotted name.
+    Tensors, tuples, bytes, non-finite floats, and dicts with a key that is no string or begins with
+    "$" become {"$tensor": name}, {"$tuple": ...}, {"$bytes": ...}, {"$float": ...}, {"$dict": ...}.
+    """
     if isinstance(value, torch.Tensor):
         return {"$tensor": ".".join(map(str, path))}
     if isinstance(value, dict):
@@ -129,8 +130,7 @@ def encode(value, path=()):
 
 
 def decode(value, tensor):
-    """Return the nested state from which encode() made `value`. tensor(name): a function that
-    returns the tensor with this dotted name."""
+    """Return the state that encode() made into `value`; tensor(dotted name) returns each tensor."""
     if isinstance(value, list):
         return [decode(v, tensor) for v in value]
     if not isinstance(value, dict):
@@ -147,27 +147,24 @@ def decode(value, tensor):
 
 @dataclass
 class Shards:
-    """The files of a sharded checkpoint. Made by open_shards(). state() returns the content of the
-    checkpoint, read() a tensor or rows of a tensor, verify() checks digests.
+    """The files of a sharded checkpoint, as opened by open_shards().
+
     folder: path of the folder with the files.
     files: {file name: {"size": bytes, "sha256": digest}}.
-    tensors: {dotted name: {"dtype", "shape", "chunks"}}; chunks: list of the dicts of
-    write_shards().
-    plain: the content of the checkpoint, as returned by encode()."""
+    tensors: {dotted name: {"dtype", "shape", "chunks"}}; chunks: dicts of write_shards().
+    plain: the content of the checkpoint, as returned by encode().
+    """
     folder: str
     files: dict
     tensors: dict
     plain: dict
 
     def state(self, tensor):
-        """Return the content of the checkpoint, a nested dict. tensor(name): a function that
-        returns the tensor with this dotted name, e.g. self.meta or self.read."""
+        """Return the content of the checkpoint, with tensors from tensor(dotted name)."""
         return decode(self.plain, tensor)
 
     def check(self):
-        """Raise ValueError, which names the file or tensor, unless the folder has exactly the shard
-        files in self.files, with these sizes, and the chunks of each tensor form the whole tensor.
-        The content of the files is not read; see verify()."""
+        """Raise ValueError unless exactly these files exist, with fitting sizes and chunks."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
@@ -193,23 +190,23 @@ class Shards:
                 raise ValueError(f"{name}: no file has row {end}")
 
     def verify(self, names):
-        """Raise ValueError if one of the files `names`, keys of self.files, does not match the
-        digest in self.files. Reads these files completely."""
+        """Read the files `names`; raise ValueError unless they match the digests in self.files."""
         for name in names:
             path = os.path.join(self.folder, name)
             if digest(path) != self.files[name]["sha256"]:
                 raise ValueError(f"{path} is damaged: its content does not match its digest")
 
     def meta(self, name):
-        """Return a tensor on the meta device with shape and dtype of the tensor `name` (dotted)."""
+        """Return a meta tensor with the shape and dtype of the tensor `name` (dotted)."""
         t = self.tensors[name]
         return torch.empty(t["shape"], dtype=SAFETENSORS_DTYPES[t["dtype"]], device="meta")
 
     def read(self, name, first=0, shape=None):
-        """Return the tensor `name`, a dotted name, on the CPU. With `shape`, return only the rows
-        (indices of dimension 0) from `first` to first + shape[0] - 1; the other dimensions are
-        complete, and other rows are not read. Digests are not checked. ValueError if a file is too
-        short."""
+        """Return the tensor `name` (dotted) on the CPU, or only shape[0] rows from row `first`.
+
+        shape: of the result. Rows are indices of dimension 0; other rows are not read. Digests are
+        not checked. ValueError if a file is too short.
+        """
         whole = self.meta(name)
         out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
         if not out.numel():
@@ -232,8 +229,7 @@ class Shards:
 
 
 def rows_of(chunk):
-    """Return (first row, number of rows) that `chunk`, a dict with "offsets" and "shape", has of
-    the whole tensor; rows are indices of dimension 0. A 0-dim tensor counts as one row."""
+    """Return (first row, row count) of a chunk in dimension 0; a 0-dim tensor is one row."""
     return (*chunk["offsets"], 0)[0], (*chunk["shape"], 1)[0]
 
 
@@ -243,9 +239,7 @@ def is_sharded(path):
 
 
 def folder_named_in(path):
-    """Return the folder of shards, relative to the run's folder, e.g. "shards/0001000_ab12cd", that
-    is named at the start of the manifest `path`. Return `None` if `path` is not a file or does not
-    start like a manifest. The rest of the file is not checked."""
+    """Return the shard folder, relative to the run's, that a manifest names; otherwise `None`."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -254,10 +248,12 @@ def folder_named_in(path):
 
 
 def open_shards(path):
-    """Return the Shards of a sharded checkpoint. path: a manifest, or a folder with manifest.json.
-    Raises ValueError if the manifest is damaged (its digest differs) or of a newer version, and
-    unless exactly its files exist, with the correct sizes; OSError if the manifest cannot be read.
-    The digests of the files are not checked: call Shards.verify()."""
+    """Return the Shards of a manifest, or of a folder with manifest.json.
+
+    Raises ValueError if the manifest is damaged or of a newer version, or if files are missing,
+    not listed or have other sizes; OSError if the manifest cannot be read.
+    The digests of the files are not checked: call Shards.verify().
+    """
     path = os.path.join(path, MANIFEST) if os.path.isdir(path) else os.fspath(path)
     data = pathlib.Path(path).read_bytes()
     text = data[:-len(TAIL % bytes(64))]
@@ -281,9 +277,10 @@ def open_shards(path):
 # folders of shards
 
 def link_shards(path, target):
-    """Add the shards of the checkpoint `path` to the folder `target`, as hard links (copies if the
-    file system has no hard links), in the same subfolder, e.g. shards/0001000_ab12cd. Without
-    effect if `path` is not a manifest, or if the folder of the shards is missing."""
+    """Add the shards of the checkpoint `path`, if any, to the folder `target`, as hard links.
+
+    They get the same subfolder, e.g. shards/0001000_ab12cd. Copies if there are no hard links.
+    """
     folder = folder_named_in(path) or ""
     source = os.path.join(os.path.dirname(path), folder)
     if folder and os.path.isdir(source):
@@ -292,8 +289,7 @@ def link_shards(path, target):
 
 
 def unnamed_shards(root):
-    """Return a list of the folders of shards (pathlib.Path) in `root`, a run's folder, that no
-    checkpoint ckpt*.pt in `root` uses, e.g. of failed saves or replaced checkpoints."""
+    """Return the folders of shards (pathlib.Path) in a run's folder that no ckpt*.pt in it uses."""
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()
@@ -301,8 +297,7 @@ def unnamed_shards(root):
 
 
 def remove_unnamed_shards(root, kept=()):
-    """Delete all folders of shards in `root`, a run's folder, that unnamed_shards() returns, except
-    the paths (pathlib.Path) in `kept`. Errors are ignored."""
+    """Delete the folders of unnamed_shards(root), except the paths in `kept`, ignoring errors."""
     for path in unnamed_shards(root):
         if path not in kept:
             with suppress(OSError):  # first: without it, the rest is known as incomplete

@@ -1,5 +1,4 @@
-"""Functions for nested states with tensors and for files of tensors: digests, .safetensors files.
-"""
+"""Functions for nested states with tensors and for files of tensors: digests, .safetensors."""
 
 import hashlib
 import io
@@ -26,8 +25,10 @@ SAFETENSORS_DTYPES = {
 # nested states: dicts and lists with tensors
 
 def walk(nested, path=()):
-    """Yield (path, part) for a nested state (dicts, lists, tuples) and for everything in it, depth
-    first. path: a tuple of the keys and indices that lead to the part, () for the whole state."""
+    """Yield (path, part) for a nested state (dicts, lists, tuples) and all parts, depth first.
+
+    path: tuple of the keys and indices that lead to the part; () for the complete state.
+    """
     yield path, nested
     parts = (nested.items() if isinstance(nested, dict) else
              enumerate(nested) if isinstance(nested, (list, tuple)) else ())
@@ -36,16 +37,14 @@ def walk(nested, path=()):
 
 
 def named_tensors(state):
-    """Yield (dotted name, tensor) for every tensor in a nested state (dicts, lists, tuples): {"a":
-    {"b": t}} gives ("a.b", t)."""
+    """Yield (name, tensor) for every tensor in a nested state, e.g. "a.b" for {"a": {"b": t}}."""
     for path, part in walk(state):
         if isinstance(part, torch.Tensor):
             yield ".".join(map(str, path)), part
 
 
 def map_tensors(f, state):
-    """Return a copy of a nested state in which every tensor in dicts and lists is replaced by
-    f(tensor). Other values, also tuples and their content, are not copied."""
+    """Copy a nested state, with f(tensor) for each tensor in dicts and lists (not in tuples)."""
     if isinstance(state, torch.Tensor):
         return f(state)
     if isinstance(state, dict):
@@ -54,8 +53,7 @@ def map_tensors(f, state):
 
 
 def find_non_finite(state):
-    """Return the dotted name of the first floating-point tensor in a nested state that contains NaN
-    or infinity, or `None` if there is none. 0-dim tensors are not checked."""
+    """Return the dotted name of the first non-finite tensor (floats, not 0-dim), or `None`."""
     named = [(n, t) for n, t in named_tensors(state)
              if t.is_floating_point() and t.dim() and t.numel()]
     if not named:
@@ -69,10 +67,11 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A file object with a write() that computes a hash of the data and writes them, in blocks, to
-    the binary file `file`, past the page cache where the file system can. After each block it gives
-    way to training (train/base/background.py). It cannot seek; torch.save writes strictly in order.
-    Call finish() after the last write()."""
+    """A write-only file object that hashes the data and writes them in blocks to the file `file`.
+
+    Writes go past the page cache where possible and give way to training (background.py).
+    It cannot seek. Call finish() after the last write().
+    """
 
     def __init__(self, file):
         self.file = file
@@ -97,8 +96,7 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def write_block(self):
-        """Append the block to the file, and begin the next one. What a direct write does not take
-        is written through the page cache, which raises the OSError of a full disk."""
+        """Append the block to the file and begin the next one; a full disk raises OSError."""
         block = memoryview(self.block)[:self.n_bytes]
         self.sha.update(block)
         written = 0
@@ -118,8 +116,7 @@ class HashingFile(io.RawIOBase):
 
 
 def digest(path, n_bytes=None):
-    """Return the SHA-256, a hexadecimal text, of the first `n_bytes` bytes of the file `path`;
-    `None`: of the whole file."""
+    """Return the hexadecimal SHA-256 of the first `n_bytes` bytes of a file; `None`: of all."""
     sha = hashlib.sha256()
     n_bytes = os.path.getsize(path) if n_bytes is None else n_bytes
     with open(path, "rb") as f:
@@ -129,11 +126,12 @@ def digest(path, n_bytes=None):
 
 
 def write_safetensors(path, tensors, metadata=None):
-    """Write tensors atomically to the .safetensors file `path`
-    (https://github.com/huggingface/safetensors): the length of a JSON header, the header, and the
-    bytes of all tensors, in order. tensors: {name: tensor}, on any device, with dtypes in
-    SAFETENSORS_DTYPES. metadata: {name: text} for the header. Return {"size": bytes, "sha256":
-    digest} of the file."""
+    """Write a .safetensors file atomically, and return {"size": bytes, "sha256": digest}.
+
+    tensors: {name: tensor}, on any device, dtypes in SAFETENSORS_DTYPES; written in this order.
+    metadata: {name: text} for the header.
+    Format: https://github.com/huggingface/safetensors.
+    """
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     header = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0

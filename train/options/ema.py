@@ -6,11 +6,11 @@ from train.evaluate import join_numbers
 
 
 class Average:
-    """Exponential moving average (EMA) of the parameters of `optimizer`, a torch.optim.Optimizer:
-    average = decay * average + (1 - decay) * parameter. The average of parameter p is
-    optimizer.state[p]["ema"], so that it is sharded, saved and resumed with the state of the
-    optimizer. It is float32 if p has 16 bits, in which small updates would be lost to rounding.
-    Call update(it) after each optimizer step, evaluate() for an evaluation."""
+    """Exponential moving average (EMA) of the parameters of a torch.optim.Optimizer.
+
+    average = decay * average + (1 - decay) * parameter, in optimizer.state[parameter]["ema"]: it is
+    sharded, saved and resumed with the optimizer; float32 if the parameter has 16 bits.
+    """
 
     def __init__(self, optimizer, decay):
         self.optimizer = optimizer
@@ -19,10 +19,11 @@ class Average:
 
     @torch.no_grad()
     def update(self, it):
-        """Update the averages with the current parameters, after the optimizer step `it` (0-based)
-        and before zero_grad(): parameters without a gradient are skipped. The first update of a
-        parameter copies it. The decay of this update is min(decay, (1 + it) / (10 + it)), so that
-        early weights are soon forgotten (as in TensorFlow)."""
+        """Update the averages with the parameters after optimizer step `it` (0-based).
+
+        Call it before zero_grad(): parameters without a gradient are skipped. The first update of a
+        parameter copies it. The decay is min(decay, (1 + it) / (10 + it)), as in TensorFlow.
+        """
         groups = self.optimizer.param_groups
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         for p in params:
@@ -34,11 +35,11 @@ class Average:
         torch._foreach_lerp_(averages, params, 1 - min(self.decay, (1 + it) / (10 + it)))
 
     def evaluate(self, evaluate_weights):
-        """Call evaluate_weights() with the weights in the model, then with the averages in place of
-        the weights, which are restored afterwards. evaluate_weights() returns {NAME: number}, or
-        `None` if a signal stopped the evaluation. Return {NAME: number, NAME_ema: number}, or
-        `None` if one of the results is `None`. Raises SetupError if the model already has a number
-        NAME_ema."""
+        """Evaluate the model, then with averaged weights; return {NAME: number, NAME_ema: number}.
+
+        evaluate_weights(): returns {NAME: number}; `None` after a signal, which is then returned.
+        The weights are restored. Raises SetupError if the model has a number NAME_ema.
+        """
         numbers = evaluate_weights()
         if numbers is None:
             return None
@@ -55,7 +56,6 @@ class Average:
 
 @torch.no_grad()
 def assign(values):
-    """Copy the tensors in `values` {parameter: tensor} into the parameters, in place, because
-    sharded and compiled models hold references to them."""
+    """Copy {parameter: tensor} into the parameters, in place, as models hold references to them."""
     for p, value in values.items():
         p.copy_(value)

@@ -35,11 +35,10 @@ LINES = dict(solid='stroke-width="1.8"', faint='stroke-width="1" stroke-opacity=
 # metrics.jsonl
 
 def read_metrics(path, limit=math.inf):
-    """Return the records of the file `path`, a metrics.jsonl: a list of dicts, one per training
-    line or evaluation, in the order of the file. Lines that are invalid, or have no number "iter",
-    are left out. Return [] if the file is missing.
+    """Return the records (dicts) of the metrics.jsonl `path`, in order; [] if it is missing.
 
     limit: about this many lines, evenly spaced, the first and last three, and all with val_loss.
+    Invalid lines, and lines without a number "iter", are left out.
     """
     if not os.path.isfile(path):  # e.g. a named pipe, which would block
         return []
@@ -59,16 +58,15 @@ def read_metrics(path, limit=math.inf):
 
 
 def to_number(value):
-    """Return `value` as a float if it is an int or float that a chart can show; otherwise `None`:
-    for NaN, texts (metrics.jsonl has "nan" and "inf" as strings), booleans, and absolute values of
-    1e100 or more, as their sums could overflow."""
+    """Return an int or float as a float; `None` for other types, NaN and |value| >= 1e100."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e100 else None
 
 
 def curve(records, key, x="iter"):
-    """Return the points [(x, y), ...], floats, of the metric `key`, e.g. "val_loss", in `records`,
-    a result of read_metrics(). Missing and non-finite values are left out. x: "iter" (step),
-    "tokens", or "time" (minutes of training until this record)."""
+    """Return the finite points [(x, y), ...] of the metric `key` in records of read_metrics().
+
+    x: "iter" (step), "tokens", or "time" (minutes of training until the record).
+    """
     points = []
     steps, minutes = [0], [0.0]  # at the end of each training line
     for r in (r for r in records if "loss" in r):
@@ -86,9 +84,7 @@ def curve(records, key, x="iter"):
 
 
 def smooth(points, share=0.02):
-    """Return `points` [(x, y), ...], at least one, with each y replaced by a centred running mean
-    over the fraction 2 x `share` of the points; over fewer near the start, where the loss is steep.
-    """
+    """Return `points` with each y averaged over 2 x `share` of the points, fewer at the start."""
     x, y = np.array(points).T
     i = np.arange(len(y))
     half = np.minimum(max(1, int(len(y) * share)), i // 3)
@@ -102,10 +98,11 @@ def smooth(points, share=0.02):
 # axes
 
 class Axis:
-    """A linear or, with `log`, logarithmic mapping of numbers to pixels: axis(value) returns a
-    pixel, a float. The axis covers the numbers in `values`, a list, with a margin of 4% on both
-    sides, and extends from the pixel `start` (smallest number) to the pixel `end`. With from_zero
-    the axis begins at 0."""
+    """A mapping of numbers to pixels, linear or logarithmic: axis(value) returns a float.
+
+    It covers `values` with a margin of 4%, from the pixel `start` (small numbers) to `end`.
+    from_zero: it begins at 0, without a margin.
+    """
 
     def __init__(self, values, start, end, from_zero=False, log=False):
         self.start = start
@@ -127,10 +124,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, spacing):
-        """Return a list of round numbers within the range of the axis, at which to draw labels.
-        Linear: multiples of 1, 2 or 5 times a power of ten, about `spacing` pixels apart.
-        Logarithmic: powers of ten, and numbers between these if the range is less than two powers
-        of ten; `spacing` has no effect."""
+        """Return round numbers to label, at least about `spacing` pixels apart if linear."""
         if self.log:
             digits = (1, 1.5, 2, 3, 4, 5, 7) if self.high - self.low < 2 else (1,)
             powers = range(math.floor(self.low), math.ceil(self.high) + 1)
@@ -153,9 +147,7 @@ def tick_label(value):
 # the picture
 
 class Curve(NamedTuple):
-    """A line of a chart. points: [(x, y), ...]. color: an SVG color. name: in the legend; "": not
-    in it. line: "solid", "faint" or "dashed". start: points with x below start * (largest x) are
-    ignored when the range of the vertical axis is chosen, and may be cut off."""
+    """A line of a chart: points [(x, y), ...] and an SVG color; name "" is not in the legend."""
     points: list
     color: str
     name: str = ""       # in the legend
@@ -164,12 +156,14 @@ class Curve(NamedTuple):
 
 
 def loss_svg(runs, x="iter", metric="loss"):
-    """Return a chart of runs as SVG, a text: a panel with the metric (a solid line in training, a
-    dashed line for val_METRIC), and below it a panel with the learning rate. runs: [(name,
-    records), ...]; records: a result of read_metrics(). x: horizontal axis: "iter", "tokens" or
-    "time". metric: a name without val_, e.g. "loss". Parent folders that all names share are left
-    out in the legend. With several runs, the vertical axis fits the values after the start (the
-    first 20%), because the differences between runs are small."""
+    """Return a chart of runs as SVG text: the metric, and below it the learning rate.
+
+    runs: [(name, records), ...], with records of read_metrics(). Parent folders that all names
+    share are left out in the legend.
+    x: "iter", "tokens" or "time".
+    metric: a name without val_; val_METRIC is a dashed line.
+    With several runs, the vertical axis fits the values after the first 20%.
+    """
     curves = []
     rates = []
     shared = os.path.commonprefix([name for name, _ in runs]).rpartition(os.sep)[0] + os.sep
@@ -189,9 +183,10 @@ def loss_svg(runs, x="iter", metric="loss"):
 
 
 def draw_chart(panels, x_label, log_x=False):
-    """Return a chart as SVG, a text: at most two panels, one above the other, with the same
-    horizontal axis, and a legend. panels: {title: list of Curves}. x_label: label of the horizontal
-    axis. log_x: whether this axis is logarithmic; a linear one begins at 0."""
+    """Return an SVG text: one or two panels with one horizontal axis, and a legend.
+
+    panels: {title: Curves}, from the top. log_x: logarithmic; a linear horizontal axis begins at 0.
+    """
     curves = [c for group in panels.values() for c in group]
     x = Axis([p[0] for c in curves for p in c.points], LEFT, RIGHT, not log_x, log_x)
     parts = []
@@ -212,11 +207,12 @@ def draw_chart(panels, x_label, log_x=False):
 
 
 def draw_panel(name, curves, x, top, height):
-    """Return a list of SVG elements (strings) of one panel: title, grid, vertical axis and curves.
-    name: the title. curves: a list of Curves. x: the horizontal Axis. top, height: of the plot, in
-    pixels; the title is above it. The vertical axis is logarithmic if the values are positive and
-    span more than a factor of 3, as the start of a loss would flatten the rest; for the name
-    "learning rate" it is always linear, from 0. Points at the start may be cut off, see Curve."""
+    """Return the SVG elements of a panel, as strings: title, grid, vertical axis and curves.
+
+    x: the horizontal Axis. top, height: of the plot, in pixels; the title is above it.
+    The vertical axis is logarithmic if the values are positive and span more than a factor of 3;
+    for the name "learning rate" it is linear, from 0.
+    """
     values = [p[1] for c in curves for p in c.points if p[0] >= c.start * c.points[-1][0]]
     is_rate = name == "learning rate"
     log = not is_rate and bool(values) and min(values) > 1e-100 and max(values) > 3 * min(values)

@@ -20,10 +20,12 @@ from train.base.run_folder import move_files, restarted_job
 
 
 class Mirror:
-    """Copies of the checkpoints in `folder`, the folder of a run, in a store. On rank 0, call
-    fetch() at the start of the run, update() after each save and finish() at the end. config: a
-    TrainConfig; config.mirror is the store: a URL s3://... or gs://..., or a folder. Raises
-    SetupError if the URL is not supported, or a package is missing."""
+    """Copies of the checkpoints in the run's `folder` in a store, made on rank 0.
+
+    config.mirror: a URL s3://... or gs://..., or a folder. Raises SetupError if the URL is not
+    supported or a package is missing. Call fetch() at the start of the run, update() after each
+    save, finish() at the end.
+    """
 
     def __init__(self, config, folder):
         fsspec = require("fsspec", "mirror")
@@ -39,22 +41,20 @@ class Mirror:
         self.thread = None            # of the last save
 
     def checkpoints(self, start=""):
-        """Return a sorted list of the paths (texts, in the store) of the checkpoints whose names
-        begin with `start`. "copy_": the copies of ckpt.pt, oldest first, of which the last one may
-        be incomplete. OSError if the store fails, where glob() would return []."""
+        """Return the sorted store paths of checkpoints `start`*.pt; OSError if the store fails."""
         with contextlib.suppress(FileNotFoundError):  # no checkpoint yet
             return sorted(path for path in self.fs.ls(self.root, detail=False)
                           if path.endswith(".pt") and os.path.basename(path).startswith(start))
         return []
 
     def fetch(self, log):
-        """At the start of a run, copy the newest complete copy of ckpt.pt, and ckpt_best.pt, from
-        the store to the run's folder. log(text): for messages.
-        If the folder has a ckpt.pt or ckpt_prev.pt, call fetch_later() instead; with
-        config.eval_only do nothing. If config.resume_file is set, do nothing. If config.resume is
-        "never", and torchrun has not restarted this job, copy nothing in any case, and raise
-        CheckpointError if the store has copies. If the store has none, write an empty file to it,
-        as a test. Raises CheckpointError if the store cannot be used or all copies are incomplete.
+        """Copy the newest complete ckpt.pt, and ckpt_best.pt, from the store before a run starts.
+
+        With resume "never", unless torchrun has restarted the job: copy nothing, and raise
+        CheckpointError if the store has copies. Otherwise, with config.resume_file: do nothing; if
+        the folder has ckpt.pt or ckpt_prev.pt: call fetch_later(), or do nothing with eval_only.
+        If the store has no copies, an empty file is written to it as a test. Raises CheckpointError
+        if the store cannot be used or all copies are incomplete. log(text): called with messages.
         """
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
@@ -77,10 +77,12 @@ class Mirror:
                                   "have a checkpoint there: try again or choose another") from error
 
     def fetch_later(self, names, log):
-        """If the newest complete copy in the store is of a later step than the checkpoints `names`
-        in the run's folder, because another machine has continued the run: move these and
-        ckpt_best.pt to a subfolder, and take the copy. A store that cannot be read is a warning.
-        log(text): for messages. Raises SetupError if the later copy is of another run."""
+        """Take the newest complete copy if it is of a later step than the folder's `names`.
+
+        The checkpoints `names` and ckpt_best.pt are then moved to a subfolder. Only a warning if
+        the store cannot be read. log(text): for messages. Raises SetupError if the store has
+        another run.
+        """
         paths = [os.path.join(self.folder, name) for name in names]
         fetched = os.path.join(self.folder, "ckpt_mirror.pt")
         try:
@@ -105,8 +107,7 @@ class Mirror:
                 os.unlink(fetched)
 
     def is_later(self, fetched, path):
-        """Return whether the checkpoint `fetched` is of a later step than the one in the file
-        `path`, or this one is damaged. Raises SetupError if they are of different runs."""
+        """Return whether `fetched` is later or `path` is damaged; SetupError if of another run."""
         later = open_checkpoint(fetched)[0]
         try:
             state = open_checkpoint(path)[0]
@@ -120,21 +121,20 @@ class Mirror:
         return True
 
     def get_newest(self, copies, name, log):
-        """Copy the newest complete checkpoint of `copies`, a list of paths in the store, oldest
-        first, to the file `name` in the run's folder. Return whether there is one. log(text): for
-        messages."""
+        """Copy the newest complete one of `copies`, oldest first, to `name`; return if any is."""
         return any(self.get(path, name, log) for path in reversed(copies))
 
     def get_best(self, log):
-        """Copy ckpt_best.pt, if the store has it, to the run's folder. log: as for get()."""
+        """Copy ckpt_best.pt from the store to the run's folder if the store has it."""
         if self.fs.exists(f"{self.root}/ckpt_best.pt"):
             self.get(f"{self.root}/ckpt_best.pt", "ckpt_best.pt", log)
 
     def get(self, path, name, log):
-        """Copy a checkpoint, and the shards to which it refers, from the store to the run's folder.
-        path: of the file in the store. name: of the new file in the run's folder. Return whether
-        the copy is complete and undamaged; if not, the file `name` is unchanged. log(text): for
-        messages. Errors of the store are raised."""
+        """Copy checkpoint `path` in the store, with shards, to the file `name` in the run's folder.
+
+        Return whether the copy is complete and undamaged; if not, `name` is unchanged. log(text):
+        called with messages. Errors of the store are raised.
+        """
         log(f"Copying {os.path.basename(path)} from {self.config.mirror}")
         target = os.path.join(self.folder, name)
         temporary = f"{target}.tmp.{os.getpid()}"
@@ -147,10 +147,11 @@ class Mirror:
         return False
 
     def get_shards(self, manifest):
-        """Copy the shards to which a manifest refers from the store to the run's folder; existing
-        files are replaced. manifest: path of a file in the run's folder. Return True; or False,
-        without copying, if the file does not start like a manifest. Raises ValueError if a shard is
-        missing, or if the manifest or a shard is damaged."""
+        """Copy and verify the shards of a manifest; return False if the file is not a manifest.
+
+        manifest: path in the run's folder, where existing shards are replaced. Raises ValueError if
+        a shard is missing, or if the manifest or a shard is damaged.
+        """
         folder = sharded_file.folder_named_in(manifest)
         if not folder:
             return False
@@ -165,24 +166,23 @@ class Mirror:
         return True
 
     def update(self, logger):
-        """Copy the ckpt.pt just saved, and ckpt_best.pt, to the store, in a thread; return at once.
-        logger.warn(text) is called after a failure."""
+        """Start a thread that copies ckpt.pt and ckpt_best.pt to the store, see copy()."""
         self.thread = threading.Thread(target=self.copy, args=[logger], daemon=True)
         self.thread.start()
 
     def finish(self, logger):
-        """Wait for the thread of the last update(), at most config.dist_timeout seconds; then call
-        logger.warn(text) if it is still running."""
+        """Wait for the last update(); after config.dist_timeout seconds, call logger.warn(text)."""
         if self.thread:
             self.thread.join(self.config.dist_timeout)
             if self.thread.is_alive():
                 logger.warn(f"mirror: {self.config.mirror} lacks the last checkpoint: dist_timeout")
 
     def copy(self, logger):
-        """The work of the thread of update(): copy ckpt_best.pt and ckpt.pt to the store, each only
-        if it has changed; then delete all copies of ckpt.pt except the last two, and shards that
-        are no longer used. Without effect if a later update() has been called: that thread makes
-        the copy. Failures are not raised: logger.warn(text) is called."""
+        """Copy changed ckpt_best.pt and ckpt.pt to the store, in the thread of update().
+
+        Then delete all copies of ckpt.pt except the last two, and unused shards. Do nothing if
+        update() was called again. Failures are not raised: logger.warn(text) is called.
+        """
         with self.lock:
             if threading.current_thread() is not self.thread:
                 return
@@ -202,10 +202,11 @@ class Mirror:
                 logger.warn(f"mirror: {self.config.mirror} did not take ckpt.pt: {error!r:.300}")
 
     def put(self, name, path):
-        """Copy the checkpoint `name` in the run's folder to `path` in the store, after the shards
-        to which it refers. Files that are equal in the store are skipped. Raises OSError if the
-        size or the last KiB of a copy differs from the original, and errors of the store; an
-        incomplete copy of ckpt.pt is deleted."""
+        """Copy checkpoint `name` in the run's folder to `path` in the store, shards first.
+
+        Files that are equal in the store are skipped. Raises OSError if a copy differs in size or
+        the last KiB, and errors of the store; an incomplete copy of ckpt.pt is deleted.
+        """
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
@@ -229,8 +230,7 @@ class Mirror:
             os.unlink(link)
 
     def is_copy(self, local, remote):
-        """Return whether the file `remote` in the store exists and has the same size and the same
-        last KiB, with the digest, as the file `local` on disk. The rest is not compared."""
+        """Return whether the store's file `remote` has the size and last KiB of `local` on disk."""
         return self.fs.exists(remote) and (self.fs.size(remote), self.fs.tail(remote)) == (
             self.disk.size(local), self.disk.tail(local))
 

@@ -26,8 +26,7 @@ PER_ANSWER = ("exact", "answers")  # sums of conversations that are divided by "
 
 
 def samples_per_period(weights):
-    """Return a list of ints: the number of samples of each source in one period of the mixture.
-    weights: a list of positive numbers, one per source.
+    """Return each source's number of samples in a period of the mixture, for positive `weights`.
 
     Exact if all shares (weight / sum of weights) are multiples of 1 / n with n up to MAX_PERIOD
     (10,000); otherwise rounded, perhaps to 0.
@@ -43,12 +42,11 @@ def samples_per_period(weights):
 
 
 def interleave(counts):
-    """Return the order of the sources in a period: a list of sum(counts) source indices, in which
-    source i occurs counts[i] times, spread evenly. counts: a list of k >= 2 ints of at least 0, one
-    per source (a single source is not supported).
+    """Return the sources of a period's samples: sum(counts) indices, source i counts[i] times.
 
-    Among the first n items, for any n, source i occurs counts[i] / sum(counts) * n times, with a
-    difference of at most 1 - 1 / (2 k - 2): Tijdeman, The chairman assignment problem (1980).
+    counts: k >= 2 ints of at least 0. For any n, source i occurs n * counts[i] / sum(counts) times
+    among the first n items, with a difference of at most 1 - 1 / (2 k - 2): Tijdeman, The chairman
+    assignment problem (1980).
     """
     period = sum(counts)
     d = 2 * len(counts) - 2
@@ -66,13 +64,11 @@ def interleave(counts):
 
 
 class Mixture(Loader):
-    """A Loader that mixes the samples of several loaders, the sources. In each period of
-    sum(counts) samples, counts[i] samples are from loader i, in the order of interleave(counts).
-    loaders: {name: Loader}. counts: a list of ints, one per loader.
+    """A Loader that mixes the samples of `loaders`, {name: Loader}, in the order of interleave().
 
-    An epoch has as many samples as all loaders together. Every validation batch is from one source,
-    and equals a validation batch of a run with only this source: first all batches of the first
-    loader, then of the next one.
+    counts: number of samples of each loader in a period. An epoch has as many samples as all
+    loaders together. Every validation batch is from one loader and equals a validation batch of a
+    run with only this source: first all batches of the first loader, then of the next one.
     """
 
     def __init__(self, loaders, counts):
@@ -98,10 +94,12 @@ class Mixture(Loader):
         self.fixed_batches = functools.cache(self.fixed_batches)  # called for every batch
 
     def by_source(self, g):
-        """Find the sources of samples of the mixture. g: indices of samples in the mixture, an
-        int64 array (m,). Yield (name, loader, positions, numbers) for each source that has some of
-        these samples. positions: indices into `g` of the samples of this source. numbers: the
-        indices of these samples in the source. Both are int64 arrays of the same length."""
+        """Yield (name, loader, positions, numbers) for each source of samples `g` of the mixture.
+
+        g: indices in the mixture, int64 (m,). Sources without samples in `g` are skipped.
+        positions: indices into `g` of the source's samples. numbers: the indices of these samples
+        in the source. Both are int64 arrays of the same length.
+        """
         periods, place = np.divmod(g, self.period)
         for i, (name, loader) in enumerate(self.loaders.items()):
             positions = np.flatnonzero(self.table[place] == i)
@@ -125,8 +123,7 @@ class Mixture(Loader):
         return {name: loader.fingerprint() for name, loader in self.loaders.items()}
 
     def passes(self, n):
-        """Yield a line of text per source, for the log: the share of the samples in percent, and
-        the number of epochs over the source in a run that uses `n` samples of the mixture."""
+        """Yield a log line per source: the share, and the epochs in a run that uses `n` samples."""
         for name, loader in self.loaders.items():
             share = self.shares[name]
             yield (f"  {name}: {100 * share:.4g}% of the samples, "
@@ -136,8 +133,7 @@ class Mixture(Loader):
     # validation
 
     def fixed_batches(self, count):
-        """Return the list of all validation batches, as (source name, index of the batch in this
-        source). count: the maximum number of batches per source; a small source has fewer."""
+        """Return the validation batches as (source name, index), at most `count` per source."""
         return [(name, i) for name, loader in self.loaders.items()
                 for i in range(loader.n_fixed(count))]
 
@@ -152,11 +148,12 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Combine sums over the validation items (e.g. tokens) of each source into sums for the
-        mixture. sums_by_source: {source: {name: tensor}}, with the number of items under "count".
-        Return {name: tensor}: "count" is the total number of items; for any other name, sum / count
-        (for "exact", if there are "answers": sum / answers) is the mean of the sources' values of
-        it, weighted by the shares."""
+        """Return the mixture's sums {name: tensor} of the sums over each source's validation items.
+
+        sums_by_source: {source: {name: tensor}}, with the number of items (e.g. tokens) as "count".
+        "count" becomes the total; for other names sum / count (for "exact", if there are "answers":
+        sum / answers) is the mean of the sources' values, weighted by the shares.
+        """
         n = sum(sums["count"] for sums in sums_by_source.values())
         merged = {}
         for source, sums in sums_by_source.items():
@@ -171,16 +168,17 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the name of the data folder `folder` in names of metrics: the last part of the path,
-    with "_" in place of special characters: data/bin/web gives "web", as in val_loss_web."""
+    """Return the last part of a data folder's path as a name: data/bin/web gives "web"."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 
 def mix(data, weights):
-    """Return the Data of a mixture of several data sets. data: {folder: Data}. weights: {folder:
-    positive number}. A split (train, val or test) is `None` if one of the folders does not have it.
-    Raises DataError for folders with the same name or no name, for a weight below 1 / MAX_PERIOD of
-    all, and for folders that check_compatible() refuses."""
+    """Return the Data of a mixture of the data sets `data`, {folder: Data}.
+
+    weights: {folder: positive number}. A split (train, val or test) is `None` if a folder lacks it.
+    Raises DataError for folders with the same name or no name, a weight too small for one sample
+    per period, and folders that check_compatible() refuses.
+    """
     folders = {source_name(folder): folder for folder in sorted(data, key=source_name)}
     if len(folders) < len(data) or "" in folders:
         raise DataError(f"data_dir: {', '.join(data)}: numbers are named after the last part of a "
@@ -204,9 +202,7 @@ def mix(data, weights):
 
 
 def fill_up(arrays):
-    """Return the arrays (m, ..., T) as a list, each filled up with 0 at the end of the last
-    dimension, to the largest T; arrays (m,) as they are. Only rows of conversations have different
-    T; in their masks, 0 is a token that is not learned."""
+    """Return the arrays (m, ..., T) padded with 0 at the end to the largest T; (m,) as they are."""
     if arrays[0].ndim == 1:
         return arrays
     width = max(array.shape[-1] for array in arrays)
@@ -215,9 +211,10 @@ def fill_up(arrays):
 
 
 def check_compatible(a, data_a, b, data_b):
-    """Raise DataError unless two data sets can be mixed: the samples have the same shape (rows of
-    conversations may have different lengths), Data.spec is equal (e.g. the tokenizer), and the
-    model type supports mixtures. a, b: the folders, for the message. data_a, data_b: a Data each.
+    """Raise DataError unless the data sets in folders `a` and `b` can be mixed.
+
+    Samples must have the same shape (except the row lengths of conversations), Data.spec must be
+    equal (e.g. the tokenizer), and the model type must support mixtures.
     """
     # An attribute of the model type, e.g. a reward function, belongs to one folder.
     if not hasattr(data_a.train, "read") or vars(data_a).keys() != fields_by_name(Data).keys():
@@ -234,8 +231,7 @@ def check_compatible(a, data_a, b, data_b):
 
 
 def describe_samples(data):
-    """Return what must be equal for two data sets to be mixed, {name: value}: the spec of `data`, a
-    Data, and the shapes of the arrays of a sample, but not the length of a row of conversations."""
+    """Return facts {name: value} that must be equal for mixing: Data.spec and shapes of samples."""
     end = -1 if "row_tokens" in data.spec else None  # read() fills up rows of conversations
     shapes = [array.shape[1:end] for array in data.train.read(np.zeros(1, np.int64))]
     return data.spec | dict(row_tokens=None, sample=shapes)

@@ -1,5 +1,4 @@
-"""The ranks of a run: whether code, settings and versions are equal on all ranks, the bytes that a
-step sends, the speed of the network, and the time that each rank works per step."""
+"""The ranks of a run: equal code and settings, bytes sent per step, network speed, slow ranks."""
 
 import hashlib
 import math
@@ -37,10 +36,11 @@ SLOW_STEPS = 50    # in a row, before the rank is named
 # before the first step
 
 def check_ranks(config, ranks, log):
-    """Log the nodes and processes of a run, with log(text). Log a warning if versions or devices
-    differ between ranks, or if a launcher has started more nodes or processes than the run has.
-    Raises SetupError, on all ranks, if code or configuration differ between ranks. config: a
-    TrainConfig; ranks: a Ranks. All ranks must call."""
+    """Log the nodes and processes of a run with log(text), and check that all ranks agree.
+
+    Warns if versions or devices differ, or if a launcher has started more nodes or processes than
+    the run. Raises SetupError on all ranks if code or configuration differ. All ranks must call.
+    """
     rows = gather_objects(describe_rank(config, ranks) if ranks.world_size > 1 else {}, ranks)
     nodes = len({(row.get("host"), row.get("node")) for row in rows})
     for what, number in (("nodes", nodes), ("processes", ranks.world_size)):
@@ -63,11 +63,11 @@ def check_ranks(config, ranks, log):
 
 
 def describe_rank(config, ranks):
-    """Return a dict that describes this rank, with the keys host; node, the text in GROUP_RANK;
-    address, the IP address of this node towards MASTER_ADDR; device, a name; torch and NCCL, the
-    versions; commit, of git; code and configuration, hashes (hexadecimal). Values that are unknown
-    are `None`. The key "keys" has {name: value} of the configuration keys that must be equal on all
-    ranks: all except paths, which may be local to a node. config: a TrainConfig; ranks: a Ranks."""
+    """Return a dict that describes this rank for check_ranks(); unknown values are `None`.
+
+    node: GROUP_RANK. address: the IP address towards MASTER_ADDR. code, configuration: hashes.
+    keys: {name: value} of keys that all ranks must have in common: not paths, which may be local.
+    """
     on_gpu = ranks.device.type == "cuda"
     keys = {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get("path")}
     address = None
@@ -84,17 +84,14 @@ def describe_rank(config, ranks):
 
 
 def differences(rows, names):
-    """Return a list of texts, one for each name in `names` with values that differ between ranks,
-    e.g. "torch: 2.8 on rank 0; 2.9 on rank 1". rows: a list with a dict {name: value} per rank."""
+    """Return texts like "torch: 2.8 on rank 0; 2.9 on rank 1" for `names` that differ in `rows`."""
     columns = {name: group_ranks([row.get(name) for row in rows]) for name in names}
     return [f"{name}: " + "; ".join(f"{value} on {members}" for value, members in groups)
             for name, groups in columns.items() if len(groups) > 1]
 
 
 def group_ranks(values):
-    """Group the ranks by equal values. values: a list with one value per rank. Return a list of
-    (value, text that lists the ranks with this value), e.g. [("2.8", "rank 0"), ("2.9", "ranks
-    1-3")]."""
+    """Return the distinct values with their ranks: [("2.8", "rank 0"), ("2.9", "ranks 1-3")]."""
     groups = {}
     for rank, value in enumerate(values):
         groups.setdefault(repr(value), (value, []))[1].append(rank)
@@ -107,11 +104,12 @@ def group_ranks(values):
 
 @dataclass
 class Collective:
-    """A kind of communication in one training step: `count` calls of the same collective `kind`,
-    e.g. "all_reduce". ranks: a range, the ranks in the process group that contains rank 0; the
-    groups of the other ranks have the same size and make the same calls. nbytes: bytes of all calls
-    together: of the tensor that is reduced (all_reduce), of the whole, not sharded tensor
-    (all_gather, reduce_scatter), or of the part of one rank (all_to_all)."""
+    """The calls of one collective, e.g. "all_reduce", in a training step.
+
+    ranks: in the process group of rank 0; other groups have the same size and make the same calls.
+    nbytes: of all calls together: of the reduced tensor (all_reduce), of the full, not sharded
+    tensor (all_gather, reduce_scatter), or of one rank's part (all_to_all).
+    """
     kind: str
     ranks: range
     count: int
@@ -119,10 +117,10 @@ class Collective:
 
 
 def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16):
-    """Return a list of Collectives: the communication in one optimizer step, with all its
-    micro-batches, of `model` with config.optimizer and config.distributed on `world_size` ranks.
-    Nothing is sent. model: an nn.Module on any device, not wrapped or sharded. config: a
-    TrainConfig. dtype: of matrix products. muon_dtype: of the matrices in Muon's computation."""
+    """Return the Collectives of one optimizer step with all micro-batches; nothing is sent.
+
+    model: on any device, not wrapped or sharded. dtype: of matrix products; muon_dtype: in Muon.
+    """
     n = config.accumulation(world_size)
     shard_size = config.replica_size(world_size)
     world = range(world_size)
@@ -154,9 +152,7 @@ def step_collectives(model, config, world_size, dtype, muon_dtype=torch.bfloat16
 
 
 def muon_collectives(model, config, world_size, dtype):
-    """Return a list of Collectives: the communication of the optimizer Muon in one training step;
-    [] for other optimizers. Arguments as for step_collectives(), but `dtype` is the dtype of the
-    matrices in Muon's computation. The effect of lr_groups is not considered."""
+    """Return the Collectives of Muon in a step, ignoring lr_groups; [] for other optimizers."""
     if config.optimizer != "muon":
         return []
     found = []
@@ -179,16 +175,15 @@ def muon_collectives(model, config, world_size, dtype):
 
 
 def padded_numel(params, shard_size):
-    """Return the total number of elements of `params`, parameters with at least one dimension, with
-    the first dimension of each padded to a multiple of shard_size, as by FSDP."""
+    """Return the element count of `params`, dimension 0 padded to multiples of shard_size."""
     return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
 
 
 def bytes_sent(collectives, per_node):
-    """Return (within, between), bytes per training step for a list of Collectives: within, the
-    bytes that one rank sends to ranks of the same node; between, the bytes that one node sends to
-    all other nodes. Ring algorithms are assumed, except for all_to_all. per_node: ranks per node;
-    ranks are numbered node by node."""
+    """Return the bytes per step that a rank sends within a node, and a node to all other nodes.
+
+    per_node: ranks per node, numbered node by node. Assumes ring algorithms, except for all_to_all.
+    """
     within = between = 0.0
     for c in collectives:
         n = len(c.ranks)
@@ -208,13 +203,14 @@ def bytes_sent(collectives, per_node):
 # the network
 
 def log_network(config, model, ranks, log):
-    """Measure the speed of an all-reduce within a node and between nodes, and log it with
-    log(text), with the bytes that one training step of `model` sends, and the time for these.
-    config: a TrainConfig; model: not wrapped or sharded; ranks: a Ranks. Without effect for a
-    single rank, or if nodes have different numbers of ranks. All ranks must call."""
+    """Log the speed of an all-reduce within and between nodes, and the time to send a step's bytes.
+
+    model: not wrapped or sharded. log(text): not called for a single rank, or if nodes have
+    different numbers of ranks. All ranks must call.
+    """
     world_size = ranks.world_size
-    per_node = ranks.ranks_per_node
-    if world_size == 1 or world_size % per_node:
+    per_node, *others = set(gather_objects(ranks.ranks_per_node, ranks))
+    if world_size == 1 or others:
         return
     numbers = torch.arange(world_size).view(-1, per_node)
     dtype, _ = choose_dtype(config.dtype, ranks.device)
@@ -229,9 +225,10 @@ def log_network(config, model, ranks, log):
 
 
 def all_reduce_speed(groups, device):
-    """Return the bytes per second that each rank sends in an all-reduce, measured while all
-    `groups` run an all-reduce at the same time. groups: lists of ranks, of equal length; each rank
-    is in exactly one group. device: the torch.device of this rank. All ranks must call."""
+    """Return the bytes per second that each rank sends while all groups run an all-reduce.
+
+    groups: lists of ranks, of equal length; each rank is in exactly one. All ranks must call.
+    """
     group = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else None
     x = torch.zeros(2**24 if device.type == "cuda" else 2**16, device=device)
     dist.all_reduce(x, group=group)  # the first one connects
@@ -245,11 +242,12 @@ def all_reduce_speed(groups, device):
 # slow ranks
 
 class RankClock(Clock):
-    """A Clock that also measures how long each rank works per step, to find slow ranks. It adds
-    hooks to `model` and `optimizer`. The work of a rank in a step ends with the last gradient; then
-    the rank waits for the other ranks, as in max_over_ranks(). With FSDP, ranks wait for each other
-    in every block: only the time until the forward pass, e.g. for data, is measured. ranks: a
-    Ranks."""
+    """A Clock that also measures how long each rank works per step, to find slow ranks.
+
+    It adds hooks to `model` and `optimizer`. A rank's work in a step ends with the last gradient;
+    the time in max_over_ranks() is left out. With FSDP, ranks wait for each other in every block:
+    only the time until the forward pass, e.g. for data, is measured.
+    """
 
     def __init__(self, model, optimizer, ranks):
         super().__init__()
@@ -280,8 +278,7 @@ class RankClock(Clock):
             self.end = self.now()
 
     def max_over_ranks(self, value):
-        """Return the maximum of `value`, an int, over all ranks. To be called between two
-        micro-batches, on all ranks. The time is no work, because ranks wait for each other."""
+        """Return the maximum of an int over all ranks; all must call, between two micro-batches."""
         begin = self.now()
         value = max_over_ranks(value, self.ranks)
         if not self.sharded:  # otherwise the measured time is over
@@ -296,12 +293,13 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last call, as Clock.lap. All ranks must call,
-        at the end of step `it`. batches: the Prefetcher of the run. warn(text): called if the run
-        waited long for input data, as by Clock.lap, or if one rank has been slow for many steps.
-        Sets the attribute `numbers`, a dict for the log line: work_ms, milliseconds of work per
-        step of the median rank; slowest_rank; slowest_ms, the same for the slowest rank; {} if
-        nothing was measured yet."""
+        """Return the mean seconds per step as Clock.lap() does, and set `numbers` for the log line.
+
+        numbers: work_ms, milliseconds of work per step of the median rank; slowest_rank;
+        slowest_ms, of the slowest rank; {} if nothing was measured yet.
+        warn(text): called as by Clock.lap(), or if one rank has been slow for many steps. All ranks
+        must call, at the end of step `it`.
+        """
         start = self.it
         per_step = super().lap(it, batches, warn)
         on_gpu = self.ranks.device.type == "cuda"

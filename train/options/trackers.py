@@ -19,8 +19,7 @@ PROJECT = "ironGPT"
 
 
 def check_trackers(names):
-    """Raise SetupError if a package is missing that one of the trackers in `names` needs. names: a
-    list with "tensorboard", "wandb" or "mlflow"."""
+    """Raise SetupError if a package is missing that one of the trackers `names` needs."""
     for name in names:
         for package in TRACKERS[name].packages:
             # A plain folder has a spec, without an origin.
@@ -30,12 +29,11 @@ def check_trackers(names):
 
 
 class Trackers:
-    """The experiment trackers of a run. names: a list with "tensorboard", "wandb" or "mlflow". log:
-    the run's Logger. The constructor starts the trackers, call() passes numbers to these. Errors
-    are not raised: a tracker that fails is dropped, with a warning.
+    """The experiment trackers of a run; the constructor starts them.
 
-    If a tracker has an `id`, it is stored in out_dir/tracker.json, so that a resumed run continues
-    the same run in the tracker.
+    names: of "tensorboard", "wandb" and "mlflow". log: the run's Logger. A tracker that fails is
+    dropped with a warning; no error is raised. The `id` of a tracker is stored in
+    out_dir/tracker.json, so that a resumed run continues the same run in the tracker.
     """
 
     def __init__(self, names, log):
@@ -61,26 +59,25 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call tracker.METHOD(*args) for every tracker. method: "record", with one argument, a
-        record of metrics.jsonl (a dict); or "close", with the status of the run: "finished",
-        "failed" or "stopped"."""
+        """Call tracker.METHOD(*args) for every tracker.
+
+        method: "record", with a record of metrics.jsonl (a dict), or "close", with the status of
+        the run: "finished", "failed" or "stopped".
+        """
         for name, tracker in [*self.trackers.items()]:
             with self.guard(name):
                 getattr(tracker, method)(*args)
 
 
 def tracked_numbers(record):
-    """Return {name: float} of the numbers in `record`, a line of metrics.jsonl as a dict, without
-    "iter". Names are changed for the trackers, e.g. loss to train/loss, and val_ppl to val/ppl."""
+    """Return {name: float} of a metrics.jsonl record, with trackers' names: train/loss, val/ppl."""
     names = {"loss": "train/loss", "train_loss": "train/mean_loss"}
     return {names.get(k, re.sub("^val_", "val/", k)): float(v) for k, v in record.items()
             if isinstance(v, (int, float)) and k != "iter"}
 
 
 class TensorBoard:
-    """Tracker that writes event files to out_dir/tensorboard; to view these: tensorboard --logdir
-    out. log: the run's Logger. The other two arguments, those of the other trackers, are not used.
-    """
+    """Tracker that writes event files to out_dir/tensorboard (tensorboard --logdir out)."""
     packages = ["tensorboard"]
     id = None
 
@@ -100,10 +97,11 @@ class TensorBoard:
 
 class WandB:
     """Tracker for Weights & Biases; offline if the user is not logged in and WANDB_MODE is not set.
-    Files are in out_dir/wandb; the project is in the environment variable WANDB_PROJECT. log: the
-    run's Logger. system_info: a dict of versions and facts, stored with the run. run_id: id of the
-    W&B run to continue; `None`: a new run. If a resumed run repeats steps, W&B shows both.
-    Attribute `id`: the id of the W&B run."""
+
+    run_id: the W&B run to continue; `None`: a new run. Attribute `id`: the id of the run.
+    system_info: versions and facts, stored with the run. Files are in out_dir/wandb; WANDB_PROJECT
+    names the project. If a resumed run repeats steps, W&B shows both.
+    """
     packages = ["wandb"]
 
     def __init__(self, log, system_info, run_id):
@@ -131,11 +129,12 @@ class WandB:
 
 
 class MLflow:
-    """Tracker that writes to the server or database in the environment variable
-    MLFLOW_TRACKING_URI, by default to the file mlflow.db in the parent folder of out_dir. log: the
-    run's Logger. system_info: a dict of versions and facts, stored as tags. run_id: id of the
-    MLflow run to continue; `None`: a new run. If a resumed run repeats steps, MLflow shows both.
-    Attribute `id`: the id of the MLflow run."""
+    """Tracker for MLflow: the server or database in MLFLOW_TRACKING_URI, or mlflow.db.
+
+    The file mlflow.db is in the parent folder of out_dir. run_id: the MLflow run to continue;
+    `None`: a new run. Attribute `id`: the id of the run. system_info: versions and facts, stored as
+    tags. If a resumed run repeats steps, MLflow shows both.
+    """
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 
     def __init__(self, log, system_info, run_id):

@@ -28,10 +28,11 @@ class ChainOptions:
 
 
 def train_chain(options, arguments):
-    """Train all models of the chain, one after the other, then the student, and print a table.
-    Return the exit code: 1 if a run has crashed, otherwise 0. options: ChainOptions. arguments:
-    list of arguments for run_train.py. Raises UserError if the model type is not gpt, or if the
-    configuration has no evaluations."""
+    """Train the models of the chain one after the other, then the student, and print a table.
+
+    arguments: for run_train.py. Return the exit code: 1 if a run has crashed, otherwise 0. Raises
+    UserError if the model type is not gpt, or if the configuration has no evaluations.
+    """
     config = load_argv(arguments)  # of run_train.py
     if config.model != "gpt":
         raise UserError("needs model: gpt")
@@ -51,9 +52,7 @@ def train_chain(options, arguments):
 
 
 def table_row(child):
-    """Return the row of the table for `child`, a ChildRun, as a tuple of strings: name, seconds,
-    validation loss, and validation loss of the ensemble of all earlier models (each "-" if missing:
-    after a crash, or the ensemble of the first model)."""
+    """Return (name, seconds, loss, loss of the earlier models) of a ChildRun; "-" if missing."""
     losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
     loss = "-" if child.value is None else f"{child.value:.4f}"
     return child.name, f"{child.seconds:.0f}", loss, f"{losses[-1][1]:.4f}" if losses else "-"

@@ -79,33 +79,31 @@ NO_EFFECT_ON_LOSS = {"max_positions", "bos_id", "pad_id", "eos_ids", "vocab_size
 
 
 class Case:
-    """The model type and configuration under test, the argument of all checks. config: a
-    TrainConfig. folder: the path of a folder with a subfolder per training run; "first" is the run
-    with which other runs are compared. Attribute `run`, set by check(): the first run, resumed as a
-    Run, with changed weights."""
+    """The model type and configuration under test, the argument of all checks.
+
+    A check returns a text for the report. It raises AssertionError if it fails, SetupError if it is
+    not applicable. folder: has a subfolder per training run; "first" is the run with which others
+    are compared. run: set by check(): the first run, resumed as a Run, with changed weights.
+    """
 
     def __init__(self, config, folder):
         self.config = config
         self.folder = Path(folder)
 
     def build(self, **changes):
-        """Return (data, model): the Data, and a new model with initial weights, for the
-        configuration of the first run with `changes` {key: value}."""
+        """Return (data, a new model) for the configuration of the first run with `changes`."""
         config = load_config(self.folder / "first" / "config.yaml", changes)
         data = open_data(config, self.run.ranks)
         return data, load_model_type(config.model).build_model(config, data)
 
     def loss(self, model, batch, seed=1, it=0):
-        """Return model(*batch): (loss, sums {name: tensor}). batch: a tuple of tensors. Before
-        this, the methods before_step(it) of the model are called, and the random number generators
-        are seeded with `seed`."""
+        """Return model(*batch), (loss, sums {name: tensor}), after before_step(it) and seeding."""
         bind_before_step(model)(it)
         seed_step(seed, 0, self.run.ranks)
         return model(*batch)
 
     def tokens(self, rows):
-        """Return random token ids, int64 (rows, T), T = min(24, block_size), the same at each call.
-        About every eighth one is the end of a text (0 if the data has no such id)."""
+        """Return fixed token ids (rows, T), T = min(24, block_size); about an eighth end a text."""
         c = self.run.raw_model.config
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
@@ -113,9 +111,10 @@ class Case:
 
 
 def compare(actual, expected, tolerance=0.0):
-    """Raise AssertionError unless `actual` and `expected` are equal: two numbers, tensors, or
-    nested dicts or lists of these. tolerance: relative and absolute tolerance; 0: equal to the bit.
-    NaN equals NaN; dtypes are not compared."""
+    """Raise AssertionError unless two numbers, tensors, or nested dicts or lists are equal.
+
+    tolerance: relative and absolute; 0: equal to the bit. NaN equals NaN; dtypes are not compared.
+    """
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True,
                                check_dtype=False)
 
@@ -124,9 +123,7 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, killed_at):
-    """Train as rank `rank` of a run, in this process, which start_processes() has forked. config: a
-    TrainConfig. environment: {variable: value}, set in this process. killed_at: the process is
-    killed (SIGKILL) at the evaluation of this step; `None`: never."""
+    """Train as one rank in this forked process; SIGKILL at the evaluation of step killed_at."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -135,10 +132,12 @@ def train_rank(rank, config, environment, killed_at):
 
 
 def train_in_process(case, name, ranks=1, killed_at=None, **changes):
-    """Train a run in `ranks` new processes, with the output folder case.folder / name, and wait for
-    the end. changes: {key: value} in the configuration of `case`, a Case. killed_at: the processes
-    are killed at the evaluation of this step, which is no error; `None`: never. Raises SetupError
-    if the run is refused (invalid input), AssertionError if it crashes or refuses to resume."""
+    """Train a run in `ranks` new processes, in the folder case.folder / name, and wait for the end.
+
+    changes: {key: value} in the configuration of `case`. killed_at: kill the processes at the
+    evaluation of this step, which is no error; `None`: never. Raises SetupError if the run is
+    refused (invalid input), AssertionError if it crashes or refuses to resume.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -158,18 +157,18 @@ def train_in_process(case, name, ranks=1, killed_at=None, **changes):
 
 
 def read_log(case, name):
-    """Return {"KEY of step N": number} of all numbers in metrics.jsonl of the run `name` of `case`,
-    a Case, except the keys in NOT_COMPARED: times and speeds, memory, grad_norm, val_ppl."""
+    """Return {"KEY of step N": number} from a run's metrics.jsonl, without keys in NOT_COMPARED."""
     return {f"{k} of step {record['iter']}": v
             for record in read_metrics(case.folder / name / "metrics.jsonl")
             for k, v in record.items() if isinstance(v, (int, float)) and k not in NOT_COMPARED}
 
 
 def compare_run(case, name, **how):
-    """Train a run with the name `name` and the keyword arguments `how` of train_in_process(), and
-    compare the logged numbers with the first run of `case`, a Case. Return a text for the report.
+    """Train a run with arguments of train_in_process(), and compare the log with the first run's.
+
     Raises AssertionError unless all numbers are equal up to rounding, or if the run warns that
-    ranks differ; errors of train_in_process()."""
+    ranks differ; errors of train_in_process().
+    """
     train_in_process(case, name, **how)
     expected = read_log(case, "first")
     log = (case.folder / name / "train.log").read_text()
@@ -192,10 +191,7 @@ def check_resume(case):
 
 
 def check_weights(case):
-    """Check that the weights in ckpt.pt of the first run have the validation loss that this run has
-    logged. This fails if an optimizer saves different weights from the ones that it evaluates, e.g.
-    averages. Return a text for the report. Raises AssertionError if the check fails; SetupError
-    without validation data."""
+    """Check that ckpt.pt of the first run has the validation loss that the run has logged."""
     data, model = case.build()
     if data.val is None:
         raise SetupError("no validation data")
@@ -213,9 +209,7 @@ def check_weights(case):
 
 @torch.no_grad()
 def change_weights(model):
-    """Add small random numbers, the same at each call, to the trained parameters (requires_grad) of
-    `model`, in place: parts of a model that are zero at first would hide differences. Frozen
-    parameters are not changed, because a file of a different model contains these."""
+    """Add small fixed numbers to the trained parameters, in place, as zeros hide differences."""
     generator = torch.Generator().manual_seed(0)
     for p in (p for p in model.parameters() if p.requires_grad):
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
@@ -231,11 +225,12 @@ def check_batches(case):
 
 
 class FixedChoices(TorchFunctionMode):
-    """Context manager that repeats the choices of torch.topk and Tensor.topk, because different
-    choices would make the loss discontinuous. The n-th call in each pass of a model returns the
-    current values at the indices that the n-th call in the first pass chose; SetupError if the
-    first call is made without gradients. Attribute n_used: number of calls in this pass; set it to
-    0 before each pass."""
+    """Context manager that repeats the choices of torch.topk: others make the loss discontinuous.
+
+    The n-th call in each pass of a model returns the current values at the indices that the n-th
+    call in the first pass chose. n_used: number of calls in this pass; set it to 0 before each
+    pass. Raises SetupError if the first call is made without gradients.
+    """
 
     def __init__(self):
         super().__init__()
@@ -256,10 +251,11 @@ class FixedChoices(TorchFunctionMode):
 
 
 def check_gradients(case):
-    """Compare the gradients of the loss with central differences, for one parameter tensor of each
-    kind (names that differ only in digits are of one kind). The direction of the difference is a
-    random half of the elements of the gradient. Return a text for the report. Raises AssertionError
-    if the check fails, or a trained parameter has no gradient; SetupError if the loss is too flat.
+    """Compare gradients of the loss with central differences, for one parameter of each kind.
+
+    Names that differ only in digits are of one kind. The difference is in the direction of a random
+    half of the gradient's elements. Raises AssertionError also if a trained parameter has no
+    gradient, SetupError if the loss is too flat.
     """
     model = case.run.raw_model.train()
     batch = case.run.data.train.get_batch("cpu", 0)
@@ -294,13 +290,13 @@ def check_gradients(case):
 
 
 def check_loss(case):
-    """Compare the three implementations of a GPT's loss with each other, and the norms of the
-    gradients: LinearCrossEntropy, in chunks; whole_cross_entropy, which is compiled on a GPU (here
-    it is not); SampledCrossEntropy, with the whole vocabulary as the sample. In eval mode these,
-    and the loss that the model returns for a batch (tokens, targets), are also compared with the
-    cross-entropy of the logits. The logits are made large, as a cap has no effect on small ones.
-    Return a text for the report. Raises AssertionError if the check fails; SetupError if the model
-    is not a GPT."""
+    """Compare the three implementations of a GPT's loss, and the norms of the gradients.
+
+    These are LinearCrossEntropy, whole_cross_entropy (here not compiled) and SampledCrossEntropy,
+    with the entire vocabulary as the sample. In eval mode they, and the loss that the model returns
+    for a batch (tokens, targets), are also compared with the cross-entropy of the logits, which are
+    made large, as a cap has no effect on small ones. Raises SetupError if the model is not a GPT.
+    """
     def differentiate(loss):
         model.zero_grad()
         loss.backward()
@@ -341,11 +337,13 @@ def check_evaluation(case):
 
 
 def check_decoding(case):
-    """Compare the logits of a forward pass with the logits of every form of decoding: with a cache,
-    in rows of equal and of different lengths, with packed layers, compiled, and with two answers
-    packed into one row, as in GRPO, where a token is not at the column of its position; and
-    attention in bfloat16 with that in float32. Return a text for the report. Raises AssertionError
-    if the check fails; SetupError if the model is not a GPT, or if it refuses a cache."""
+    """Compare the logits of a forward pass with those of every form of decoding.
+
+    These are with a cache, in rows of equal and of different lengths, with packed layers, with the
+    code of --compile, and with two answers packed into one row, as in GRPO, where columns are not
+    positions. Attention in bfloat16 is compared with float32. Raises SetupError if the model is not
+    a GPT or refuses a cache.
+    """
     def decode(model, *lengths):  # a prompt of this length for each row, then single tokens
         cache, logits = create_cache(model, len(lengths)), full.clone()
         for i, n in enumerate(lengths):
@@ -392,9 +390,7 @@ def check_decoding(case):
 
 
 def check_initial(case):
-    """Check that initial(name, shape, seed), the method of a model by which a sharded model is
-    filled, returns the initial values of a new model. Return a text for the report. Raises
-    AssertionError if the check fails; SetupError if the model has no initial()."""
+    """Check that initial(name, shape, seed), used for sharded models, gives the initial values."""
     model = case.build()[1]
     # Of the names of a shared tensor the last one counts, as in fill() and under FSDP.
     names = {t: name for name, t in model.state_dict(keep_vars=True).items()}
@@ -449,9 +445,7 @@ def check_export(case):
 # keys
 
 def candidates(field, value):
-    """Return a list of values to try for a configuration key, different from the present `value`:
-    the choices, the opposite of a bool, or larger and smaller numbers; [] for other types. field:
-    the dataclass field of the key. Some of the numbers may be outside the limits of the key."""
+    """Return values other than `value` to try for a configuration key; some may be invalid."""
     kind = base_type(field.type)
     values = field.metadata.get("choices", (False, True) if kind is bool else ())
     if kind is int:
@@ -462,10 +456,11 @@ def candidates(field, value):
 
 
 def fingerprint(case, changes):
-    """Return a list that differs if `changes` {key: value} have an effect on the results of `case`,
-    a Case: FLOPs, number of parameter tensors, and from two steps the batches, losses, sums of the
-    model and sums of the gradients. Return `None` if the configuration is refused. Raises
-    AssertionError after any other error."""
+    """Return a list that differs if `changes` {key: value} have an effect; `None` if refused.
+
+    It has the FLOPs, the number of parameter tensors, and from two steps the batches, losses, sums
+    of the model and sums of the gradients. Raises AssertionError after any other error.
+    """
     try:
         data, model = case.build(**changes)
         results = [hook(model, "flops_per_unit")(), len(list(model.parameters()))]
@@ -487,10 +482,11 @@ def fingerprint(case, changes):
 
 
 def check_keys(case):
-    """Check that each configuration key of the model has an effect on the results (see
-    fingerprint), when it is set to other values, alone, with OPTIONS, or with a change of one more
-    key. A refused value is an effect; the keys in NO_EFFECT_ON_LOSS are left out. Return a text for
-    the report. Raises AssertionError with the names of keys without effect."""
+    """Check that each configuration key of the model has an effect on fingerprint().
+
+    A key is set to other values, alone, with OPTIONS, or with a change of one more key. A refused
+    value is an effect. NO_EFFECT_ON_LOSS is left out. AssertionError names keys without effect.
+    """
     c = case.config
     own = fields(load_model_type(c.model).Keys or CheckOptions)
     inherits = c.init_from != "scratch" or getattr(c, "backbone", "")
@@ -532,8 +528,7 @@ class CheckOptions:
 
 
 def print_result(case, name):
-    """Run the check `name`, a key of CHECKS, and print one line: ok, differs or not applicable, and
-    the reason. Return False for "differs", also after an unexpected exception, otherwise True."""
+    """Run the check `name` of CHECKS, print one line, and return False if it differs."""
     try:
         status, text = "ok", CHECKS[name](case)
     except (ConfigError, DataError, SetupError) as reason:  # or a refused run
@@ -547,11 +542,12 @@ def print_result(case, name):
 
 
 def check(settings, config):
-    """Train a first run of `config`, a TrainConfig, in a temporary folder, run the checks of the
-    model type, and print a line for each: ok, differs or not applicable. settings: CheckOptions;
-    settings.only is the list of checks to run, keys of CHECKS ([]: all). Return the exit code: 1 if
-    a check differs or fails with an unexpected exception, otherwise 0. Raises SetupError if the
-    first run is refused, AssertionError if it crashes."""
+    """Train a first run in a temporary folder, check the model type, and print a line per check.
+
+    settings.only: the checks to run, keys of CHECKS ([]: all). Return the exit code: 1 if a check
+    differs or fails with an unexpected exception, otherwise 0. Raises SetupError if the first run
+    is refused, AssertionError if it crashes.
+    """
     with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
           contextlib.redirect_stderr(io.StringIO())):  # also of the processes
         case = Case(config, folder)
@@ -566,8 +562,7 @@ def check(settings, config):
 
 
 def load_small(argv):
-    """Return the TrainConfig of `argv`, a list of arguments of run_train.py, changed by SETTINGS
-    for short runs on a CPU. Default of --config: train/config_test.yaml."""
+    """Return the TrainConfig of `argv` (default: train/config_test.yaml) changed by SETTINGS."""
     return load_config(None, vars(load_config("train/config_test.yaml", argv)) | SETTINGS)
 
 

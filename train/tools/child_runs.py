@@ -32,16 +32,13 @@ POLL_SECONDS = 0.1
 
 
 class ChildRun:
-    """A run of run_train.py in a process, which train_all() starts. Attribute `folder`: the folder
-    of the run, inside the folder `out`.
+    """A run of run_train.py as a process, with the attribute `folder` inside the folder `out`.
 
-    name: for messages, and the start of the folder's name. arguments: list of arguments for
-    run_train.py. The data of the run is opened, because its fingerprint is part of the identity of
-    the run. Raises UserError if the configuration has no evaluations or does not train, or if the
-    data cannot be used.
+    name: for messages, and the start of the folder's name. arguments: for run_train.py. The data is
+    opened, for the identity of the run. Raises UserError if the configuration has no evaluations or
+    does not train, or if the data cannot be used.
     Attributes after train_all(): `value`, the last value of the metric, or `None` after a crash or
-    without the metric; `seconds`, the duration of training; `test`, {test_NAME: number} on the test
-    data, {} without.
+    without the metric; `seconds`, the duration of training; `test`, {test_NAME: number}, maybe {}.
     """
 
     def __init__(self, name, arguments, out):
@@ -68,10 +65,11 @@ class ChildRun:
         self.process = start_process(self.arguments, os.environ | environment, self.log)
 
     def finish(self, metric):
-        """To be called when the process has exited, or if result.json exists: set `value`,
-        `seconds` and `test` from metrics.jsonl, and print the result, and whether it is cached. If
-        the run is complete and has the metric, write value, seconds and code_digest() at the start
-        to result.json. metric: name of the result, e.g. val_loss."""
+        """Set `value`, `seconds` and `test` from metrics.jsonl, and print the result.
+
+        Call it when the process has exited, or if result.json exists. metric: e.g. val_loss. If the
+        run is complete and has the metric, result.json is written, with code_digest() at the start.
+        """
         is_cached = self.result_file.exists()
         is_complete = is_cached or self.process.poll() == 0
         records = read_metrics(self.folder / "metrics.jsonl")
@@ -100,12 +98,13 @@ class ChildRun:
 
 
 def train_all(runs, metric, out, jobs):
-    """Train `runs`, a list of ChildRuns, up to `jobs` at the same time; return when all are
-    complete or have crashed, with the results as attributes. Runs with a result.json are not
-    trained again. metric: name of the result, e.g. val_loss. out: the folder with all runs, which
-    is locked. Raises UserError under torchrun, or if a different process uses `out` or the folder
-    of a run; KeyboardInterrupt after a signal, when the processes have saved checkpoints and
-    exited."""
+    """Train ChildRuns, up to `jobs` at the same time, until all are complete or have crashed.
+
+    metric: name of the result, e.g. val_loss. out: the folder with all runs, which is locked. Runs
+    with a result.json are not trained again. Raises UserError under torchrun, or if a different
+    process uses `out` or the folder of a run; KeyboardInterrupt after a signal, when the processes
+    have saved checkpoints and exited.
+    """
     if under_torchrun():
         raise UserError("runs without torchrun: this command starts the runs itself")
     waiting = list(runs)
@@ -137,10 +136,10 @@ def train_all(runs, metric, out, jobs):
 
 
 def start_process(arguments, environment, log):
-    """Start run_train.py in a new process and return the subprocess.Popen. arguments: list of
-    arguments. environment: {name: value} of all environment variables. log: path of a file to which
-    stdout and stderr are appended. The process is in a separate session, so that Ctrl-C in the
-    terminal does not reach it."""
+    """Start run_train.py in a new session, which Ctrl-C does not reach; return the Popen.
+
+    environment: {name: value} of all variables. log: path to which stdout and stderr are appended.
+    """
     with open(log, "a") as output:
         return subprocess.Popen(
             [sys.executable, os.path.join(REPOSITORY, "run_train.py"), *arguments],
@@ -149,9 +148,7 @@ def start_process(arguments, environment, log):
 
 
 def split_devices(jobs):
-    """Return a list of `jobs` dicts of environment variables, one for each run at the same time:
-    CUDA_VISIBLE_DEVICES with one GPU (shared if there are more runs than GPUs) or, without GPUs,
-    OMP_NUM_THREADS with a share of the CPU cores ({} for a single run)."""
+    """Return the environment variables of `jobs` parallel runs: a GPU or a share of the cores."""
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]

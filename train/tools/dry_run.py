@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a run: python run_train.py --config FILE.yaml --dry_run
+"""Estimate the memory and time of a run (run_train.py --config FILE.yaml --dry_run).
 
 Prints the start-up block, the memory per rank by purpose, the time per step and the duration of
 runs of several lengths. Writes nothing. Memory and time are measured, so that this works for every
@@ -34,10 +34,11 @@ TOO_LARGE = ("Does not fit: lower batch_size (and raise gradient_accumulation_st
 
 
 def estimate(config):
-    """Estimate and print the memory and time of the run that `config`, a TrainConfig, describes, by
-    running parts of a training step. If config.world_size is set, print a plan for that many GPUs
-    instead, without running a step. Writes nothing. Raises CollectiveExit if the run does not fit
-    into memory, but not for a plan. All ranks must call."""
+    """Print the memory and time of a run, estimated from parts of a training step.
+
+    With config.world_size, print a plan for that many GPUs instead, without running a step. Raises
+    CollectiveExit if the run does not fit into memory (not for a plan). All ranks must call.
+    """
     with distributed.process_group(config) as ranks:
         log = echo if ranks.is_main else (lambda text: None)
         on_gpu = ranks.device.type == "cuda"
@@ -82,31 +83,29 @@ def estimate(config):
 
 
 def inherited_shape(config):
-    """Return {key: value}: the configuration keys of the model's architecture, e.g. n_layer, that a
-    new run of `config` takes from the weights with which it starts; {} if it starts without
-    weights. Reads the file of the weights, but starts no run. Raises CheckpointError."""
+    """Return the architecture {key: value} that a new run takes from the initial weights.
+
+    Keys of the configuration, e.g. n_layer; {} without such weights. Raises CheckpointError.
+    """
     for name, path in input_files(config, (True,)).items():
         return weights.take_shape(config, weights.read_named(path, name), path)
     return {}
 
 
 def check_memory(memory, available, ranks):
-    """Raise CollectiveExit, on all ranks, if on any rank the sum of `memory` {purpose: bytes} is
-    larger than `available`, the bytes of this rank that may be used. ranks: a Ranks. All ranks must
-    call."""
+    """Raise CollectiveExit if `memory` in total exceeds `available` on any rank; all must call."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 
 
 def measure_step(config, data, ranks, dtype, compiled, available):
-    """Run parts of a training step with a new model, and return (seconds, rest). seconds: per
-    optimizer step, with all micro-batches. rest: peak bytes of memory, without weights, gradients
-    and optimizer state; on a CPU including the memory of the program. config: a TrainConfig. data:
-    a Data. ranks: a Ranks. dtype: of autocast. compiled: whether to compile the model. available:
-    bytes of memory that may be used.
+    """Run parts of a training step with a new model; return (seconds per step, peak bytes).
 
-    On a GPU a whole micro-batch is measured. On a CPU, one sample is measured, and then a part of a
-    micro-batch, as large as time and memory allow; the rest is extrapolated.
+    dtype: of autocast. compiled: whether to compile the model. available: bytes that may be used.
+    The seconds include all micro-batches. The peak is without weights, gradients and optimizer
+    state; on a CPU it includes the program.
+    A GPU measures an entire micro-batch. A CPU measures one sample, then a part of a micro-batch,
+    as large as time and memory allow; the rest is extrapolated.
     """
     device = ranks.device
     on_gpu = device.type == "cuda"

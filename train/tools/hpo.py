@@ -50,10 +50,11 @@ SCALED_LENGTHS = ("eval_interval", "warmup_iters", "lr_decay_iters", "step_iters
 # the search space
 
 def read_space(path, config):
-    """Read the YAML file `path` and return (space, stages). space: {key: Optuna distribution}.
-    stages: a list of {"trials": number of trials, "max_iters": steps per trial (0: as in `config`,
-    a TrainConfig), "narrow": the fraction of each range, around the best value so far, that this
-    stage searches (ignored in the first stage)}. Raises ConfigError with a list of all problems."""
+    """Return (space, stages) of the YAML file `path`: {key: Optuna distribution} and dicts.
+
+    A stage has "trials", "max_iters" (0: as in `config`) and "narrow": the share of each range to
+    search around the best value so far (after the first stage). ConfigError lists all problems.
+    """
     problems = []
     space = {}
     known = fields_by_name(type(config))
@@ -86,10 +87,11 @@ def read_stage(trials, max_iters=0, narrow=0.5):
 
 
 def read_dimension(name, raw, known):
-    """Return the Optuna distribution of the configuration key `name`. raw: the value in the YAML
-    file: a list of choices, or a dict with low, high and optionally log (true or false) or step.
-    known: {key: dataclass field} of all keys. Raises ValueError, TypeError or ArithmeticError for
-    an invalid key or value."""
+    """Return the Optuna distribution of the configuration key `name`.
+
+    raw: a list of choices, or a dict with low, high and optionally log (true or false) or step.
+    known: {key: dataclass field}. Raises ValueError, TypeError or ArithmeticError.
+    """
     if name not in known or name in NOT_SEARCHABLE:
         raise ValueError("not a key that can be searched; `python run_train.py --help` lists them")
     if isinstance(raw, list):
@@ -108,9 +110,10 @@ def read_dimension(name, raw, known):
 
 
 def narrow_dimension(dist, best, share):
-    """Return a copy of the Optuna distribution `dist` with a smaller range: the fraction `share` (0
-    to 1) of the old width, centred at the value `best` but inside the old range, which is only
-    exceeded to include `best`. Of a list of choices only `best` remains (all if share is 1)."""
+    """Return a copy of an Optuna distribution, narrowed to a `share` of the range around `best`.
+
+    It is inside the old range, except to include `best`. Choices: only `best` (all if share is 1).
+    """
     if hasattr(dist, "choices"):
         return type(dist)([best] if share < 1 else dist.choices)
     f, inverse = (math.log, math.exp) if dist.log else (float, float)
@@ -124,11 +127,12 @@ def narrow_dimension(dist, best, share):
 
 
 def trial_config(config, params, max_iters=0, **changes):
-    """Return the TrainConfig of a trial: `config`, a TrainConfig, with the values in `params` (the
-    searched keys) and `changes`, both {key: value}. If max_iters is not 0, the trial has this
-    number of steps, and warm-up, decay and intervals are scaled in proportion. min_lr is scaled
-    with learning_rate, unless it is in `params`. A searched length replaces the same length in
-    epochs or as a fraction (REPLACED_LENGTHS). Raises ConfigError for invalid values."""
+    """Return a trial's TrainConfig: `config` with `params` (searched keys) and `changes`.
+
+    max_iters: number of steps, to which warm-up, decay and intervals are scaled; 0: as in `config`.
+    min_lr is scaled with learning_rate, unless it is in `params`. A searched length replaces the
+    same length in epochs or as a fraction (REPLACED_LENGTHS). Raises ConfigError.
+    """
     replaced = {name: None for k in params for name in config_file.REPLACED_LENGTHS.get(k, ())}
     values = asdict(config) | replaced | params | changes
     if config.min_lr is not None and "min_lr" not in params:
@@ -147,10 +151,11 @@ def trial_config(config, params, max_iters=0, **changes):
 # the search
 
 def search(config, space, stages, out):
-    """Search for the best parameters: train the trials of all stages and print the best trial.
-    config: the TrainConfig from which trials differ. space, stages: as returned by read_space().
-    out: the folder of the search, with study.db, which other workers may use at the same time. A
-    search in `out` is continued. Raises ConfigError if no trial of a stage completes."""
+    """Train the trials of all stages, or the rest of a search in `out`, and print the best trial.
+
+    space, stages: of read_space(). out: folder with study.db, which other workers may use at the
+    same time. Raises ConfigError if no trial of a stage completes.
+    """
     studies = []
     # Checkpoints of trials that were killed; the trials of other workers are locked.
     for path in glob.glob(os.path.join(glob.escape(out), "stage_*_trial_*", "ckpt*")):
@@ -182,12 +187,11 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the Optuna study of a stage in out/study.db, and return it. Each stage is a
-    study, because results of runs of different lengths cannot be compared. config: a TrainConfig.
-    space: {key: Optuna distribution}, before narrowing for this stage. number: of the stage, from
-    1. stage: an item of the stages of read_space(). start: {key: value}, the parameters of the
-    first trial of a new study. Raises ConfigError if the study was created with a different
-    `config` or `space`, different max_iters or narrow in `stage`, or different data or files."""
+    """Open or create the Optuna study of a stage in out/study.db; stages cannot be compared.
+
+    space: before narrowing. number: from 1. start: {key: value}, the first trial of a new study.
+    Raises ConfigError if the study has a different config, space, max_iters, narrow, data or files.
+    """
     data = "data_dir" not in space and str(open_data(config, Ranks()).fingerprints())
     asked = asdict(config) | dict(space=str(space), stage=[stage["max_iters"], stage["narrow"]],
                                   data=data, files=describe_files(config))
@@ -213,20 +217,19 @@ def open_study(config, space, number, stage, start, out):
 
 
 def finished_trials(study):
-    """Return a list of the complete and pruned trials (optuna.FrozenTrial) of the Optuna study
-    `study`. Interrupted and running trials are left out."""
+    """Return the complete and pruned trials (optuna.FrozenTrial) of a study."""
     return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,
                                                     optuna.trial.TrialState.PRUNED))
 
 
 def run_trial(study, config, space, stage, out):
-    """Train one more trial of `study`, a result of open_study(), and return it, an
-    optuna.FrozenTrial, complete or pruned. config: the TrainConfig of the search. space: {key:
-    Optuna distribution} of this stage, after narrowing. stage: an item of the stages of
-    read_space(). out: the folder of the search. If training fails, e.g. with a non-finite loss or
-    out of memory, the trial is marked as pruned, so that the sampler avoids these parameters. After
-    an interrupt or any other exception, the trial is queued to be repeated, and the exception is
-    raised. Checkpoints of the trial are deleted."""
+    """Train one more trial of a study, delete the checkpoints, and return it, complete or pruned.
+
+    space: of this stage, after narrowing. stage: of read_space(). If training fails, e.g. with a
+    non-finite loss or out of memory, the trial is marked as pruned, so that the sampler avoids
+    these parameters. Other exceptions, e.g. an interrupt, are raised, and the trial is queued
+    again.
+    """
     with exclusive_lock(out):
         # The seed depends on the trial, so that workers and resumed searches do not repeat draws.
         study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials),
@@ -256,10 +259,10 @@ def run_trial(study, config, space, stage, out):
 
 
 def train_trial(trial, config):
-    """Train `config`, the TrainConfig of a trial, without output, and return the best value (lowest
-    or highest, by early_stopping_mode) of config.early_stopping_metric in the evaluations after
-    step 0. trial: an optuna.Trial, to which the values are reported. Raises TrialPruned if Optuna
-    stops the trial, BadNumbers if the metric is not finite, UserError if there are no evaluations.
+    """Train a trial without output; return the best early_stopping_metric after step 0.
+
+    trial: gets the values. Raises TrialPruned if Optuna stops the trial, BadNumbers if the metric
+    is not finite, UserError if there are no evaluations.
     """
     values = []
 
@@ -283,8 +286,7 @@ def train_trial(trial, config):
 # results
 
 def print_result(study, trial, config):
-    """Print a line about `trial`, an optuna.FrozenTrial of the Optuna study `study`: state,
-    seconds, and the metric or the error. config: a TrainConfig, for the name of the metric."""
+    """Print a line about a finished trial: state, seconds, and the metric or the error."""
     metric = config.early_stopping_metric
     result = trial.user_attrs.get("error") or f"{metric} {trial.value:.4f}"
     print(f"{study.study_name}, trial {trial.number}: {trial.state.name.lower()}, "
@@ -292,10 +294,7 @@ def print_result(study, trial, config):
 
 
 def write_results(studies, config, out):
-    """Write the results of a search to the folder `out`: trials_history.json, all finished trials,
-    and, if a trial of the last stage is complete, base_config.yaml, the configuration `config` (a
-    TrainConfig), and best_config.yaml, the changes of the best trial of the last stage. studies:
-    list of Optuna studies, one per stage so far."""
+    """Write trials_history.json; for a best trial in the last stage, base_ and best_config.yaml."""
     with exclusive_lock(out):
         history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
                         params=t.params, seconds=round(t.duration.total_seconds(), 1),
@@ -325,10 +324,11 @@ class SearchOptions:
 
 
 def run_search(options, config):
-    """Run the search of `options`, a SearchOptions, print errors of the search, and return the exit
-    code, 0 for success. config: the TrainConfig from which trials differ in the searched keys.
+    """Run the search of SearchOptions, print errors of the search, and return the exit code.
+
     Raises UserError without evaluations, under torchrun, or if stages set max_iters and `config`
-    max_epochs; ConfigError for an invalid space; SetupError without optuna."""
+    max_epochs; ConfigError for an invalid space; SetupError without optuna.
+    """
     require("optuna", "the search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")

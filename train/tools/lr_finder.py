@@ -34,13 +34,13 @@ SMOOTHING_FRACTION = 0.03  # of the sweep, to both sides: a trailing mean would 
 
 
 def find_lr(config, low=1e-7, high=1.0, steps=100):
-    """Train with a learning rate that increases from `low` to `high` in `steps` optimizer steps;
-    each rate is a constant factor above the previous one. Stop early if the loss diverges. config:
-    the TrainConfig of the run. Prints the progress; writes no files. All ranks must call.
+    """Train with a learning rate that increases from `low` to `high`; return a dict of results.
 
-    Return a dict: lr, loss and smoothed, lists of floats with an item per completed step;
-    suggestion, the rate at which the smoothed loss falls fastest, or `None`; why, the reason (a
-    text) if there is no suggestion, otherwise `None`.
+    Each rate is a constant factor above the previous one. The sweep stops early if the loss
+    diverges. Prints the progress; writes no files. All ranks must call.
+    Return lr, loss and smoothed, lists of floats with an item per completed step; suggestion, the
+    rate at which the smoothed loss falls fastest, or `None`; why, the reason (a text) if there is
+    no suggestion, otherwise `None`.
     """
     console = sys.stdout
     rates = np.geomspace(low, high, steps).tolist()
@@ -62,13 +62,10 @@ def find_lr(config, low=1e-7, high=1.0, steps=100):
 
 
 def suggest(rates, losses, high):
-    """Return {"smoothed", "suggestion", "why"} for a sweep up to the learning rate `high`. rates:
-    list of the rates of all steps. losses: list of the losses; shorter than `rates` if the sweep
-    stopped early.
+    """Return "smoothed", "suggestion" and "why" of find_lr()'s result, a dict.
 
-    smoothed: list of the smoothed losses. suggestion: the rate at which the smoothed losses fall
-    fastest, or `None` without a clear minimum. why: the reason, a text, if suggestion is `None`;
-    otherwise `None`.
+    rates: of all steps, up to `high`. losses: shorter than `rates` if the sweep stopped early. The
+    suggestion is `None` without a clear minimum.
     """
     n = len(losses)
     half = max(1, int(SMOOTHING_FRACTION * n))
@@ -96,8 +93,7 @@ def suggest(rates, losses, high):
 
 
 def draw_sweep(sweep):
-    """Return a chart as SVG, a text: loss, smoothed loss and the suggested learning rate over the
-    learning rate. sweep: a dict returned by find_lr()."""
+    """Return an SVG text of find_lr()'s result: loss, smoothed loss and the suggested rate."""
     curves = [Curve(list(zip(sweep["lr"], sweep["loss"])), COLORS[0], line="faint"),
               Curve(list(zip(sweep["lr"], sweep["smoothed"])), COLORS[0], "smoothed loss")]
     if best := sweep["suggestion"]:
@@ -107,8 +103,7 @@ def draw_sweep(sweep):
 
 
 def report_sweep(sweep, config):
-    """Write `sweep`, a dict returned by find_lr(), to lr_finder.json and lr_finder.svg in
-    config.out_dir, and print the suggestion, or the reason why it is missing."""
+    """Write find_lr()'s result to config.out_dir as JSON and SVG, and print the suggestion."""
     path = os.path.join(config.out_dir, "lr_finder.svg")
     write_text(os.path.join(config.out_dir, "lr_finder.json"), json.dumps(sweep))
     write_text(path, draw_sweep(sweep))
@@ -134,10 +129,11 @@ class SweepOptions:
 
 
 def run_sweep(options, config):
-    """Run the sweep of `options`, a SweepOptions, for the run of `config`, a TrainConfig. Rank 0
-    writes and prints the result. Errors of the run are printed. Return the exit code, 0 for
-    success; under torchrun, exit with this code instead. Raises UserError unless options.low is
-    below options.high."""
+    """Run the sweep of SweepOptions, and return the exit code (under torchrun, exit with it).
+
+    Rank 0 writes and prints the result. Errors of the run are printed; the exit code 0 is success.
+    Raises UserError unless options.low is below options.high.
+    """
     if options.low >= options.high:
         raise UserError("expected --from below --to")
     os.makedirs(config.out_dir, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Plan a run on other GPUs: run_train.py --dry_run --world_size 64 --nodes 8 --gpu h100
+"""Plan a run on other GPUs (run_train.py --dry_run --world_size 64 --nodes 8 --gpu h100).
 
 All numbers are computed, for DDP, FSDP and HSDP (shards within a node, copies between nodes). The
 activations are of a forward pass on fake tensors, in eager mode; compiled code stores fewer.
@@ -19,8 +19,9 @@ from train.options.ranks import bytes_sent, padded_numel, step_collectives
 
 @dataclass
 class Gpu:
-    """A type of GPU. name: a key of PEAK_TFLOPS. memory: in GiB. link, network, host: bandwidths
-    per GPU in one direction, in GB/s, to GPUs in the same node, to other nodes, and to host memory.
+    """A type of GPU: memory in GiB, and bandwidths per GPU in one direction in GB/s.
+
+    name: a key of PEAK_TFLOPS. link: within the node. network: to other nodes. host: to the host.
     """
     name: str
     memory: float
@@ -46,10 +47,11 @@ HEADER = ("", "GiB per GPU", "collectives", "GB within", "GB between", "ms per s
 
 
 def log_table(log, config, data, model, flops):
-    """Log a table of the estimated memory and time with log(text), one row per method (DDP, FSDP
-    and, for several nodes, HSDP), for config.world_size GPUs of the type config.gpu. config: a
-    TrainConfig. data: a Data. model: on the meta device. flops: FLOPs per step, over all ranks.
-    Raises SetupError if the memory depends on the values in the data."""
+    """Log a table of estimated memory and time on config.world_size GPUs, a row per method.
+
+    Methods: DDP, FSDP and, for several nodes, HSDP. model: on the meta device. flops: per step,
+    over all ranks. Raises SetupError if the memory depends on the values in the data.
+    """
     gpu = GPUS[config.gpu]
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     batch = data.train.get_batch(torch.device("cpu"), 0)
@@ -79,7 +81,8 @@ def log_table(log, config, data, model, flops):
 
 
 def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
-    """Return the estimated costs of a run, {name: number}:
+    """Return the estimated costs of a run, {name: number}.
+
         memory       bytes per rank
         collectives  number of calls per step
         within       bytes per step that a rank sends within the node
@@ -89,9 +92,9 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
         save         bytes of a checkpoint
         stall        seconds that training waits per save
         sensible     bool: fits into memory, and efficiency is at least MIN_EFFICIENCY
-    config: a TrainConfig, with the method in config.distributed. model: not sharded. gpu: a Gpu.
-    dtype: of matrix products. flops: per step, over all ranks. activations: bytes per sample.
-    world_size: number of ranks. per_node: ranks per node."""
+    model: not sharded. dtype: of matrix products. flops: per step, over all ranks. activations:
+    bytes per sample. per_node: ranks per node.
+    """
     shards = config.replica_size(world_size)
     collectives = step_collectives(model, config, world_size, dtype)
     within, between = bytes_sent(collectives, per_node)
@@ -116,9 +119,7 @@ def costs(config, model, gpu, dtype, flops, activations, world_size, per_node):
 
 
 def state_memory(config, model, world_size):
-    """Return the bytes per rank that are in use between two steps: {"weights": bytes, "gradients":
-    bytes, "optimizer": bytes}. "optimizer" includes the averages of ema. config: a TrainConfig
-    (optimizer, ema, distributed). model: on any device, not sharded."""
+    """Return bytes per rank between steps: {"weights", "gradients", "optimizer" (with ema)}."""
     shards = config.replica_size(world_size)
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     trained = sum(sizes.values())
@@ -133,11 +134,7 @@ def state_memory(config, model, world_size):
 
 
 def copied_weights(model, shards, dtype):
-    """Return the bytes per rank of temporary copies of weights and gradients during a step. model:
-    not sharded. shards: number of ranks over which the model is sharded; 1 for DDP. dtype: of
-    matrix products. DDP: all weights in `dtype`, 0 for float32. FSDP: the gathered weights of the
-    root module and of two blocks in bfloat16 or float32, and the float32 gradients of the root
-    module and one block."""
+    """Return the bytes per rank of copies of weights and gradients in a step; shards: 1 for DDP."""
     everything = padded_numel(model.parameters(), 1)
     if shards == 1:
         return 0 if dtype == torch.float32 else everything * dtype.itemsize
@@ -148,10 +145,11 @@ def copied_weights(model, shards, dtype):
 
 
 def activation_bytes(model, batch, dtype):
-    """Return the bytes per sample that the forward pass of `model` stores for the backward pass, in
-    eager mode. model: on the meta device; the weights are replaced by fake tensors, so pass a copy.
-    batch: a tuple of tensors, the arguments of the model. dtype: of autocast. Raises SetupError if
-    the forward pass fails without the values of tensors, i.e. if the memory depends on the data."""
+    """Return the bytes per sample that the forward pass stores for the backward pass (eager mode).
+
+    model: on the meta device; pass a copy: fake tensors replace the weights. batch: the model's
+    arguments. dtype: of autocast. Raises SetupError if the memory depends on the data.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     kept = {}
 

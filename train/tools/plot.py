@@ -24,9 +24,7 @@ class PlotOptions:
 
 
 def plot_runs(options):
-    """Draw the loss and the learning rate of the runs in `options`, a PlotOptions, into one SVG
-    file, and print the path of the file. Raises ValueError if a run does not have the metric, or if
-    options.out does not end in .svg."""
+    """Write the SVG of PlotOptions; ValueError if a run lacks the metric or `out` is no .svg."""
     metric = options.metric.removeprefix("val_")
     runs = []
     for path in options.runs:

@@ -1,4 +1,4 @@
-"""Profile training steps: python run_train.py --profile 10
+"""Profile training steps of a run (run_train.py --profile 10).
 
 The steps of the run, on all ranks: a few that warm up and compile, N that are timed, and N under
 torch.profiler. The program then exits. The steps run in a temporary folder, so that checkpoints and
@@ -21,10 +21,10 @@ TABLE_ROWS = 20
 
 
 def profile(config):
-    """Profile training steps of the run of `config`, a TrainConfig, in a temporary folder:
-    config.profile steps under torch.profiler, after as many without it. Print the operations with
-    the longest time, and write the trace to profile.json.gz in config.out_dir (both on rank 0). All
-    ranks must call."""
+    """Time config.profile training steps, then profile as many, in a temporary folder.
+
+    Rank 0 prints the slowest operations and writes out_dir/profile.json.gz. All ranks must call.
+    """
     n = config.profile
     with (tempfile.TemporaryDirectory() as folder, process_group(config) as ranks,
           open_run(config.probe(out_dir=folder), ranks) as run):

@@ -35,14 +35,12 @@ BASE = "base"  # name of the setting without changes
 # statistics
 
 def compare(values, base, mode="min"):
-    """Compare the results of two settings by seed, and return (mean difference values - base, low,
-    high, verdict) over the seeds that are in both.
+    """Compare two settings by seed; return (mean difference values - base, low, high, verdict).
 
-    values, base: {seed: metric}; base: the setting without the change. mode: "min" if lower metrics
+    values, base: {seed: metric}, of which the common seeds are paired. mode: "min" if lower metrics
     are better, "max" if higher. low, high: the 95% interval of the mean difference. verdict: "kept"
-    if the whole interval is an improvement, "worse" if it is a deterioration, otherwise "unclear".
-    With a single common seed the three numbers are NaN and the verdict is "unclear"; without any,
-    NaN and "crash".
+    if all of the interval is an improvement, "worse" if it is a deterioration, otherwise "unclear".
+    With a single common seed: NaN and "unclear"; without any: NaN and "crash".
     """
     differences = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
     n = len(differences)
@@ -57,25 +55,23 @@ def compare(values, base, mode="min"):
 
 
 def student_quantile(freedom):
-    """Return the 97.5% quantile of Student's t distribution with `freedom` degrees of freedom (int,
-    1 or more), with a relative error below 0.13%. Computed by the Cornish-Fisher expansion
-    (Abramowitz and Stegun, 26.7.5); tabulated for 1 and 2."""
+    """Return the 97.5% quantile of Student's t within 0.13% (Abramowitz and Stegun, 26.7.5)."""
     terms = (1.95996, 2.37227, 2.82250, 2.55585, 1.58953)
     exact = {1: 12.7062, 2: 4.30265}
     return exact.get(freedom) or sum(term / freedom ** i for i, term in enumerate(terms))
 
 
 def mean_and_spread(values):
-    """Return the mean and the standard deviation of a list of numbers; NaN for too few numbers."""
+    """Return the mean and the standard deviation of a list; NaN for too few numbers."""
     return fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan
 
 
 def make_table(results, n_seeds, config):
-    """Return the table of results as a list of rows, tuples of strings: the header COLUMNS, and a
-    row for each setting (size, change). The verdict in all rows of a change is the verdict on which
-    all sizes agree, otherwise "unclear". results: {(size, change): {seed: ChildRun}}; the change
-    "base" is the unchanged setting, with the verdict "base". n_seeds: number of seeds per setting.
-    config: a TrainConfig, for early_stopping_metric and early_stopping_mode."""
+    """Return the rows of the table of results: COLUMNS, and one row for each (size, change).
+
+    results: {(size, change): {seed: ChildRun}}. n_seeds: per setting. A change has the verdict on
+    which all sizes agree, otherwise "unclear"; the unchanged setting has "base" or "crash".
+    """
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
     intervals = {}
@@ -98,10 +94,11 @@ def make_table(results, n_seeds, config):
 
 
 def make_test_table(results):
-    """Return a table of the metrics on the test data as a list of rows, tuples of strings: a
-    header, and a row for each setting and metric, with the number of runs, and mean and standard
-    deviation (nan for one run) over the runs that did not crash. Only the header if there are no
-    test data. results: {(size, change): {seed: ChildRun}}."""
+    """Return the rows of the table of metrics on the test data; only the header without any.
+
+    results: {(size, change): {seed: ChildRun}}. A row has the number of runs, and mean and standard
+    deviation (nan for one run) over the runs that did not crash.
+    """
     table = [("change", "on test data", "runs", "mean", "spread")]
     for (size, change), by_seed in results.items():
         tests = [run.test for run in by_seed.values() if run.value is not None]
@@ -114,9 +111,7 @@ def make_test_table(results):
 
 
 def label(size, change):
-    """Return the name of a setting in tables and folders, one line with control characters escaped:
-    "CHANGE at SIZE", or "CHANGE" if size is "". size, change: texts of settings, "KEY=VALUE ...".
-    """
+    """Return the name of a setting, "CHANGE at SIZE" or "CHANGE", as one printable line."""
     return printable(" ".join((f"{change} at {size}" if size else change).split()))
 
 
@@ -136,12 +131,12 @@ class RepeatOptions:
 
 
 def repeat(options, arguments):
-    """Train every setting (each size, without and with each change) with every seed, print the
-    tables of results, also of the test data, and append the rows of the first one that are new to
-    results.tsv in the parent folder of options.out. Return the exit code: 1 if every run has
-    crashed, otherwise 0. options: RepeatOptions. arguments: list of arguments for run_train.py.
-    Raises UserError for changes and sizes that split_settings() refuses, and for a configuration
-    without evaluations."""
+    """Train every size and change with every seed, print the results, and return the exit code.
+
+    Each size is trained without and with each change. The new rows of the table are appended to
+    results.tsv in the parent folder of options.out. The exit code is 1 if every run has crashed.
+    Raises UserError like split_settings(), and for a configuration without evaluations.
+    """
     config = load_argv(arguments)  # of run_train.py
     sizes = split_settings(options.sizes) or {"": []}
     changes = {BASE: []} | split_settings(options.changes)
@@ -168,9 +163,11 @@ def repeat(options, arguments):
 
 
 def split_settings(texts):
-    """Return {setting: its arguments, a list} for `texts`, a list of "KEY=VALUE ...". Texts that
-    differ only in blanks and quotes are one setting. Raises UserError for an empty text, and for
-    one that sets seed or out_dir (except in a file that it names)."""
+    """Return {setting: list of arguments} for texts "KEY=VALUE ...".
+
+    Texts that differ only in blanks and quotes are one setting. Raises UserError for an empty text,
+    for "base", and for a text that sets seed or out_dir (except in a file that it names).
+    """
     settings = {}
     for text in texts:
         if text.strip() in ("", BASE):

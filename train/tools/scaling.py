@@ -39,8 +39,7 @@ BOOTSTRAP_FITS = 200
 # the law
 
 class Law(NamedTuple):
-    """A scaling law: the loss is L(N, D) = E + A / N^alpha + B / D^beta. N: FLOPs per token / 6,
-    about the number of weights. D: number of training tokens. loss(n, d) returns L."""
+    """A scaling law: the loss is E + A / N^alpha + B / D^beta (N, D: see the top of the file)."""
     E: float
     A: float
     B: float
@@ -59,8 +58,7 @@ class Law(NamedTuple):
 
 
 def fit_law(n, d, loss):
-    """Return the Law fitted to P runs, by minimising the Huber loss of the errors of log L. n, d,
-    loss: arrays (P,): FLOPs per token / 6, training tokens, and final loss of each run."""
+    """Return the Law for arrays (P,) of N, D and loss, fitted by the Huber loss of log L."""
     from scipy.optimize import least_squares
     log_sizes = np.stack([0 * n, np.log(n), np.log(d)])  # (3, P)
     mean = log_sizes.mean(1, keepdims=True)
@@ -79,10 +77,9 @@ def fit_law(n, d, loss):
 
 
 def prediction_interval(law, n, d, loss, at):
-    """Return an array of two numbers, low and high: the 95% interval of the loss of one more run,
-    by residual bootstrap. law: the result of fit_law(n, d, loss). n, d, loss: arrays (P,), as for
-    fit_law(), of P > 5 runs. at: (N, D) of the run to predict.
+    """Return the 95% interval of the loss of one more run, an array (low, high), by bootstrap.
 
+    law: fit_law(n, d, loss) of P > 5 runs. at: (N, D) of the run to predict.
     The fit is repeated with errors that are sampled from the residuals of the P runs, scaled up
     because five parameters are fitted; an error of this kind is also added to each prediction.
     """
@@ -100,8 +97,7 @@ def prediction_interval(law, n, d, loss, at):
 # the runs
 
 class SmallRun(NamedTuple):
-    """The plan of a run. budget: FLOPs. depth: number of layers. n: FLOPs per token / 6. d: number
-    of training tokens. arguments: list of arguments for run_train.py."""
+    """The plan of a run; budget: FLOPs, depth: layers, n: FLOPs per token / 6, d: tokens."""
     budget: float
     depth: int
     n: float
@@ -110,10 +106,9 @@ class SmallRun(NamedTuple):
 
 
 def depth_keys(depth, width, config):
-    """Return {configuration key: value} for a model of `depth` layers, with depth + 1 heads of size
-    `width` (so n_embd = width * (depth + 1)), and with learning_rate and min_lr of `config`, a
-    TrainConfig, multiplied by sqrt(config.n_embd / n_embd).
+    """Return {key: value} for a model of `depth` layers with depth + 1 heads of size `width`.
 
+    learning_rate and min_lr of `config` are multiplied by sqrt(config.n_embd / n_embd).
     With width 32 and config.n_embd 128: depth 1 has n_embd 64 and rates x 1.41; depth 3 has 128 and
     x 1.00; depth 7 has 256 and x 0.71.
     """
@@ -127,11 +122,12 @@ def depth_keys(depth, width, config):
 
 
 def plan_run(arguments, config, width, data, budget, depth):
-    """Return the SmallRun of a model of `depth` layers that is trained with about `budget` FLOPs.
-    arguments: list of arguments for run_train.py. config: the TrainConfig that these arguments
-    describe. width: size of each of the depth + 1 heads. data: the Data of the run. Raises
-    UserError if the model does not define the number of FLOPs, ConfigError if the configuration
-    does not permit this depth."""
+    """Return the SmallRun of a model of `depth` layers, trained with about `budget` FLOPs.
+
+    arguments: for run_train.py, which describe `config`. width: size of each of the depth + 1
+    heads. Raises UserError if the model does not define the number of FLOPs, ConfigError if the
+    configuration does not permit this depth.
+    """
     keys = depth_keys(depth, width, config)
     c = load_config(None, vars(config) | keys)
     with torch.device("meta"):
@@ -150,9 +146,7 @@ def plan_run(arguments, config, width, data, budget, depth):
 
 
 def train_runs(runs, options):
-    """Train `runs`, a list of SmallRuns, print a table, and return a list of the final validation
-    losses (`None` for a run that crashed). Runs that are complete in options.out are not trained
-    again. options: ScalingOptions."""
+    """Train SmallRuns, print a table, and return the validation losses (`None` after a crash)."""
     children = [ChildRun(f"{run.budget:g}_depth_{run.depth}", run.arguments, options.out)
                 for run in runs]
     train_all(children, "val_loss", options.out, options.jobs)
@@ -182,11 +176,11 @@ class ScalingOptions:
 
 
 def scaling(options, arguments):
-    """Train a run for each budget and depth, fit the law, and print it with the prediction for a
-    larger run. Return the exit code: 1 if options.check is set and the larger run crashed,
-    otherwise 0. options: ScalingOptions. arguments: list of arguments for run_train.py. Raises
-    UserError for fewer than two budgets, if fewer than MIN_RUNS (6) runs end with a loss, or if
-    these determine no law."""
+    """Train a run per budget and depth, fit and print the law, and predict a larger run's loss.
+
+    Return the exit code: 1 if options.check is set and the larger run crashed. Raises UserError for
+    fewer than two budgets, fewer than MIN_RUNS (6) runs with a loss, or if these determine no law.
+    """
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
     if len(budgets) < 2:
@@ -222,9 +216,10 @@ def scaling(options, arguments):
 
 
 def print_law(law, n, d, loss, budgets):
-    """Print a Law, its errors for the runs to which it was fitted, and the best size for each
-    number of FLOPs in `budgets`, a list. n, d, loss: arrays (P,), as for fit_law(). Raises
-    UserError if the runs determine no law."""
+    """Print a Law, the errors for the runs to which it was fitted, and the best size per budget.
+
+    n, d, loss: arrays (P,), as for fit_law(). Raises UserError if the runs determine no law.
+    """
     exponents = law.alpha, law.beta
     if min(exponents) < 0.02 or max(exponents) > 2.98:  # at a bound of the fit
         raise UserError("these runs determine no law: their losses hardly depend on weights or "

@@ -1,4 +1,4 @@
-"""Show runs on a local web page during training: python -m train.tools.watch out/
+"""Show runs on a local web page during training (python -m train.tools.watch out/).
 
 The page has the loss curves, the state, the last log lines and the last sample of the newest runs
 in a folder. Files that have changed are read again, every two seconds at most. The server listens
@@ -52,12 +52,13 @@ class WatchOptions:
 # files
 
 def read_run(folder, stamps):
-    """Return (records, values) of the run in `folder`, a Path. records: of metrics.jsonl, as from
-    read_metrics(). stamps: ((modification time, size), ...) of the files of the run, at least one.
+    """Return (records, values) of the run in `folder`, a Path; records as read_metrics() does.
+
+    stamps: ((modification time, size), ...) of the files of the run, at least one.
     values: a dict for the page: name; started and changed, the first and last modification time;
     step and evaluation, the last training and evaluation record, or {}; end: "finished", "stopped"
-    or `None`; eta, a text; lines, the last lines of the log; sample, the last generated text, or
-    ""."""
+    or `None`; eta, a text; lines, the last lines of the log; sample, the last text, or "".
+    """
     records = read_metrics(folder / METRICS, MAX_LINES)
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
@@ -70,8 +71,7 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES bytes (16 KiB) of the file `path`, a Path, decoded as UTF-8.
-    Return "" for a symbolic link, and for a file that is missing, not regular or not readable."""
+    """Return the last TAIL_BYTES of a regular file as text; "" for links and unreadable files."""
     with contextlib.suppress(OSError):
         # A named pipe would block, a link may lead out of the run's folder.
         if path.is_file() and not path.is_symlink():
@@ -82,10 +82,12 @@ def tail(path):
 
 
 def find_runs(top, n):
-    """Return {folder: ((modification time, size), ...)} of the `n` runs in the folder `top` that
-    changed last, sorted by this time, the newest last. folder: a Path. The tuple has a pair for
-    each file in FILES that exists. A run is a folder with metrics.jsonl or train.log: `top`, or a
-    folder up to MAX_DEPTH levels below. Hidden folders and folders old_N are skipped."""
+    """Return {folder: ((modification time, size), ...)} of the `n` newest runs, the newest last.
+
+    A run is a folder (a Path) with metrics.jsonl or train.log: `top`, or up to MAX_DEPTH levels
+    below. Hidden folders and folders old_N are skipped. The tuple has a pair for each file in FILES
+    that exists. The newest run changed last.
+    """
     found = {}
     for folder, subfolders, files in os.walk(top):
         is_last = len(Path(folder).relative_to(top).parts) == MAX_DEPTH
@@ -101,9 +103,7 @@ def find_runs(top, n):
 # the server
 
 class Server(ThreadingHTTPServer):
-    """An HTTP server on 127.0.0.1 and the port options.port, which serves / (the page), /state
-    (JSON) and /chart (SVG). Content is computed on request from the runs in options.folder.
-    options: a WatchOptions."""
+    """An HTTP server on 127.0.0.1 for the runs of WatchOptions: a page, /state and /chart."""
 
     def __init__(self, options):
         super().__init__(("127.0.0.1", options.port), Handler)
@@ -115,8 +115,7 @@ class Server(ThreadingHTTPServer):
         self.bodies = {"/": Path(__file__).with_name("watch.html").read_bytes()}
 
     def get(self, path):
-        """Return the content (bytes) for the path "/", "/state" or "/chart". Files are read again
-        if the content is older than MIN_INTERVAL_SECONDS. Thread-safe."""
+        """Return the bytes of "/", "/state" or "/chart", renewed after two seconds; thread-safe."""
         with self.lock:
             if time.monotonic() >= self.next_update:
                 self.update()
@@ -124,9 +123,7 @@ class Server(ThreadingHTTPServer):
             return self.bodies[path]
 
     def update(self):
-        """Read the files of runs that have changed and, if any run has changed, renew the content
-        of /state and /chart. Runs are sorted by start time, the newest first. The caller must hold
-        self.lock."""
+        """Renew /state and /chart, newest run first, if a run has changed; needs self.lock."""
         found = find_runs(self.options.folder, self.options.runs)
         runs = [self.read_run(folder, stamps) for folder, stamps in found.items()]
         runs.sort(key=lambda run: run[1]["started"], reverse=True)
@@ -144,8 +141,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of GET requests to a Server. Responds with status 403 to requests from other web
-    pages, or for a host name other than localhost and 127.0.0.1, and with 404 to unknown paths."""
+    """Handler of GET requests to a Server: 403 for other pages or hosts, 404 for other paths."""
     timeout = 30  # seconds to wait for a request
 
     def handle(self):
@@ -175,8 +171,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def watch(options):
-    """Serve the page of the runs in options.folder until SIGINT or SIGTERM, then return. options: a
-    WatchOptions. Raises ValueError if the folder does not exist, OSError if the port is in use."""
+    """Serve the page of the runs in options.folder until SIGINT or SIGTERM, then return.
+
+    Raises ValueError if the folder does not exist, OSError if the port is in use.
+    """
     if not os.path.isdir(options.folder):
         raise ValueError(f"{options.folder}: no such folder")
     with Server(options) as server:
