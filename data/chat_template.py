@@ -72,7 +72,7 @@ def parse_messages(value, name):
 
 
 def parse_content(content):
-    """Return the text of a string or OpenAI's list of parts {"text": string}, else ValueError."""
+    """Return the text of a string or OpenAI's parts [{"text": string}, ...], else ValueError."""
     texts = [content]
     if isinstance(content, list):
         texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]
@@ -111,9 +111,9 @@ class ChatTemplate:
         """Return the text of messages in this template.
 
         add_prompt: whether to append the start of the assistant's next answer, i.e. the header.
-        tokenizer: put marks around the texts of these special tokens in messages and variables, for
-        encode_marked(). `None`: no marks, and no end of text after an answer of the built-in
-        template.
+        tokenizer: put marks around the texts of the tokenizer's special tokens in messages and
+        variables, for encode_marked(). `None`: no marks, and no end of text after an answer of the
+        built-in template.
         Raises DataError if the template fails, UserError if it exceeds a limit of time or memory,
         SetupError without jinja2.
         """
@@ -127,11 +127,12 @@ class ChatTemplate:
                                                add_generation_prompt=add_prompt))
 
     def render_before(self, messages, answer, tokenizer, variables=None):
-        """Return the prompt of messages with the text that the template adds before `answer`.
+        """Return the rendered prompt with the text that the template adds before an answer.
 
-        Such text is e.g. a space, or Qwen 3's empty reasoning. Only the prompt is returned if
-        `answer` is blank, if the template changes prompt or answer, or if `answer` begins with the
-        first word of such text. tokenizer is required. Errors: as for `render`.
+        Such text is e.g. a space, or Qwen 3's empty reasoning. answer: first words of the answer,
+        not included. Only the prompt is returned if `answer` is blank, if the template changes
+        prompt or answer, or if `answer` begins with the first word of such text.
+        tokenizer, errors: as for `render`.
         """
         prompt = self.render(messages, True, tokenizer, variables)
         marked = mark_special(answer, tokenizer).strip()
@@ -211,7 +212,7 @@ class ChatTemplate:
         follows (e.g. without the reasoning).
         Messages after the last answer are left out, as well as messages after the first answer to a
         prompt of more than max_tokens tokens; sequences are not cut to max_tokens.
-        Raises DataError for a conversation that the template cannot represent.
+        Raises DataError for a conversation that the template cannot represent, and as `encode`.
         """
         # An answer is the text that the conversation has beyond the prompt, up to an end token.
         # Templates may shorten earlier answers (Qwen 3 removes the reasoning): then the ids of a
@@ -236,9 +237,10 @@ class ChatTemplate:
     def encode_answer(self, messages, tokenizer):
         """Return (prompt ids, answer ids, n) of a conversation that ends with the answer to learn.
 
-        The first n answer ids are to be learned, up to and including the end token. Raises
-        DataError unless the rendered text is the prompt, followed by the answer and an end token;
-        changes of characters that squeeze() removes are accepted.
+        The answer ids are all after the prompt; the first n, up to and including the end token, are
+        to be learned. Raises DataError unless the rendered text is the prompt, followed by the
+        answer and an end token; changes of characters that squeeze() removes are accepted. Other
+        errors: as for `encode`.
         """
         prompt, prompt_ids = self.encode(messages[:-1], True, tokenizer)
         whole, ids = self.encode(messages, False, tokenizer)
@@ -290,8 +292,8 @@ def builtin_jinja(spec):
     """Return the Jinja text of a spec of the built-in kind, texts with one {} like DEFAULT_SPEC.
 
     After an answer, the end of text replaces the text after {}. Message texts are stripped. A line
-    in a message that looks like a header is escaped with a backslash, so that a message cannot
-    imitate a different role. Raises DataError for an invalid spec.
+    in a message that begins with a header, the text before a {}, is escaped with a backslash, so
+    that a message cannot imitate a different role. Raises DataError for an invalid spec.
     """
     with data_errors("its chat template is invalid"):
         around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
@@ -316,8 +318,7 @@ def open_chat_format(source):
 
     source: a checkpoint (.pt), or any other source that open_tokenizer() accepts. block_size is a
     checkpoint's context in tokens, otherwise `None`. The ChatTemplate is `None` if the source has
-    no chat template. Raises DataError if there is no tokenizer or it cannot be read,
-    CheckpointError for a checkpoint that cannot be read.
+    no chat template. Errors: as for open_tokenizer(); also DataError for an invalid template.
     """
     if source.endswith(".pt"):
         spec = read_checkpoint_spec(source)
@@ -336,7 +337,7 @@ def open_chat_format(source):
 
 @functools.lru_cache(16)
 def match_any(texts):
-    """Return a compiled pattern of any text in a tuple, the longest first; () matches nothing."""
+    """Return a compiled pattern for any text in a tuple, the longest first; () matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
@@ -356,7 +357,8 @@ def count_special(ids, tokenizer):
 def count_template_special(template, tokenizer, variables, messages, add_prompt):
     """Return a Counter {id: occurrences} of the special tokens that the template itself writes.
 
-    messages: a tuple of (role, text) without special tokens. variables: a JSON text.
+    template: a ChatTemplate. messages: a tuple of (role, text) without special tokens.
+    variables: {name: value} as JSON text.
     """
     text = template.render(messages, add_prompt, tokenizer, json.loads(variables))
     return count_special(encode_marked(text, tokenizer), tokenizer)

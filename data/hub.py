@@ -35,7 +35,10 @@ WRITES = {"open": 0, "os.mkdir": 0, "os.link": 1, "os.rename": 1, "os.symlink": 
 
 
 def model_name(path):
-    """Return the display name of a model: OWNER/NAME of hf:OWNER/NAME, or the folder's name."""
+    """Return the display name of a model: OWNER/NAME of hf:OWNER/NAME, or the folder's name.
+
+    path: hf:OWNER/NAME, the model's folder, or a file in this folder.
+    """
     if path.startswith("hf:"):
         return path.removeprefix("hf:")
     path = Path(path).expanduser().resolve()
@@ -47,8 +50,8 @@ def local_folder(name, weights=True):
 
     name: hf:OWNER/NAME, or a local path, returned with ~ expanded; it may be missing, or a file.
     weights: False downloads configuration and tokenizer only. Only missing files are downloaded.
-    Raises DataError for an invalid name hf:..., a failed download, invalid files, and a model
-    without config.json; SetupError without huggingface_hub or, if weights is True, safetensors.
+    Errors, only for hf:...: DataError for an invalid name, a failed download, invalid files, and a
+    model without config.json; SetupError without huggingface_hub or, for weights, safetensors.
     """
     if not name.startswith("hf:"):
         return os.path.expanduser(name)
@@ -134,8 +137,8 @@ def run_download(function, max_bytes, max_seconds, arguments):
 
     After an error, print the error and exit with code 1. On Linux, the system ends the process
     after max_seconds or when the parent ends, and limits each file to max_bytes and memory to 16 *
-    max_bytes (at most MAX_MEMORY_BYTES). Only the repository's folder and locks in the cache, or
-    the argument local_dir, are written.
+    max_bytes (at most MAX_MEMORY_BYTES). Writes are refused except to a model's folder and locks in
+    the cache, or to the argument local_dir, which a data set needs.
     """
     os.environ["HF_HUB_DISABLE_SHARED_BLOBS"] = "1"  # files outside of this folder
     import huggingface_hub.constants

@@ -63,9 +63,9 @@ def parse_labelled_text(record, fields):
     """Return the LabelledText of a record; the record's field names are in `fields`, a Fields.
 
     Label and group are converted by normalize_label(). The label is `None` if it is missing or
-    empty; the group is the text itself if fields.group is `None`. Raises ValueError for a missing
-    or empty text, a label that is a list, dict or bytes, invalid evidence, and a missing or empty
-    group.
+    blank; the group is the text itself if fields.group is `None`. Raises ValueError for a text that
+    is missing, empty or not a string, a label that is a list, dict or bytes, invalid evidence, and
+    a missing or empty group.
     """
     check_columns(record, [fields.text], "--text")
     text, label = record[fields.text], record.get(fields.label)
@@ -94,9 +94,10 @@ def locate_evidence(text, record, fields):
     """Return the spans of a record's evidence in `text`, [(start, end), ...]; [] without evidence.
 
     The fields for words, start and end have a single value or a list. With both start and end,
-    words are ignored; otherwise a span is the first match of the words, see find_words. Raises
-    ValueError for offsets other than integers 0 <= start < end <= len(text), for not as many starts
-    as ends (if one is missing: only without words), and for words that do not occur in the text.
+    words are ignored. Otherwise, each value of words gives one span, see find_words; a lone start
+    or end is then ignored, but an error without words. Raises ValueError for offsets other than
+    integers 0 <= start < end <= len(text), different numbers of starts and ends, and words that do
+    not occur in the text.
     """
     words = as_list(record.get(fields.evidence))
     starts = as_list(record.get(fields.start))
@@ -123,7 +124,7 @@ def as_list(value):
 
 
 def find_words(text, part):
-    """Return the first span of `part` in `text`, preferably of complete words, else ValueError."""
+    """Return (start, end) of the first `part` in `text`, preferably full words, else ValueError."""
     words = re.escape(clean(str(part)))
     # \B\w matches inside a word.
     match = re.search(rf"(?!\B\w){words}(?!\B\w)", text) or re.search(words, text)
@@ -216,9 +217,9 @@ def merge_spans(spans):
 
 
 def to_token_span(text, span, ids, token_bytes, tokenizer):
-    """Return (first, last), the indices of the tokens that have a part of text[start:end].
+    """Return the first and the last index of the tokens that have a part of text[start:end].
 
-    span: (start, end) in characters. ids (n,): of `text`. token_bytes (V,): from the tokenizer.
+    span: (start, end) in characters. ids (n,): of `text`. token_bytes (V,): byte count of each id.
     last < first if no token has a part of it.
     """
     if tokenizer.kind == "json":
@@ -252,7 +253,7 @@ def open_labels(folder, split, spec):
 
 
 def open_split(folder, split, spec, **more):
-    """Return a split's memory-mapped arrays as open_labels, and those in `more` as open_rows."""
+    """Return a split's memory-mapped arrays as open_labels, then those of `more`, see open_rows."""
     tokens = (None,), 0, spec["vocab_size"]
     width = open_rows(folder, split, tokens=tokens)[0].shape[1]
     return open_rows(folder, split, tokens=tokens, lengths=((), 0, width + 1),

@@ -48,7 +48,7 @@ COMMON_KEYS = [f.name for f in fields(Meta) if f.name != "extra"]
 
 
 def write_meta(folder, meta):
-    """Write meta.json in `folder` atomically; call this last, or with meta.incomplete True."""
+    """Write folder/meta.json atomically; other files must be complete unless meta.incomplete."""
     write_text(os.path.join(folder, "meta.json"), json.dumps(meta.to_dict(), indent=1) + "\n")
 
 

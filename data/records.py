@@ -79,9 +79,9 @@ def walk(folder, skipped_names=()):
     """Return the paths of the regular files below `folder`, in the same order on every machine.
 
     Left out: hidden files and folders, folders with one of skipped_names, folders of prepared data,
-    and links to files outside `folder`, except from a snapshot in the hub's cache to blobs there;
-    the number of these links is printed. Raises DataError for a folder that cannot be read, and if
-    `folder` itself is prepared data.
+    links to folders, and links to files outside `folder`, except from a snapshot in the hub's cache
+    to blobs there; the number of links to files outside is printed. Raises DataError for a folder
+    that cannot be read, and if `folder` itself is prepared data.
     """
     def fail(error):
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; make it readable")
@@ -122,7 +122,7 @@ def parse_json(content):
 
 
 def json_lines(lines, name, columns=None):
-    """Yield (location, parse_json(line)) for each line that is not blank; lines are bytes."""
+    """Yield (location, parse_json(line)) for each nonblank line of bytes; `columns` is not used."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield f"{name}:{number}", parse_json(line)
@@ -132,7 +132,7 @@ def json_values(stream, name, columns):
     """Yield (location, value) for each record in a .json file: a list, one record, or one per line.
 
     There is one per line if the first line is a complete record; later invalid lines are yielded as
-    ValueErrors, not raised. Raises ValueError for other invalid content.
+    ValueErrors, not raised. Raises ValueError for other invalid content. `columns` is not used.
     """
     lines = [stream.readline()]
     while lines[-1].isspace():
@@ -148,7 +148,7 @@ def json_values(stream, name, columns):
 
 
 def check_columns(names, columns, option="--field"):
-    """Raise ValueError, with the `option` to use, unless `names` has all `columns` (if given)."""
+    """Raise ValueError, with advice to use `option`, if `names` lacks one of `columns`, if any."""
     for column in columns or ():
         if column not in (names or ()):
             known = ", ".join(map(repr, names or ())) or "none"
@@ -168,7 +168,7 @@ def csv_rows(stream, name, columns):
 
     A row is {column: text} with all columns, or a ValueError, not raised, if it is invalid. The
     extension of `name`, also before .gz, selects the delimiter. Raises ValueError as check_header
-    and for a header that is not UTF-8, csv.Error for invalid quotes in it.
+    and for a header that is not UTF-8, csv.Error for invalid quotes in the header.
     """
     csv.field_size_limit(1 << 30)  # the default, 128 kB, is too small for documents
     # An invalid byte becomes a surrogate, so that only this row is bad.
@@ -211,9 +211,9 @@ def parquet_rows(stream, name, columns):
 def dataset_rows(source):
     """Yield (location, row as a dict) for each row of a data set, read by the package datasets.
 
-    source: a saved folder, or a name on the hub, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or
-    OWNER/NAME, which is streamed; default split: train. Raises ValueError if it cannot be read,
-    SetupError without the package.
+    source: a saved folder (of several splits: train), or a name on the hub, hf:NAME,
+    hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT (default: train) or OWNER/NAME, which is streamed. Raises
+    ValueError if it cannot be read, SetupError without the package.
     """
     is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
     hint = "" if is_known else " (there is no file or folder of this name)"
@@ -261,7 +261,7 @@ def records(source, columns=None):
 # several sources
 
 def source_records(source):
-    """Yield (location, record) like records(), also for a folder; all errors are DataErrors."""
+    """Yield (location, record) like records(), also for a folder; READ_ERRORS become DataErrors."""
     if os.path.isdir(source) and not is_saved(source):
         paths = [path for path in walk(source) if has_record_extension(path)]
         if not paths:
@@ -280,7 +280,7 @@ def source_records(source):
 
 
 def without_nan(record):
-    """Return a copy of a record with `None` in place of NaN, a missing value of pandas."""
+    """Return a copy of a record with `None` for each field that is NaN, pandas' missing value."""
     return {name: None if isinstance(value, float) and value != value else value
             for name, value in record.items()}
 
@@ -288,9 +288,9 @@ def without_nan(record):
 def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record).
 
-    NaN in a record is replaced by `None` first. A record that is a ValueError, or for which `parse`
-    raises ValueError, RecursionError or UserError, is bad: (location, message) is appended to the
-    list `problems`, and the generator returns when it has max_problems entries.
+    A field that is NaN is replaced by `None` first. A record that is a ValueError, or for which
+    `parse` raises ValueError, RecursionError or UserError, is bad: (location, message) is appended
+    to the list `problems`, and the generator returns when it has max_problems entries.
     """
     for where, record in stream:
         try:

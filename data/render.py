@@ -80,7 +80,8 @@ def render(template, variables):
     """Return the text that a Jinja template (the source) produces, in a child process with limits.
 
     variables: {name: value of a JSON type}. Raises DataError if the template fails, UserError if it
-    exceeds the limit of time or memory, SetupError without the package jinja2.
+    exceeds MAX_CPU_SECONDS, MAX_SECONDS or MAX_BYTES (no limits on Windows), SetupError without the
+    package jinja2.
     """
     return renderer(os.getpid()).render(template, variables)
 
@@ -126,7 +127,7 @@ def answer(request):
 
 
 def set_timers(cpu_seconds, seconds):
-    """Let the system end this process after these processor and real seconds; 0 cancels a timer."""
+    """Let the system end the process after processor and real seconds (0: never); POSIX only."""
     if hasattr(signal, "setitimer"):  # POSIX
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)

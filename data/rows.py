@@ -83,10 +83,10 @@ def save_arrays(folder, split, **arrays):
 
 
 def pack_chats(chats, width):
-    """Pack conversations into rows (lists) of at most `width` tokens, without dividing any.
+    """Pack conversations into rows of at most `width` tokens, without dividing any.
 
-    chats: (ids, mask) of at most `width` tokens each. Each goes to the fullest of the last
-    MAX_OPEN_ROWS rows that has enough room (best fit), or to a new row.
+    chats: (ids, mask) of at most `width` tokens each; a row is a list of these. Each goes to the
+    fullest of the last MAX_OPEN_ROWS (100) rows that has enough room (best fit), or to a new row.
     """
     def used(row):
         return sum(len(ids) for ids, _ in row)
@@ -130,9 +130,9 @@ def split_by_prompt(samples, fraction):
     """Split samples by a hash of the prompt into {"train": list, "val": list}, `fraction` in val.
 
     samples: sample[0] is (ids, mask), arrays (n,). Samples with the same prompt are in the same
-    split, and the one with the lowest hash is always in val. The prompt is the ids before the first
-    answer, i.e. before consecutive 1s in the mask; if all samples have the same prompt, the ids
-    before the second or third answer, or all ids if there are fewer answers.
+    split; those of the prompt with the lowest hash always in val. The prompt is the ids before the
+    first answer, i.e. before consecutive 1s in the mask; if all samples have the same prompt, the
+    ids before the second or third answer, or all ids if there are fewer answers.
     """
     for n in range(3):  # e.g. every conversation begins with the same greeting
         prompts = [ids[(np.diff(mask.astype(np.int8), prepend=0) > 0).cumsum() <= n].tobytes()
@@ -149,7 +149,7 @@ def split_by_prompt(samples, fraction):
 
 
 def runs_in_val(runs, fraction, whose=""):
-    """Return a bool array (n,), True for the rows of the validation split: undivided runs.
+    """Return a bool array (n,), True for validation rows; runs are not divided.
 
     runs (n,): each row's run, e.g. a recording. About `fraction` of the runs is chosen, at least
     one but not all, evenly spread in sorted order. whose: text for the message, e.g. " of subject

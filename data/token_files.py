@@ -123,7 +123,7 @@ def read_layout(path, f, raw_dtype):
 
 
 def check_raw(path, head, raw_dtype):
-    """Raise DataError if a raw token file is text, or looks like uint32 and raw_dtype is `None`."""
+    """Raise DataError if `head`, a raw file's start, is text or, without raw_dtype, like uint32."""
     if len(head) >= 64 and not head.translate(None, TEXT_BYTES):
         raise DataError(f"{path}: is text, not tokens; {PREPARE}")
     if raw_dtype is None and len(head) >= 128:
@@ -134,7 +134,7 @@ def check_raw(path, head, raw_dtype):
 
 
 def open_shard(path, raw_dtype):
-    """Return the Shard of a token file, see read_layout; DataError if it is empty or cut off."""
+    """Return the Shard of a token file, see read_layout; DataError if empty or of a wrong size."""
     try:
         with open(path, "rb") as f:
             identity = identify(os.fstat(f.fileno()))
@@ -205,8 +205,8 @@ class TokenStream:
     def check_ids(self):
         """Raise DataError for an id outside the vocabulary, or if a file has changed.
 
-        In a stream above CHECKED_WHOLE (64 MiB), only 256 windows of CHECKED_WINDOW tokens are
-        checked, including the first and the last.
+        In a stream above CHECKED_WHOLE (64 MiB), only 256 windows of CHECKED_WINDOW (4096) tokens
+        are checked, including the first and the last.
         """
         n = self.n_tokens
         is_small = n * self.dtype.itemsize <= CHECKED_WHOLE

@@ -60,12 +60,12 @@ def open_tokenizer(source) -> Tokenizer:
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:
-    """Return the tokenizer in the file or folder `path` or, by default, open_tokenizer(name)."""
+    """Return the tokenizer in the file or folder `path`; without it, open_tokenizer(name)."""
     return open_tokenizer(os.fspath(path or name))
 
 
 def gpt2_ranks():
-    """Return GPT-2's {token bytes: rank}, which is downloaded into tiktoken's cache if missing."""
+    """Return GPT-2's {token bytes: rank} from tiktoken's cache or by a download, else DataError."""
     try:
         return tiktoken.load.load_tiktoken_bpe(R50K_URL, R50K_SHA256)
     except (OSError, ValueError) as error:
@@ -131,7 +131,7 @@ def load_folder_tokenizer(folder):
 
 
 def write_tokenizer(folder, tokenizer):
-    """Write a tokenizer's ranks or tokenizer.json to `folder`; return arguments for Meta."""
+    """Write any ranks or tokenizer.json of a tokenizer to `folder`; return arguments of Meta."""
     spec = tokenizer.spec()
     for part, name in TOKENIZER_FILES.items():
         if part in spec:
@@ -147,7 +147,7 @@ def find_vocabulary(data_dir, name=None, size=None):
     The tokenizer is that of the data's meta.json or meta.pkl; without this, open_tokenizer(name),
     or `None` if name is empty. The size is the first known one of: `size`, the tokenizer's,
     vocab_size in meta.json, GPT-2's 50257. Raises DataError if `name` is another tokenizer than
-    that of the data, if `size` is below the tokenizer's, or without a tokenizer and token files.
+    that of the data, if `size` is below the tokenizer's, or with neither tokenizer nor token files.
     """
     tokenizer = load_dataset_tokenizer(data_dir)
     if name and name != (tokenizer and tokenizer.kind):  # gpt2 is in the data, and not downloaded
@@ -166,7 +166,7 @@ def find_vocabulary(data_dir, name=None, size=None):
 
 
 def saved_formats(state):
-    """Return {"tokenizer": spec, "template": spec} of a checkpoint `state`, `None` if missing."""
+    """Return {"tokenizer": spec or `None`, "template": spec or `None`} of a checkpoint's dict."""
     spec = state.get("spec") or {}
     return dict(tokenizer=spec.get("tokenizer") or state.get("tokenizer"),
                 template=spec.get("template"))

@@ -23,7 +23,7 @@ def token_text(token):
 
 
 def list_merges(ranks):
-    """Return the pairs of tokens that form a token, in the order of `ranks`, {bytes: rank}."""
+    """Return the pairs of tokens in `ranks`, {bytes: rank}, that join to a token, in rank order."""
     merges = []
     for token in sorted(ranks, key=ranks.get):
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]

@@ -70,9 +70,10 @@ def data_errors(message):
 class Tokenizer:
     """Base class of the tokenizers: encode(text) -> list of ids, decode(ids) -> text.
 
-    Attributes: kind (a name), n_vocab (number of ids), eot_token (id of the end of text, or
-    `None`), special ({text: id} of the special tokens), start and end (ids that belong before a
-    prompt, e.g. Llama's <s>, and after a text, e.g. BERT's [SEP]; encode() does not add them).
+    Attributes: kind (byte, gpt2, ranks, char or json), n_vocab (number of ids), eot_token (id of
+    the end of text, or `None`), special ({text: id} of the special tokens), start and end (ids that
+    belong before a prompt, e.g. Llama's <s>, and after a text, e.g. BERT's [SEP]; encode() does not
+    add them).
     Subclasses implement encode_array, bytes_of and spec.
     """
     special = {}
@@ -119,7 +120,7 @@ class Tokenizer:
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def bytes_of(self, i):
-        """Return the text of the token id `i` as bytes of UTF-8; 0 <= i < n_vocab."""
+        """Return the bytes of the token id `i`, maybe incomplete UTF-8; 0 <= i < n_vocab."""
 
     def token_bytes(self):
         """Return the number of text bytes of each id, (n_vocab,) int64; 0 for special tokens."""
@@ -177,7 +178,7 @@ class RankTokenizer(Tokenizer):
                 for part in split_long_spaces(text)])
 
     def bytes_of(self, i):
-        """Return the text of id `i` as bytes, also if special; 0xFF (not UTF-8) without a token."""
+        """Return the bytes of id `i`, also if special; 0xFF (not UTF-8) if it has no token."""
         try:
             return self.enc.decode_single_token_bytes(i)
         except KeyError:
@@ -232,9 +233,10 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, text, eot_token, n_vocab=0):
         """Create a tokenizer from `text`, the content of a tokenizer.json.
 
-        eot_token: the id of the end of text, or `None`. n_vocab: the model's number of ids, 0 if
-        unknown. Special tokens with ids from n_vocab on, except eot_token, do not count for the
-        vocabulary size. Raises DataError for an invalid text or eot_token.
+        eot_token: the id of the end of text, or `None`. n_vocab: the model's number of ids; 0 if
+        unknown. Special tokens with ids from n_vocab on (if 0: all), except eot_token, do not count
+        for the attribute n_vocab, the highest id + 1. Raises DataError for an invalid text or
+        eot_token.
         """
         tokenizers = require("tokenizers", "this tokenizer.json")
         with data_errors("tokenizer.json: not one that tokenizers reads"):

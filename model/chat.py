@@ -35,7 +35,8 @@ def packed_layout(idx, chat):
 
     idx (B, T): token ids. chat (B, T): for each token, the conversation's number in the row.
     Returns "mask" (B, 1, T, T), true where a query sees a key: the same or an earlier token of the
-    conversation; "positions" (B, T), from 0; "history" (B, T), see histories() of model.core.ops.
+    conversation; per conversation, "positions" (B, T), from 0, and "history" (B, T), as from
+    histories() of model/core/ops.py.
     """
     index = torch.arange(idx.size(1), device=idx.device)
     # (B, T): the first token of each conversation
@@ -90,7 +91,7 @@ class ChatGPT(GPT):
                     exact=(starts & (errors[number] == 0)).sum())
 
     def numbers(self, sums):
-        """Return GPT.numbers() with, in evaluations of answers, the shares accuracy and exact."""
+        """Return GPT.numbers(); in evaluations also shares: accuracy (tokens), exact (answers)."""
         numbers = super().numbers(sums)
         if numbers.pop("answers", None):  # None without targets, as the others
             numbers["exact"] = float(sums["exact"] / sums["answers"])
@@ -99,7 +100,8 @@ class ChatGPT(GPT):
     def first_prompts(self, tokens, mask, *rest):
         """Return the ids before the first answer in each row; [] for a row without an answer.
 
-        tokens: (B, T + 1), or (B, 2, T + 1), of which the first half is used. mask: 1 for answers.
+        tokens: (B, T + 1), or (B, 2, T + 1) for pairs of answers, of which the first is used.
+        mask: of the same shape, 1 for tokens of answers. rest: the batch's other tensors, unused.
         """
         rows = zip(tokens.flatten(1), mask.flatten(1))
         return [ids[:int(learned.argmax())].tolist() for ids, learned in rows]
@@ -123,11 +125,12 @@ class FromChatKeys:
 
 
 def read_rows_meta(config, model, command, *keys):
-    """Return (Meta, tokenizer, dict for Data.spec) of config.data_dir, from data.prepare.`command`.
+    """Return (Meta, tokenizer, dict for Data.spec) of config.data_dir, rows for a model type.
 
-    model: the model type of the data, e.g. "chat". keys: further keys that meta.json must have.
+    model: this type, e.g. "dpo". keys: further keys that meta.json must have.
+    command: the command of data.prepare, e.g. "pairs", for error messages.
     The dict has vocab_size (the larger one of data and config), tokenizer, template and row_tokens.
-    Raises DataError for other data, and for rows with a block_size above that of config.
+    Raises DataError for other data, and if their block_size is above config.block_size.
     """
     folder = config.data_dir
     option = {"pairs": " --reference CKPT", "prompts": " --tokenizer CKPT"}.get(command, "")
@@ -157,7 +160,7 @@ def open_data(config, ranks):
 
 
 def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
-    """Return a model for conversations or, if data.spec has no template, for text."""
+    """Return the model of gpt.build_model(), for conversations if data.spec has a template."""
     model = gpt.build_model(config, data, kind, shape)
     if "template" in data.spec:
         model.template = ChatTemplate(data.spec["template"])
@@ -167,11 +170,12 @@ def build_model(config, data, kind=ChatGPT, shape=GPTConfig):
 
 
 def sample(model, data, config):
-    """Return the samples that a run writes: prompts, each with the greedy answer of the model.
+    """Return the texts for samples.txt: prompts, each with the model's greedy answer.
 
-    The prompts are the user messages config.sample_prompts, by default the first three prompts of
-    data.val. An answer has at most config.sample_tokens tokens. Without a template in data.spec,
-    returns the samples of a GPT.
+    The prompts are the user messages config.sample_prompts, by default the first prompt in each of
+    up to three rows of data.val. An answer has at most config.sample_tokens tokens. Without a
+    template in data.spec, returns sample() of model/gpt.py. Raises ValueError if the logits are
+    not finite.
     """
     if "template" not in data.spec:
         return gpt.sample(model, data, config)

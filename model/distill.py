@@ -13,8 +13,8 @@ GPT.
 
 With on_policy the student, a chat model, answers prompts, and the loss is the KL divergence in the
 other direction, from the student's distribution to the teacher's, at each token of its answers
-(arXiv:2306.13649); no gradient goes through the sampling. As in model/grpo.py, answers depend on
-the seed and the sample's number only.
+(arXiv:2306.13649); no gradient goes through the sampling. As in model/grpo.py, the random numbers
+depend on the seed and the sample's number only.
 
     python -m data.prepare.prompts example --tokenizer out/chat_short/ckpt.pt --out data/bin/prompts
     python run_train.py --config train/configs/distill_answers.yaml
@@ -196,7 +196,7 @@ def build_model(config, data):
 
 
 def load_teacher(path, config, n_ids):
-    """Return the frozen GPT at `path`; CheckpointError below n_ids ids or config.block_size."""
+    """Return the frozen GPT at `path`; CheckpointError unless n_ids and config.block_size fit."""
     teacher, _, _ = weights.load_frozen(path, "teacher")
     if (not isinstance(teacher, GPT) or teacher.config.vocab_size < n_ids
             or teacher.config.block_size < config.block_size):

@@ -67,8 +67,7 @@ class GPTConfig(GPTKeys):
         """Return the cosines and sines of the rotary angles at float `positions` (...).
 
         Shape (n, 2, ..., D / 2), float32: index 0 of dimension 1 has cosines, index 1 sines. n is
-        1, or
-        2 with window_rope_theta: index 1 is then for layers of type W (rope_index).
+        1, or 2 with window_rope_theta: index 1 is then for layers of type W (rope_index).
         """
         tables = [ops.rope_table(positions, self.head_dim, self.rope_theta, self.rope_factors)]
         if self.window_rope_theta:
@@ -76,16 +75,16 @@ class GPTConfig(GPTKeys):
         return torch.stack(tables)
 
     def rope_index(self, layer):
-        """Return the index of block `layer` in rope_tables(); -1 without rotary positions."""
+        """Return the index in rope_tables() for block `layer`; -1 without rotary positions."""
         if self.pos != "rope" or self.layer_type(layer).islower():
             return -1
         return int(self.layer_type(layer) == "W" and self.window_rope_theta is not None)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding without random initial values on the meta device.
+    """nn.Embedding that skips the random initialisation on the meta device.
 
-    Computing them there imports torch._dynamo: over a second whenever a checkpoint is loaded.
+    It imports torch._dynamo: over a second whenever a checkpoint is loaded.
     """
 
     def reset_parameters(self):
@@ -129,8 +128,8 @@ class NormAllHeads(Norm):
 def qk_norm(c, n_head):
     """Return the norm of queries or keys (B, T, n_head, D); nn.Identity without c.qk_norm.
 
-    c.qk_norm_type: "plain" per head without weights, "head" per head with weights, "all" over all
-    heads together with weights.
+    c: a GPTConfig. qk_norm_type: "plain" per head without weights, "head" per head with weights,
+    "all" over all heads together with weights.
     """
     if not c.qk_norm:
         return nn.Identity()
@@ -144,9 +143,10 @@ NORM_PLACES = {"pre": ["pre"], "post": ["post"], "both": ["pre", "post"], "strea
 
 
 def stream_norm(c, position):
-    """Return the norm before ("pre") or after ("post") attention or MLP; else nn.Identity.
+    """Return the norm before ("pre") or after ("post") attention or MLP, or nn.Identity for none.
 
-    c.norm_position selects. With "stream" (BERT), the output of "pre" replaces the residual stream.
+    c: a GPTConfig; norm_position selects. With "stream" (BERT), the output of "pre" replaces the
+    residual stream.
     """
     if position not in NORM_PLACES[c.norm_position]:
         return nn.Identity()
@@ -154,10 +154,10 @@ def stream_norm(c, position):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (arXiv:2305.13245), (B, T, C) -> (B, T, C).
+    """Self-attention with grouped queries (arXiv:2305.13245), (B, T, C) -> (B, T, C).
 
-    Depending on `config`, with rotary positions, sliding window, output norm and dropout. layer:
-    the index of the block.
+    Causal unless forward() gets a mask, which causal: false requires. `config` selects rotary
+    positions, sliding window, norms and dropout. layer: the index of the block.
     """
 
     def __init__(self, config, layer):
@@ -182,10 +182,10 @@ class Attention(nn.Module):
     def forward(self, x, ropes=(), cache=None, mask=None):
         """Return the output (B, T, C) for x (B, T, C).
 
-        ropes: the tables of GPTConfig.rope_tables() at the T positions; () without rotary
-        positions.
-        cache: a KVCache with the earlier tokens, updated in place, after start().
-        mask: (B or 1, 1, T or 1, T) bool instead of the causal mask, true where a query sees a key.
+        ropes: the tables of GPTConfig.rope_tables() at the T positions; () without rotary ones.
+        cache: a KVCache with the earlier tokens, updated in place; call its start() before.
+        mask: (B or 1, 1, T or 1, T) bool instead of the causal mask, true where a query sees a key;
+            for T = 1 (B, 1, 1, 1). ValueError with a cache.
         """
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.
@@ -254,8 +254,7 @@ class Block(nn.Module):
 
     forward(x, *context) -> x; context: ropes, cache and mask of Attention.forward(). mlp: class of
     the feed-forward layer. compute(x, *context, **of_mlp) is the block without gradient
-    checkpointing;
-    of_mlp: keyword arguments of the feed-forward layer's forward().
+    checkpointing; of_mlp: keyword arguments of the feed-forward layer's forward().
     """
     is_block = True  # compiled and sharded by itself, see train/system.py
     compiles_decoding = True  # one graph computes a single token in every block (model/sample)
@@ -290,9 +289,9 @@ class GPT(nn.Module):
 
     idx, targets: int64 (B, T); a target of -1 does not count. sums: {name: tensor}, sums over the
     targets, for the log. trunk() computes the states after the final norm, logits() the logits.
-    seed: of the initial weights. token_bytes (n_vocab,), a numpy array: the bytes of each token,
-    for bits per byte. is_backbone: only trunk() is used, as is required for an encoder (causal:
-    false).
+    seed: of the initial weights. token_bytes (n_vocab,), an int64 numpy array: the byte count of
+    each token, for bits per byte. is_backbone: only trunk() is used, as is required for an encoder
+    (causal: false).
     """
     block_class = Block  # other model types have other blocks
 
@@ -416,8 +415,8 @@ class GPT(nn.Module):
     def numbers(self, sums):
         """Return {name: number or `None`} for the log: each 0-dim sum divided by sums["count"].
 
-        "ppl" (perplexity) and "bpb" (bits per byte) replace a sum "bytes"; `None` if unknown. sums:
-        those of compute_loss() over all batches, and the total "loss".
+        sums: those of compute_loss() over all batches, and the total "loss". "loss" and "count" are
+        left out; "bytes" gives "ppl" (perplexity) and "bpb" (bits per byte), `None` if unknown.
         """
         numbers = ModelHooks.numbers(self, sums) if len(sums) > 2 else {}  # besides loss and count
         if taken := {"ppl", "bpb"} & numbers.keys():
@@ -512,8 +511,8 @@ def build_model(config, data, kind=GPT, shape=GPTConfig):
 def use_sampled_loss(model, n_samples, loader, seed):
     """Replace the loss of a GPT by a SampledCrossEntropy with `n_samples` ids, in place.
 
-    The frequencies of ids are those of about 2^20 training tokens. SetupError unless n_samples is
-    smaller than the vocabulary.
+    The frequencies of ids are those of the loader's first 2^20 tokens, about. SetupError unless
+    n_samples is smaller than the vocabulary.
     """
     if n_samples >= model.config.vocab_size:
         raise SetupError(f"head_samples ({n_samples:,}): expected fewer than the "

@@ -80,8 +80,8 @@ class AnsweringGPT(chat.ChatGPT):
     Called with (prompts, lengths, row_numbers, sample_numbers), it returns (loss, sums); subclasses
     implement this as compute_loss(), with sample_numbers=None in evaluations.
     prompts (B, P): token ids, right-padded. lengths (B,): true lengths.
-    row_numbers (B,): indices of the prompts in the data, for reward_function.
-    sample_numbers (B,): numbers that determine the seeds of the answers.
+    row_numbers (B,): indices of the prompts in reward_function.lines.
+    sample_numbers (B,): the samples' numbers, counted over all epochs, for the answers' seeds.
     Answers are sampled in training, greedy in evaluations. numbers() divides the sums by the number
     of prompts: sums["prompts"] or, without it, sums["count"] (default: B). The caller must set
     keys, a TrainConfig, and reward_function, a RewardFunction.
@@ -178,7 +178,8 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         """Sample group_size answers per prompt; return (arguments of policy_loss(), sums).
 
         sums {name: 0-dim tensor}: over the prompts, for the log; "count" is the divisor of the
-        loss. Raises UserError for errors of the reward function.
+        loss. With grpo_scale "batch", all ranks must call. Raises UserError for errors of the
+        reward function.
         """
         c = self.keys
         K = c.group_size
@@ -242,7 +243,9 @@ def pack_answers(prompt, answers, weights, max_tokens):
     row. Answers with weight 0 are left out; equal answers are stored once, with the total weight.
     Returns a list of rows, [] if all weights are 0. A row is a list of (token, position, history,
     target, part, weight).
+    position: from 0, as if the row had this answer only.
     history: the encoded tokens before, see histories() of model/core/ops.py.
+    target: the next token; -1 in part 0, where the weight is 0.
     part: 0 for the prompt, at the start of the row; 1, 2, ... for answers, which attend only to the
     prompt and to themselves, and begin with the prompt's last token, which predicts the next.
     """
@@ -299,12 +302,12 @@ class RewardFunction:
     """Callable (number, ids) -> reward, a finite float, for an answer to a prompt.
 
     number: index of the prompt in `lines`.
-    ids: the answer, token ids, which `tokenizer` decodes without the end tokens `ends`.
-    function(question, answer, row) -> number: reward() in the user's file at `path`; `None`: the
-    reward is 1.0 if the answer, stripped, equals the reference answer, else 0.0.
-    The caller must set lines, for each prompt a JSON text with question, answer (reference) and row
-    (the record), as in SPLIT_rows.jsonl. Raises UserError for errors in `function`, and for results
-    that are not finite or exceed MAX_REWARD in absolute value.
+    ids: the answer, token ids, which `tokenizer` decodes to a text without the end tokens `ends`.
+    function(question, text, row) -> number: reward() in the user's file at `path`; `None`: the
+    reward is 1.0 if the text, stripped, equals the reference answer, else 0.0.
+    The caller must set lines, for each prompt a JSON text with question, answer (the reference) and
+    row (the record), see data.prepare.prompts. Raises UserError for errors in `function`, and for
+    results that are not finite or exceed MAX_REWARD in absolute value.
     """
 
     def __init__(self, tokenizer, ends, function=None, path=""):
@@ -368,7 +371,7 @@ def load_reward(path):
 # model interface, see train/system.py
 
 class PromptLoader(RowLoader):
-    """RowLoader with batches as AnsweringGPT's arguments; sample numbers differ in each epoch."""
+    """RowLoader of AnsweringGPT's arguments; validation batches have no sample_numbers."""
     rows_digest = ""  # sha256 of the rows' records
 
     def read(self, g):
@@ -379,7 +382,7 @@ class PromptLoader(RowLoader):
 
 
 def read_lines(path, needs_answers):
-    """Return the JSON lines of the SPLIT_rows.jsonl at `path`; DataError if one is invalid."""
+    """Return the JSON lines of `path`; DataError if one is invalid or lacks a needed answer."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
         answers = [json.loads(line)["answer"] for line in lines]

@@ -61,8 +61,9 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 def load_backbone(config, data, dtype=torch.float32):
     """Return (config with the backbone's architecture, {name: tensor}), read from config.backbone.
 
-    Tensors with a dtype other than `dtype` are converted to float32. Raises CheckpointError if the
-    file cannot be used, or if the SHA-256 of the weights is not data.spec["backbone"].
+    Tensors of dtype `dtype` keep it, all others become float32. Raises CheckpointError if the file
+    cannot be used, if explicit keys of `config` contradict the architecture, or if the digest() of
+    the weights is not data.spec["backbone"].
     """
     path = config.backbone
     state = read_backbone(path)
@@ -103,7 +104,7 @@ def open_text(config, ranks):
 
 
 def build_model(config, data):
-    """Return a LoRA of the backbone config.backbone; ConfigError if lora_targets match no layer."""
+    """Return a LoRA of config.backbone; ConfigError if a pattern in lora_targets has no match."""
     dtype = torch.float32
     # In training, a bfloat16 backbone is not converted if products are computed in it: half of
     # the memory. Not under FSDP, which needs parameters of one type, and not in float16, in which

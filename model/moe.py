@@ -62,7 +62,7 @@ class Keys(RouterKeys):
 
 @dataclass
 class MoEConfig(GPTConfig, Keys):
-    """Architecture of a GPT with experts; expert_hidden is n_hidden / active experts by default."""
+    """Architecture of a GPT with experts; default expert_hidden: n_hidden / experts of a token."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,7 +88,10 @@ def router_losses(logits: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
 
 
 def sequence_losses(logits, load):
-    """Return router_losses(), (...) each, per sequence of logits (..., N, E) and load (..., E)."""
+    """Return router_losses(), (...) each, for every sequence of N tokens.
+
+    logits (..., N, E): of the router. load (..., E): compute_load() of the selected experts.
+    """
     logits = logits.float()
     n = logits.size(-1)
     p = logits.softmax(-1).mean(-2)  # (..., E)
@@ -99,7 +102,7 @@ def sequence_losses(logits, load):
 
 
 def compute_load(chosen, n):
-    """Return each expert's share (..., n) of the assignments, expert indices chosen (..., N, k)."""
+    """Return the share (..., n) of each of n experts in `chosen` (..., N, k), expert indices."""
     marks = torch.zeros(*chosen.shape[:-1], n, device=chosen.device).scatter_(-1, chosen, 1.0)
     return marks.mean(-2) / chosen.size(-1)
 
@@ -180,7 +183,7 @@ class GroupOrder:
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without biases, one per group of rows; weight (n, out, in) is not filled."""
+    """n linear layers without biases, one per group of rows; weight (n, out, in), uninitialised."""
     uses_muon = True
 
     def __init__(self, n, in_features, out_features):
@@ -236,7 +239,7 @@ class Experts(nn.Module):
         self.down = GroupedLinear(c.n_experts, c.expert_hidden, c.n_embd)
 
     def forward(self, x, routed):
-        """Return y (B, T, C) for x (B, T, C), and append (router logits, chosen) to routed."""
+        """Return y (B, T, C) for x (B, T, C); append (router logits, chosen) to list `routed`."""
         logits, weights, chosen = self.router(x)
         routed.append((logits, chosen))
         groups = GroupOrder(chosen.flatten(), self.config.n_experts)

@@ -79,8 +79,8 @@ def find_start(folder, config, ranks, log):
 
     The Start is the checkpoint that config.resume selects (find_checkpoint), otherwise the weights
     of config.init_from, otherwise from scratch. If a sharded checkpoint in out_dir is damaged, an
-    older one is used. With config.mirror, set folder.mirror and first copy a newer checkpoint from
-    there.
+    older one is used. With config.mirror, first set folder.mirror, on rank 0, and copy a newer
+    checkpoint from the mirror to out_dir.
     log(text): called with messages on rank 0.
     All ranks must call. Raises on all ranks: CheckpointError if a checkpoint cannot be used, or if
     config.eval_only is set and there are no weights; UserError if the folder is locked.
@@ -139,13 +139,13 @@ def find_damage(start, ranks):
 
 
 def find_checkpoint(config, log, damaged):
-    """Return the Start for the checkpoint to resume, without the shape; from scratch without one.
+    """Return the Start of the checkpoint to resume (shape not set), of kind "scratch" without one.
 
     config.resume is
         auto    the newest checkpoint in out_dir, if any
         must    the same; CheckpointError without one
         never   no checkpoint; RunFolder.take() moves files of an earlier run to a subfolder
-        a path  this checkpoint, a file or a folder with ckpt.pt
+        a path  this checkpoint: a file, a folder with ckpt.pt or a folder of shards
     After a restart by torchrun, the newest checkpoint in out_dir takes precedence in all four
     cases.
     damaged: {path: problem} of checkpoints that must not be used.
@@ -204,7 +204,7 @@ def load_best(model, folder, config, ranks):
 def load_weights(model, start, config, spec, ranks, log):
     """Copy the weights of another run into `model`; return whether they cover all tensors.
 
-    start: of kind "init_from"; start.state is replaced on rank 0.
+    start: of kind "init_from"; start.state becomes {name: tensor} on rank 0.
     config, spec: TrainConfig and Data.spec of the new run.
     log(text): called with messages on rank 0.
     Tensors that the checkpoint lacks keep their values. All ranks must call. Raises CheckpointError
@@ -226,8 +226,8 @@ def load_weights(model, start, config, spec, ranks, log):
 def check_fits(start, config, data, model, ranks):
     """Raise CheckpointError, on all ranks, if the run of `start` cannot be resumed.
 
-    The checkpoint must be complete, `model` must have tensors with equal names, shapes and dtypes,
-    and config.allow_change must have all names in find_changes(), or "all". All ranks must call.
+    The checkpoint must have REQUIRED_KEYS, `model` tensors with equal names, shapes and dtypes, and
+    config.allow_change all names in find_changes(), or "all". All ranks must call.
     """
     expected = model.state_dict()  # of a sharded model, on all ranks
 
@@ -269,12 +269,12 @@ def find_changes(state, config, data):
 
 
 def find_evaluation_changes(state, config, data, task_metrics=()):
-    """Return the changes since a checkpoint, names, after which best metrics cannot be compared.
+    """Return the names of changes since a checkpoint after which best metrics are not comparable.
 
-    state: content of the checkpoint; task_metrics: names of the metrics of task files.
+    state: content of the checkpoint; task_metrics: names of the metrics of config.eval_tasks.
     The names are early_stopping_metric, early_stopping_mode, "validation data", "validation
-    samples" (per evaluation) and, if the metric is in task_metrics, eval_task_rows. Unknown values
-    do not differ, e.g. the validation data of a run without evaluations.
+    samples" (per evaluation) and, if early_stopping_metric is in task_metrics, eval_task_rows.
+    Unknown values do not differ, e.g. the validation data of a run without evaluations.
     """
     names = ["early_stopping_metric", "early_stopping_mode"]
     if config.early_stopping_metric in task_metrics:
@@ -294,7 +294,7 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
 
 
 def nearly_equal(a, b):
-    """Return whether two values of Data.spec are equal; floats may differ by 5% or by 0.01."""
+    """Return whether two values of Data.spec are equal; floats, also in lists, up to 5% or 0.01."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(nearly_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
@@ -309,8 +309,8 @@ def make_checkpoint(config, data, model, optimizer, parts, ranks):
     """Return the content of a checkpoint: weights, optimizer state and make_plain_part().
 
     Tensors are not copied: they share memory with `model` and `optimizer`. Exception: of a sharded
-    model, unless config.saves_shards(), they are copies on rank 0, and `None` on other ranks. All
-    ranks must call. Raises CheckpointError as make_plain_part() does.
+    model, unless config.saves_shards(), they are full CPU copies on rank 0, `None` on other ranks.
+    All ranks must call. Raises CheckpointError as make_plain_part() does.
     """
     tensors = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
     if any(map(is_sharded, model.parameters())) and not config.saves_shards(ranks.world_size):
@@ -379,7 +379,8 @@ def save(folder, state, config, ranks, is_best, is_numbered, log, last=False):
 
     The name is ckpt.pt, if `is_best` also ckpt_best.pt, if `is_numbered` also ckpt_NNNNNNN.pt.
     last: write the files before returning; a failure then raises CollectiveExit. Otherwise a thread
-    writes a copy of `state`, and a failure is only a warning in `log` (a Logger).
+    writes a copy of `state` (this call writes it if memory does not suffice for a copy), and a
+    failure is only a warning in `log` (a Logger).
     """
     if not config.saves_shards(ranks.world_size):
         is_copy = config.shards_model(ranks.world_size)
@@ -422,7 +423,10 @@ def own_parts(state, ranks):
 
 
 def check_finite(model, optimizer, iter_num, path, ranks):
-    """Raise BadNumbers if weights or optimizer state are not finite; all ranks must call."""
+    """Raise BadNumbers if weights or optimizer state are not finite; all ranks must call.
+
+    path: of the previous checkpoint, which the message names if it exists.
+    """
     state = map_tensors(local, {"model": dict(model.state_dict()),
                                 "optimizer": optimizer_state(optimizer)})
     if name := next(filter(None, gather_objects(find_non_finite(state), ranks)), None):
@@ -431,7 +435,7 @@ def check_finite(model, optimizer, iter_num, path, ranks):
 
 
 def find_drift(tensors, ranks):
-    """Return the names of unsharded tensors that differ between ranks; all ranks must call."""
+    """Return the names in `tensors` of unsharded ones that differ between ranks; all must call."""
     if ranks.world_size == 1:
         return []
     sums = {name: add_bits(t) for name, t in tensors.items() if not is_sharded(t)}
@@ -527,14 +531,14 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
 def select_optimizer_state(optimizer, entries, config, warn):
     """Return the entries of a checkpoint's optimizer state that can be loaded into `optimizer`.
 
-    entries: {parameter name: {key: value}}; {} if there was no step yet.
+    entries: {parameter name: {key: value}}; if {}, nothing is selected or missing.
     An entry is selected if it has the same keys (e.g. "exp_avg") as the parameter's state in
     `optimizer`, which must exist (see create_state). The key "ema" (moving average) is not
     compared, and is returned only if config.ema is set. Shapes are not compared. Entries that are
     {} (no gradient yet) are left out.
-    If an entry is missing, has different keys or is of no parameter in `optimizer`, raise
-    CheckpointError; if config.allow_change is not empty, call warn(text) once, for all entries, or
-    in the third case do nothing.
+    An entry that is missing, has different keys or is of no parameter in `optimizer` raises
+    CheckpointError. If config.allow_change is not empty, warn(text) is called once instead, for all
+    entries of the first two kinds; the third kind is ignored.
     """
     params = named_params(optimizer)
     usable = {}
@@ -586,7 +590,8 @@ def fill(own, state, ranks, shards=None, prefix=""):
     Tensors in `own` may be DTensors, and `own` may have more tensors. Without `shards`, rank 0
     sends the values in `state` to all ranks, one tensor at a time. With `shards` (a Shards), each
     rank reads the rows that it needs from the files, where the name of a tensor is `prefix` + name.
-    Tensors in `state` without values may be on the meta device. All ranks must call.
+    Where `state` is not read (other ranks, or with `shards`), it may be on the meta device. All
+    ranks must call.
     """
     targets = dict(named_tensors(own))
     for name, tensor in named_tensors(state):

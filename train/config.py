@@ -200,8 +200,8 @@ def translate(name, raw, known, by_epochs=False):
     known: {key: dataclass field} of the configuration class.
     by_epochs: whether the run's length is in epochs; save_every then means save_epochs, eval_every
     eval_epochs.
-    The result may have several keys. It is {name: raw} for a name without translation and a key
-    that accepts `raw`, {} for a setting without effect, e.g. "null" for a name that is no key.
+    The result may have several keys. It is {name: raw} if there is no translation, or if `name` is
+    a key that accepts `raw`; {} if there is no effect, e.g. "null" for a name that is no key.
     """
     target = name if name in known else ALIASES.names.get(name, name)
     if name in known and raw not in NULL:
@@ -246,8 +246,8 @@ def resolve(settings, known, problems):
     known: {key: dataclass field}. Aliases become keys in it, with " as ALIAS" appended to `where`.
     problems: gets a message if one file sets a key twice, or the command line a list or dict twice.
     Dicts that different aliases give for one key are joined. An alias without effect remains, with
-    the value IGNORED, if there is a hint about it. Unknown names remain. A length removes the other
-    lengths in REPLACED_LENGTHS, in steps, epochs or as a fraction, that an earlier file sets.
+    the value IGNORED, if there is a hint about it. Unknown names remain. A length, e.g. max_iters,
+    removes those in other units (max_epochs) that an earlier file sets: see REPLACED_LENGTHS.
     """
     resolved = {}
     lengths = {"max_epochs", "epochs", "num_epochs", "num_train_epochs"}
@@ -282,7 +282,7 @@ def order_switches(settings, known):
     """Return `settings`, as for resolve(), with switches (e.g. amp) in order of precedence.
 
     In each file, a switch that is on comes first, so that other settings override it, and one that
-    is off (or hybrid) comes last, so that it overrides them.
+    is off (or "hybrid") comes last, so that it overrides them.
     """
     files = {file_of(where): i for i, (_, _, where) in enumerate(settings)}
 
@@ -418,7 +418,7 @@ def describe_files(config):
 # checks between keys
 
 def find_conflicts(c):
-    """Return messages about conflicting keys, for c.world_size or, unset, WORLD_SIZE ranks."""
+    """Return messages about conflicting keys; ranks: c.world_size, else the variable WORLD_SIZE."""
     found = c.shape_problems() if c.model == "gpt" else []
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         found.append(f"min_lr ({c.min_lr}) must not exceed learning_rate ({c.learning_rate})")
@@ -519,7 +519,7 @@ def format_help(cls=TrainConfig):
 
 
 def format_config(config):
-    """Return the YAML page of --print_config for a result of load_config(), with all origins."""
+    """Return the YAML page of --print_config for a result of load_config(): values and origins."""
     lines = [f"# {line}" for line in describe_aliases(config)]
     config = config.inherit(dict(print_config=False))  # the page can be saved and used as --config
     for path in input_files(config, (True,)).values():

@@ -54,11 +54,11 @@ ROUNDS = 6  # with 4, the order of fewer than about 10 samples is measurably bia
 class Data:
     """The data of a run: loaders or torch Datasets per split, and facts that the model needs.
 
-    val: `None`: no evaluations. test: evaluated once, at the end of the run; `None`: no test.
+    val: `None` for no evaluations. test: evaluated once, at the end of the run; `None` for no test.
     spec: facts (vocabulary, tokenizer, classes, sizes) as plain Python types, saved in ckpt.pt.
     use: a command that uses the trained model, printed at the end of the run; "": USE of the model
     type. {out}, {best}, {data} and {ema} in it are replaced by out_dir, ckpt_best.pt or ckpt.pt
-    (without the folder), data_dir and, if averaged weights (ema) were the best, " --ema".
+    (without the folder), data_dir and, if the best metric is of averaged weights (ema), " --ema".
     """
     train: object
     val: object = None
@@ -176,7 +176,7 @@ def send(array, device):
 # loaders
 
 class Loader:
-    """Base class of loaders: it determines the samples in the batch get_batch(device, step).
+    """Base class of loaders, which selects the samples of each batch by (seed, step, rank).
 
     samples: sample count per epoch. batch_size: of this rank's training batches.
     val_samples: count of validation samples, which do not overlap: sample i is at position
@@ -433,7 +433,7 @@ def as_loader(source, config, ranks):
 
 
 def check_loader(loader, config, ranks):
-    """Raise SetupError if a Loader of training data was made for another batch size or rank.
+    """Raise SetupError if a training Loader has a different batch size, rank or world size.
 
     Such batches are not parts of the run's global batches. Other loaders, and attributes that a
     subclass does not set, are not checked.
@@ -449,9 +449,10 @@ def check_loader(loader, config, ranks):
 
 
 def check_item_names(model, loader):
-    """Raise SetupError if dict items name forward()'s parameters, but not the first in order.
+    """Raise SetupError if a Dataset's dict keys are parameters of forward(), in another order.
 
-    Values are passed by position. Other loaders and items are not checked.
+    Values are passed by position: the keys must be the first parameters. Other keys, items and
+    loaders are not checked.
     """
     names = getattr(loader, "names", None)
     parameters = list(inspect.signature(model.forward).parameters) if names else []
@@ -470,7 +471,7 @@ def seed_step(seed, it, ranks):
 
 
 def check_batch(batch):
-    """Return `batch`; SetupError unless it is a tuple or list whose first item is not 0-dim."""
+    """Return `batch`; SetupError unless it is a non-empty tuple or list, item 0 not 0-dim."""
     if not isinstance(batch, (tuple, list)) or not batch:
         raise SetupError(f"a loader's batch is a {type(batch).__name__}, expected a tuple (x, ...)")
     if getattr(batch[0], "ndim", 1) == 0:
@@ -481,7 +482,7 @@ def check_batch(batch):
 class Prefetcher:
     """Batches of a loader on `device`, a torch.device, prepared in advance by a thread.
 
-    seconds: total time that get() has waited; the caller may set it to 0. close() stops the thread.
+    seconds: total time get() has waited; the caller may set it to 0. close() stops the thread.
     get() must be called in ascending order of steps without gaps: other batches are not freed.
     The thread prepares as many batches as the loader reads at once (calls_per_chunk), at most
     MAX_BATCHES_AHEAD. For a loader with the attribute `computes`, get() calls it without a thread.

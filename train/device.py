@@ -32,8 +32,8 @@ def get_device(name: str = "auto", local_rank: int = 0, local_world_size: int = 
     local_rank, local_world_size: index of this rank, and rank count, on the machine.
     device_id: index of the CUDA device, unless `name` has one (default: local_rank).
     report: print the device's properties.
-    On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it is set. SetupError if the device is
-    missing or `name` is invalid.
+    On CUDA under Linux, sets PYTORCH_ALLOC_CONF, unless it or PYTORCH_CUDA_ALLOC_CONF is set.
+    SetupError if `name` is invalid, the device is missing, or there are fewer GPUs than ranks.
     """
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
@@ -82,7 +82,7 @@ def has_native_bfloat16(device):
     """Return whether a torch.device multiplies bfloat16 matrices in hardware.
 
     CUDA: from capability 8.0 on (older GPUs emulate it slowly). CPU: with AMX, AVX512-BF16 or ARM's
-    BF16. Always true for MPS.
+    BF16. Other devices, e.g. MPS: always true.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
@@ -163,7 +163,8 @@ def total_peak_flops(ranks, dtype):
 def should_compile(config, flops_per_step, ranks):
     """Return whether to use torch.compile; "auto": if the run is estimated to be long enough.
 
-    That is, longer than MIN_RUN_SECONDS. flops_per_step: of all ranks; 0: unknown, "auto" is false.
+    That is, longer than MIN_RUN_SECONDS. flops_per_step: of all ranks; 0: unknown. "auto" is then
+    false, as on devices other than CUDA and CPU.
     """
     if config.compile != "auto":
         return config.compile == "true"
@@ -201,7 +202,7 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Calls of a model with torch.compile, or in eager mode after compiling has failed.
+    """Wrapper that calls a model with torch.compile, in eager mode once compiling has failed.
 
     enabled: compile `model`, in place; also an attribute, which becomes False if compiling fails.
     warn(text): called once, if compiling fails. device: the torch.device of the model.

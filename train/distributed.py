@@ -53,7 +53,7 @@ def set_seed(seed: int, deterministic: bool = False, cudnn_benchmark: bool | Non
 
     deterministic: forbid TF32, which is otherwise on, and algorithms with results that depend on
     timing (https://pytorch.org/docs/stable/notes/randomness.html).
-    cudnn_benchmark: whether cuDNN autotunes; `None`: not `deterministic`.
+    cudnn_benchmark: whether cuDNN autotunes; `None`: yes, unless `deterministic`.
     """
     os.environ["PYTHONHASHSEED"] = str(seed % 2**32)  # for child processes
     random.seed(seed)
@@ -232,7 +232,8 @@ def gather_objects(value, ranks, group=None):
 def broadcast_from_rank0(make, ranks):
     """Call make() on rank 0; return the result, or raise the exception, on every rank.
 
-    Both are pickled; an exception that cannot be becomes a RuntimeError. All ranks must call.
+    Other ranks get a pickled copy. An exception that cannot be pickled becomes a RuntimeError. All
+    ranks must call.
     """
     outcome = [None, None]  # result, exception
     if ranks.is_main:
@@ -256,7 +257,7 @@ def broadcast_from_rank0(make, ranks):
 # DDP, FSDP2 and HSDP
 
 def wrap_ddp(model, ranks):
-    """Return `model` or, with several ranks, DDP of it, which does not broadcast buffers."""
+    """Return `model` or, with several ranks, DDP of it, whose forward() sends no buffers."""
     if ranks.world_size == 1:
         return model
     names = inspect.signature(DistributedDataParallel).parameters
@@ -289,8 +290,9 @@ def describe_mesh(config, ranks):
 
 
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
-    """Shard a model on the meta device with FSDP2, initialise it on ranks.device, and return it.
+    """Shard a model with FSDP2, move it to ranks.device, initialise it there, and return it.
 
+    model: on the meta device, or with values, which must be equal on all ranks.
     dtype: of the computation, if bfloat16; otherwise the dtype of the parameters is used.
     initial(name, shape, seed): called for each tensor without values, one at a time.
     replica_size: ranks that together hold one copy of the model (default: all).
@@ -314,7 +316,7 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
 
 
 def check_shardable(model):
-    """Raise SetupError if FSDP cannot shard `model`, which is on the meta device.
+    """Raise SetupError if FSDP cannot shard `model`, which may be on the meta device.
 
     The reasons are 0-dim parameters, parameters that a block shares with other parts of the model,
     and non-persistent buffers without values.

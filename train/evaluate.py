@@ -1,7 +1,8 @@
-"""Evaluation: sums over batches become numbers, the same for any number of ranks and batch size.
+"""Evaluation: sums over batches become numbers that do not depend on the number of ranks.
 
 A model returns the mean loss of a batch and sums over the batch's items. Sums are only ever added,
-in the order of the batches and in float64, and become numbers at the very end.
+in the order of the batches and in float64, and become numbers at the very end: for the same
+samples, another batch size changes only rounding errors.
 """
 
 import itertools
@@ -40,7 +41,7 @@ def check_result(result, previous=None):
 
 
 def pack(loss, sums, count):
-    """Return item count, total loss and sums of a batch as one vector, to be added. float64."""
+    """Return a batch's item count, total loss and sums as one float64 vector (MPS: float32)."""
     # float32 sums depend on the order of additions in the eighth digit. MPS has no float64.
     precise = torch.float32 if loss.device.type == "mps" else torch.float64
     out = {name: sums[name].detach().to(precise) for name in sorted(sums)}
@@ -54,9 +55,9 @@ def pack(loss, sums, count):
 
 
 def unpack(vector, sums):
-    """Split a sum of pack() vectors into {name: CPU tensor} and the numbers appended to it.
+    """Split a sum of pack() vectors into {name: float64 CPU tensor} and a list of appended numbers.
 
-    sums: those of any batch, for names and shapes.
+    sums: those of any batch, for names and shapes. The dict also has "count" and "loss", a total.
     """
     shapes = {"count": (), "loss": ()} | {name: sums[name].shape for name in sorted(sums)}
     ends = tuple(itertools.accumulate(map(math.prod, shapes.values())))
@@ -66,7 +67,10 @@ def unpack(vector, sums):
 
 
 def to_numbers(model, sums):
-    """Return {name: number} for a log line: the mean loss and the model's numbers(sums)."""
+    """Return {name: number} for a log line: the mean loss and the model's numbers(sums).
+
+    Values may also be lists or `None` (unknown). SetupError for reserved names (LINE_NAMES).
+    """
     of_model = model.numbers(sums) if hasattr(model, "numbers") else ModelHooks.numbers(model, sums)
     numbers = {name: to_plain(value) for name, value in of_model.items()}
     if reserved := LINE_NAMES & set(numbers):
@@ -84,7 +88,7 @@ def to_plain(value):
 
 @torch.no_grad()
 def evaluate(model, forward, loader, n_batches, ranks, autocast, stop=lambda done, total: False):
-    """Return {val_NAME: number} over the first `n_batches` validation batches, always the same.
+    """Return {val_NAME: number} over `n_batches` validation batches, always the same.
 
     model: in eval mode; its numbers(sums) turns sums into numbers, or lists, or `None`.
     forward(*batch) -> (loss, sums): called inside the context manager autocast().

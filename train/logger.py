@@ -57,7 +57,7 @@ class Logger:
 
     @property
     def writes_files(self):
-        """Whether files other than train.log are written; false until start()."""
+        """Whether files other than train.log are written; not while lines are held (self.held)."""
         return self.is_main and self.held is None and not self.config.get("eval_only")
 
     # -------------------------------------------------------------------------
@@ -76,9 +76,10 @@ class Logger:
             self.console.show(live=text)
 
     def write(self, text, line, live=None):
-        """Append `text` to train.log, with the time, and print `line`; both must be printable().
+        """Append `text` to train.log, with the time, and print `line`.
 
-        line: `None` prints nothing. live: the new status line of a terminal; `None` keeps it.
+        Both must be results of printable(). line: `None` prints nothing. live: the new status line
+        of a terminal; `None` keeps it.
         """
         if self.is_main:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
@@ -95,7 +96,7 @@ class Logger:
     def samples(self, iter, text, whole=False):
         """Append a generated text to samples.txt, and log its beginning in one line.
 
-        whole: log all of it, unchanged.
+        iter: the step. whole: log all of it, with its line breaks.
         """
         if self.writes_files:
             self.sample_file.write(f"=== iter {iter} ===\n{text}\n")
@@ -108,7 +109,7 @@ class Logger:
     # numbers
 
     def step(self, record):
-        """Log a training step. record: {name: number} with "iter", "max_iters" and "unit"."""
+        """Log a training step: {name: number or `None`} with "iter", "max_iters" and "unit"."""
         self.store({k: v for k, v in record.items() if k not in NOT_STORED and v != "tok"})
         line = format_line(f"iter {record['iter']}", record)
         live = self.console.live
@@ -124,7 +125,7 @@ class Logger:
         self.write(line, line)
 
     def store(self, record):
-        """Append {name: number} of a step to metrics.jsonl, and send it to the trackers."""
+        """Append a record {name: number}, with "iter", to metrics.jsonl and the trackers."""
         if self.writes_files:
             self.metrics.write(to_json({"iter": record["iter"], **record}))
             if self.trackers:
@@ -215,7 +216,7 @@ class Logger:
 
 
 def to_json(value, indent=None):
-    """Return strict JSON: tensors as lists, NaN and infinities as strings, others by str()."""
+    """Return strict JSON: tensors as lists, NaN and infinities as strings, other types by str()."""
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
     plain = json.loads(text, parse_constant=lambda name: str(float(name)))
     return json.dumps(plain, indent=indent, ensure_ascii=False)  # YAML misreads escaped emoji
@@ -224,7 +225,7 @@ def to_json(value, indent=None):
 def drop_lines_from(path, iter, evaluated=False):
     """Remove incomplete lines, and those from step `iter` on, from a metrics.jsonl, atomically.
 
-    Test numbers at `iter` stay, and if `evaluated`, so do validation numbers at `iter`. OSError.
+    Test numbers at `iter` stay; with `evaluated`, validation numbers at `iter` too. Raises OSError.
     """
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
@@ -252,7 +253,8 @@ LINE_NAMES = FORMATS.keys() | {"iter", "tokens", "unit", "count", "max_iters", "
 def format_line(start, record):
     """Return a log line, e.g. "iter 120: loss 3.2104, time 48.7ms", from {name: value}.
 
-    start: e.g. "iter 120". The names in FORMATS come first, then other floats, of the model.
+    start: e.g. "iter 120". The names in FORMATS come first, then other floats, of the model;
+    `None`, lists and other values are left out.
     """
     own = {name: "{label} {:.4f}" for name, value in record.items()
            if isinstance(value, float) and name not in LINE_NAMES}
@@ -281,7 +283,7 @@ def progress_line(record):
 # memory, time per step, duration of the run
 
 def peak_memory(device):
-    """Return the peak memory in MiB: allocated on a CUDA device, else resident (or `None`)."""
+    """Return the peak memory in MiB: allocated on CUDA, else resident (Windows: `None`)."""
     if device.type == "cuda":
         import torch
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
@@ -322,10 +324,10 @@ class Clock:
         return value
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, at the end of step `it`.
+        """Return the mean seconds per step since the last lap, without away(), after step `it`.
 
-        Calls warn(text) if `batches`, a Prefetcher, was waited for too long; resets
-        batches.seconds.
+        Calls warn(text) if `batches`, a Prefetcher, was waited for too long; sets batches.seconds
+        to 0. With several ranks (RankClock), all must call.
         """
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise
@@ -337,7 +339,7 @@ class Clock:
         return per_step
 
     def time_left(self, it, n_steps, per_step):
-        """Return the estimated seconds of `n_steps` more steps, with evaluations and saves."""
+        """Return the estimated seconds of `n_steps` more steps, plus evaluations and saves."""
         first, before = self.first = self.first or (it, self.total_away)
         return n_steps * (per_step + (self.total_away - before) / max(1, it - first))
 

@@ -13,9 +13,10 @@ def get_lr(it: int, args) -> float:
     """Return the learning rate of step `it` (0-based): linear warm-up, then lr_schedule.
 
     cosine (arXiv:1608.03983), linear and wsd (constant, then linear in the last part,
-    arXiv:2404.06395) reach min_lr at step lr_decay_iters and stay there; step multiplies by
-    lr_factor every step_iters steps (default: max_iters // 3), down to min_lr. The others are
-    constant. args: a TrainConfig, or an object for read_schedule().
+    arXiv:2404.06395) reach min_lr (default: a tenth of the peak) at step lr_decay_iters (default:
+    max_iters) and stay there; step multiplies by lr_factor every step_iters steps (default:
+    max_iters // 3) after the warm-up, down to min_lr. The others are constant; for plateau, the
+    caller multiplies by ReduceOnPlateau.scale. args: a TrainConfig, or as for read_schedule().
     """
     c = args if isinstance(args, TrainConfig) else read_schedule(args)
     warmup, end, min_lr = milestones(c)
@@ -56,7 +57,7 @@ def milestones(c):
 
 @dataclass
 class EarlyStopping:
-    """Stop after `patience` evaluations in a row without an improvement by more than `min_delta`.
+    """Early stopping after `patience` evaluations in a row without a gain above `min_delta`.
 
     patience: 0 for never. mode: "min" if lower values are better, else "max". best_loss: the value
     to improve on, negated for "max". counter: evaluations since the last improvement.
@@ -126,7 +127,7 @@ class SpikeDetector:
     """Detector of loss spikes by OLMo 2's criterion (arXiv:2501.00656).
 
     A spike is more than `sigma` standard deviations, at least 0.1% of the mean each, above the mean
-    of the last `window` normal losses. None is detected before half of the window is filled, and
+    of the last `window` normal losses. None is detected before half of the window is filled, or
     while it has losses of both signs, as with GRPO.
     """
 

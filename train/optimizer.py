@@ -30,7 +30,7 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
                          betas: tuple[float, float], eps: float = 1e-8,
                          muon: dict[str, float] | None = None, lr_groups: dict | None = None,
                          log: Callable[[str], object] = print) -> torch.optim.Optimizer:
-    """Return AdamW or, if `muon` is given, Muon; other arguments as for group_parameters()."""
+    """Return AdamW or, with `muon`, Muon; betas, eps: AdamW's; others: see group_parameters()."""
     groups = group_parameters(model, weight_decay, learning_rate, muon, lr_groups, log)
     # Fused: one kernel for all tensors of a group instead of ten kernels per tensor.
     options = dict(lr=learning_rate, betas=tuple(betas), eps=eps, fused=all(
@@ -41,14 +41,15 @@ def configure_optimizers(model: torch.nn.Module, weight_decay: float, learning_r
 def group_parameters(model, weight_decay, learning_rate, muon=None, lr_groups=None, log=print):
     """Return the parameter groups, dicts, of an optimizer over the trainable parameters of `model`.
 
-    Keys: params, names, lr, initial_lr, weight_decay, muon (whether Muon updates them). Other
-    options, e.g. betas, are set by the optimizer's constructor.
-    weight_decay: for tensors with two or more dimensions; other tensors have none.
-    learning_rate: the peak rate, `initial_lr` of each group, which the schedule scales.
+    Keys: params, names, lr, initial_lr (the peak rate, which the schedule scales), weight_decay,
+    muon (whether Muon updates them). The optimizer's constructor sets others, e.g. betas.
+    learning_rate: the peak rate, unless `muon` or lr_groups have another.
+    weight_decay: for tensors with two or more dimensions; default for others: none.
     muon: dict(lr, momentum, weight_decay) for the matrices of linear layers, which Muon updates.
     lr_groups: {pattern: value} for parameters whose names match (see matches); the last matching
     pattern is used. value: a factor of the learning rate, or dict(learning_rate, lr_mult,
-    weight_decay), each optional. A rate of 0 freezes: sets requires_grad = False.
+    weight_decay), each optional; learning_rate overrides lr_mult. A rate of 0 freezes: sets
+    requires_grad = False.
     log(line): called with a summary. ConfigError for invalid lr_groups, if all parameters are
     frozen, or unless learning_rate > 0.
     """
@@ -127,7 +128,7 @@ def match_lr_groups(lr_groups, model):
 
 
 def scale_rate(rate, own):
-    """Return the peak rate of a parameter with the options `own`; 0: the parameter is frozen."""
+    """Return a parameter's peak rate, from the default `rate` and the options `own`; 0: frozen."""
     return own.get("learning_rate", rate * own.get("lr_mult", 1.0))
 
 
@@ -154,7 +155,7 @@ def create_state(optimizer):
     """Create the state that the optimizer's first step creates, to copy a checkpoint into it.
 
     Existing state and gradients are removed. Parameters do not change, unless the optimizer changes
-    them at a learning rate of 0 and with zero gradients.
+    them at a learning rate of 0 and with zero gradients. With Muon, all ranks must call.
     """
     optimizer.state.clear()
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -226,12 +227,12 @@ def update_matrices(group, state):
 
 
 def split_matrices(tensors):
-    """Return views of this rank's matrices (rows of a sharded one) in 2- and 3-dim tensors."""
+    """Return views of the matrices in 2- and 3-dim tensors; of sharded ones, this rank's part."""
     return [matrix for t in map(local, tensors) for matrix in (t if t.dim() == 3 else [t])]
 
 
 def batches_by_shape(params, sharded):
-    """Return `params` in lists of equal matrix shape; unless `sharded`, transposed shapes too."""
+    """Return lists of `params` by shape or, unless `sharded`, by (transposed) matrix shape."""
     batches = {}
     for p in params:
         shape = tuple(p.shape) if sharded else tuple(sorted(p.shape[-2:]))
@@ -240,7 +241,7 @@ def batches_by_shape(params, sharded):
 
 
 def gathered_numel(n_matrices, size, n_ranks):
-    """Return how many elements each of n_ranks ranks sends in orthogonalize_together()."""
+    """Return the elements that a rank sends in orthogonalize_together(); size: of one matrix."""
     # With more ranks than matrices, a rank sends a part of one or two matrices. All ranks send
     # equally many elements: the last ranks may repeat the first matrices.
     if n_matrices >= n_ranks:

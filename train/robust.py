@@ -42,7 +42,7 @@ def on_signals(names, handler):
 
 
 def interrupt(signum, frame):
-    """Raise KeyboardInterrupt(signum), as Ctrl-C does: a handler for on_signals()."""
+    """Raise KeyboardInterrupt(signum), for interrupt_code(): a handler for on_signals()."""
     raise KeyboardInterrupt(signum)
 
 
@@ -184,7 +184,7 @@ def run_reporting_errors(config, job, prints=False):
     """Call job(config), print an error, and return the exit code (under torchrun, exit with it).
 
     0: success; 1: a crash, non-finite numbers, or the last save failed; 2: invalid input; 128 + n:
-    stopped by signal n. prints: whether the job prints its result; an OSError without a filename,
+    stopped by signal n. prints: whether the job prints a result; an OSError without a filename,
     e.g. of stdout, is then raised.
     """
     try:

@@ -57,7 +57,7 @@ class Progress:
             setattr(self, name, value if default is None else type(default)(value))
 
     def recent_loss(self):
-        """Return the mean loss since the last evaluation, or val_loss, for a fully masked step."""
+        """Return a masked step's loss: mean since the last evaluation, else val_loss, else 0."""
         return self.loss_sum / self.loss_count if self.loss_count else self.val_loss or 0.0
 
 
@@ -129,9 +129,9 @@ class Run:
     def open_model(self, stack, model=None):
         """Set self.raw_model: `model` (an nn.Module) or, if `None`, a new model of the model type.
 
-        If the run is resumed, check that the checkpoint fits. Log the plan, and compile the model
-        in place. When `stack` is closed, saves are completed, the log is closed, and compiling and
-        freezing undone. Raises UserError.
+        If the run is resumed, check that the checkpoint fits. Log the plan and, if
+        should_compile(), compile the model in place. When `stack` is closed, saves are completed,
+        the log is closed, and compiling and freezing undone. Raises UserError.
         """
         c = self.config
         ranks = self.ranks
@@ -194,7 +194,7 @@ class Run:
         return model.to(self.ranks.device)
 
     def log_plan(self, precision):
-        """Log the start-up lines, with the text `precision`; with eval_only, begin train.log."""
+        """Log the start-up lines, one with text `precision`; with eval_only, begin train.log."""
         self.log.config = asdict(self.config)
         if self.config.eval_only:  # which writes train.log, without take_folder()
             self.log.write_held()
@@ -202,7 +202,7 @@ class Run:
                         device.describe_device(self.ranks.device), precision, self.flops_per_step)
 
     def open_optimizer(self):
-        """Load the weights of init_from, if set, and build the optimizer, ema and gradient scaler.
+        """Load the weights of init_from in a new run; build the optimizer, ema, scaler and DDP.
 
         DDP wraps the model last: it must know the frozen parameters. Raises UserError.
         """
@@ -261,7 +261,7 @@ class Run:
         stack.callback(self.batches.close)
 
     def finish_saves(self, kind, error, trace):
-        """Wait for the save and, without a crash, the mirror; an exit function for ExitStack."""
+        """Wait for the save in progress and, without a crash, the mirror; for ExitStack.push()."""
         self.folder.wait()
         if self.folder.mirror and (kind is None or issubclass(kind, UserError)):
             self.folder.mirror.finish(self.log)
@@ -275,9 +275,9 @@ class Run:
         """Load the checkpoint in `start` into model, optimizer and parts(); all ranks must call.
 
         Unless the lr_schedule is plateau now, self.plateau.scale becomes 1. If the run still has
-        steps to do, any of find_evaluation_changes() resets best metric and early stopping; other
-        validation data or samples also reset best_val_loss and the plateau schedule's best loss,
-        and the evaluation is repeated. Raises CheckpointError.
+        steps to do, without eval_only, any of find_evaluation_changes() resets best metric and
+        early stopping; other validation data or samples also reset best_val_loss and the plateau
+        schedule's best loss, and the evaluation is repeated. Raises CheckpointError.
         """
         p = self.progress
         c = self.config
@@ -307,7 +307,8 @@ class Run:
         It writes config.yaml and training_args.json, which a finished run keeps unless --resume
         names a file. With --resume never, files of an earlier run are first moved to a subfolder;
         after --resume FILE, checkpoints of later steps or another run. Without ckpt_best.pt, the
-        best metric is reset. Lines in metrics.jsonl about steps that will be repeated are removed.
+        best metric is reset, to that of the current weights if they are evaluated. Lines in
+        metrics.jsonl about steps that will be repeated are removed.
         """
         p = self.progress
         c = self.config
@@ -386,7 +387,7 @@ class Run:
                 f"'{{{names[0]}: 0}}'") from None
 
     def check_first_step(self):
-        """Warn of parameters without a gradient after the first step; all ranks must call.
+        """Warn of parameters that had no gradient in the first step; all ranks must call.
 
         Raises CheckpointError if an optimizer other than AdamW and Muon cannot be resumed.
         """
@@ -426,7 +427,7 @@ class Run:
             self.progress.best_metric, self.progress.loss_of_best = self.best_before
 
     def save_is_due(self):
-        """Return whether a save is due by save_interval or save_epochs; False if already saved."""
+        """Return whether a save is due now by save_interval (else eval_interval) or save_epochs."""
         c = self.config
         at_interval = (self.completes(c.eval_interval, c.eval_epochs) if c.save_interval is None
                        else self.completes(c.save_interval))
@@ -439,7 +440,7 @@ class Run:
         return c.keep_last > 0 if c.save_epochs is None else self.completes(epochs=c.save_epochs)
 
     def completes(self, steps=0, epochs=None):
-        """Return whether the last step reached or passed a multiple of `epochs`, else `steps`."""
+        """Return whether the last step completed a multiple of `epochs` or, if unset, `steps`."""
         it = self.progress.iter_num
         if epochs:
             steps = epochs * self.data.train.samples / self.config.samples_per_step
@@ -473,7 +474,7 @@ class Run:
 
     @contextlib.contextmanager
     def eval_mode(self):
-        """Put the model in eval mode, without compiled code on a CPU; in train mode on exit."""
+        """Run a `with` block in eval mode, without compiled code on a CPU; then set train mode."""
         self.raw_model.eval()
         try:
             with self.compiler.paused():
@@ -505,7 +506,7 @@ class Run:
 def open_run(config, ranks, model=None, on_evaluation=None, data=None):
     """Yield a Run, ready for the next step: a new run, or one that continues from a checkpoint.
 
-    config: as returned by validate_config(). model, on_evaluation, data: as for train().
+    config: from validate_config() or load_config(). model, on_evaluation, data: as for train().
     On exit the log is closed and the folder unlocked. All ranks must call. Raises UserError.
     """
     distributed.set_seed(config.seed, config.deterministic, config.cudnn_benchmark)
@@ -540,7 +541,7 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
 def validate_config(config):
     """Return a copy of `config`, checked like a configuration from a file.
 
-    Raises ConfigError, also for dry_run, profile, print_config; SetupError for a missing package.
+    Raises ConfigError, also for dry_run, profile, print_config; SetupError for a missing tracker.
     """
     explicit = [f.name for f in fields(config) if config.is_explicit(f.name)]
     if options := [n for n in ("dry_run", "profile", "print_config") if getattr(config, n)]:
@@ -574,8 +575,8 @@ def check_epochs(config, samples):
 def open_data(config, ranks, data=None):
     """Return the Data of a run: `data` or, if `None`, the data in data_dir.
 
-    Torch Datasets in `data` are replaced by loaders; several weighted folders ("a:0.7,b:0.3")
-    become a mixture. Raises DataError.
+    Torch Datasets in `data` are replaced by loaders; weighted folders in data_dir
+    ("a:0.7,b:0.3") become a mixture. Raises DataError.
     """
     model_type = load_model_type(config.model)
     if config.eval_epochs and not config.eval_interval:

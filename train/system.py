@@ -76,17 +76,18 @@ class ModelType:
 class ModelHooks:
     """Methods that a model (torch.nn.Module) may have besides `forward`, with defaults.
 
-    forward(*batch) -> (loss, sums): the mean loss over the batch's items, and {name: tensor} of
-    sums over the items. sums["count"] is the item count (default: all items of the batch).
+    forward(*batch) -> (loss, sums): the mean loss over the batch's items (tokens or rows), and
+    {name: tensor} of sums over the items. sums["count"] is the item count (default: all items).
     Submodules with the attribute `is_block = True` are compiled and sharded one by one;
-    `uses_muon`, true or false, decides whether Muon updates the weight (muon_parameters()).
+    `uses_muon`, true or false, decides whether Muon updates their `weight` (muon_parameters()).
     """
 
     def numbers(self, sums):
         """Return the numbers to log, {name: number, list of numbers or `None`}.
 
-        sums: {name: CPU tensor}, added over all batches, with "loss" and "count".
-        Default: each other 0-dim sum / count (`None` if the count is 0). LINE_NAMES are reserved.
+        sums: {name: CPU tensor}, over all batches and ranks, with "loss" (a sum, too) and "count".
+        Default: each other 0-dim sum / count (`None` if the count is 0).
+        LINE_NAMES in train/logger.py are reserved.
         """
         return {name: float(value / sums["count"]) if sums["count"] else None
                 for name, value in sums.items()
@@ -158,7 +159,7 @@ class LoaderHooks:
 
 
 def hook(owner, name):
-    """Return the attribute or bound method `name` of a model or loader, or the default above.
+    """Return the hook `name` of a model or loader: attribute or method, or the default here.
 
     Raises SetupError if `owner` has an attribute that is not callable in place of a method.
     """

@@ -36,16 +36,16 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
     """Resume or start a run, train it until it is finished, and return the results.
 
     model: an nn.Module to train in place, instead of the one that the model file builds. It ends
-    with
-        the last weights or, with test data, those of ckpt_best.pt.
-    on_evaluation(iter_num, numbers): called on every rank after each evaluation, with {val_NAME:
-        number}; an exception stops the run.
+        with the last weights or, with test data, the best ones (see test()).
+    on_evaluation(iter_num, numbers): called on every rank after each evaluation of validation data,
+        with {val_NAME: number}; an exception stops the run.
     data: to train on instead of config.data_dir; the splits are loaders or map-style torch Datasets
         (DatasetLoader in train/dataloader.py).
-    Returns iter_num; val_loss and best_val_loss (`None` and inf without an evaluation); finished
-    (the reason, "" if unfinished); history (a dict of numbers per evaluation); test (numbers, {} if
-    not evaluated). Raises UserError: Stopped after a signal, BadNumbers for a non-finite loss or
-    gradient, CollectiveExit if the last save fails, and others for invalid input.
+    Returns a dict: iter_num; val_loss and best_val_loss (`None` and inf without an evaluation);
+    finished (the reason, "" if unfinished); history (a list, a dict of numbers per evaluation);
+    test ({test_NAME: number}, {} if not evaluated). Raises UserError: Stopped after a signal,
+    BadNumbers for a non-finite loss, gradient or weight, CollectiveExit if the last save fails, and
+    others for invalid input.
     """
     config = validate_config(config)
     # Under torchrun this process is one of several ranks. All ranks run the same program; what only
@@ -72,7 +72,7 @@ def train(config: TrainConfig, model: torch.nn.Module | None = None,
 
 
 def training_loop(run):
-    """Train an opened Run until it is finished, with evaluations and saves; then call finish()."""
+    """Train an opened Run until it is finished, then call finish(); Stopped after a signal."""
     c = run.config
     p = run.progress
     p.finished = ""  # a larger max_iters continues a finished run
@@ -109,8 +109,8 @@ def train_step(run, lr=None):
     """Do one optimizer step on the global batch, log it and return the mean loss over all ranks.
 
     lr: the learning rate; `None`: by the schedule. Returns `None`, without a step, if a signal
-    requests a stop between two micro-batches. A float16 overflow or a loss spike (on_spike) skips
-    the update; other non-finite numbers raise BadNumbers.
+    requests a stop between two micro-batches. A float16 overflow, or a loss spike with on_spike
+    "skip", skips the update; other non-finite numbers raise BadNumbers.
     """
     c = run.config
     p = run.progress
@@ -207,7 +207,8 @@ def clip_gradients(optimizer, max_norm, factor=1.0):
 def react_to_anomaly(run, lr, loss, norm):
     """Warn of a loss spike or raise BadNumbers; return whether to update the weights.
 
-    Counts in run.progress. A float16 overflow is no error: the loss scale decreases.
+    Call it only for a spike or non-finite numbers: it updates the counters in run.progress. A
+    float16 overflow silently skips the update; too many in a row raise BadNumbers.
     """
     p = run.progress
     action = decide_action(loss, norm, p, run.spikes, run.config.on_spike, run.scaler.is_enabled())
@@ -230,7 +231,7 @@ def react_to_anomaly(run, lr, loss, norm):
 
 
 def log_step(run, lr, loss, norm, sums):
-    """Add a step's loss to the mean of the next evaluation; log it every log_interval steps."""
+    """Add a step's loss to the next evaluation's train_loss, and log it if due; skip overflows."""
     c = run.config
     p = run.progress
     it = p.iter_num
@@ -258,7 +259,8 @@ def log_step(run, lr, loss, norm, sums):
 def validate(run):
     """Evaluate the validation data, log the numbers, and update best metric and schedules.
 
-    Returns {val_NAME: number}; `None` if a signal interrupts the evaluation, which is not recorded.
+    Also calls run.on_evaluation, and writes samples.txt and loss.svg. Returns {val_NAME: number};
+    `None` if a signal interrupts the evaluation, which is not recorded.
     """
     c = run.config
     p = run.progress
@@ -316,7 +318,7 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Show the progress, restart the time limit, and return whether a signal requests a stop."""
+    """Show the progress, restart the step_timeout, and return whether a signal requests a stop."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)
@@ -364,7 +366,7 @@ def check_metric_names(run):
 # checkpoints
 
 def save(run, last=False):
-    """Save a checkpoint in the background: ckpt.pt, and ckpt_best.pt or ckpt_NNNNNNN.pt if due.
+    """Save ckpt.pt in the background, and if due also as ckpt_best.pt and ckpt_NNNNNNN.pt.
 
     A failure is a warning. With `last`, the files are durable on return, and a failure raises
     CollectiveExit. Raises BadNumbers, without saving, for non-finite weights or optimizer state.
@@ -405,7 +407,7 @@ def report_finished(run):
 
 
 def finish(run):
-    """Complete a run: save, draw loss.svg, evaluate the test data, log the next command."""
+    """Complete a run: save, draw loss.svg, evaluate the test data, log how to use the model."""
     # The last save is not in the background: an error is raised.
     save(run, last=True)
     # loss.svg again, with the last steps.
@@ -429,7 +431,8 @@ def finish(run):
 def test(run):
     """Evaluate the test data, if any, with the best weights, and set run.test_numbers.
 
-    These weights stay in the model: save before. Existing test_numbers are kept; {} after a signal.
+    These are in ckpt_best.pt (for an _ema metric, the averages there) or, without it, the current
+    ones. They stay in the model: save before. Existing test_numbers are kept; {} after a signal.
     """
     p = run.progress
     if run.data.test is None:

@@ -59,7 +59,7 @@ class PrepareOptions(FolderOptions):
 def choose_tokenizer(o):
     """Return the Tokenizer that o.tokenizer names; None for char and bpe, which need the text.
 
-    Raises UserError if it cannot be read, or if o.vocab_size is missing for bpe or set for another.
+    Raises UserError if it cannot be read, or unless o.vocab_size is set for bpe and only for bpe.
     """
     if (o.tokenizer == "bpe") != (o.vocab_size is not None):
         raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
@@ -87,7 +87,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
     sources: names of files, folders or data sets. tokenizer, options: fields of PrepareOptions.
     log(line): called with each line of the report.
-    Raises UserError for sources that cannot be read or have too little text, and the errors of
+    Raises UserError for sources that cannot be read, encoded or divided, and the errors of
     choose_tokenizer and new_folder.
     """
     start = time.monotonic()
@@ -117,7 +117,7 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
 
 def report_text(out, splits):
-    """Print the numbers of each split, and the command that trains on the folder `out`."""
+    """Print `splits`, {split: {name: number}}, and the command that trains on the folder `out`."""
     gpu = shutil.which("nvidia-smi") or os.path.exists("/proc/driver/nvidia/version")
     is_large = gpu and splits["train"]["tokens"] >= 100e6
     report(out, splits, "config" if is_large else "config_quick")
@@ -127,9 +127,9 @@ def report_text(out, splits):
 # built-in data
 
 def ensure_dataset(data_dir):
-    """Prepare Python's standard library in the folder data_dir unless this has prepared data.
+    """Prepare Python's standard library in the folder data_dir, unless it has prepared tokens.
 
-    Several processes may call this at once: the first prepares, the others wait. Raises DataError
+    Several processes may call this at once: the first prepares, the others wait. Raises UserError
     if data_dir cannot be written, has other files, or has a damaged meta.json.
     """
     start = time.monotonic()

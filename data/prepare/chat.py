@@ -56,7 +56,8 @@ def to_messages(record, fields=(), prompt_only=False):
     the answer's; or fields with lists of messages, which are concatenated. Default: find_format().
     prompt_only: also accept a question without an answer, a field with a text.
     The field `system`, if any, comes first unless the messages begin with a system message.
-    Raises ValueError for a record without these fields, an empty question, or invalid values.
+    Raises ValueError for a record without these fields, if the question's fields are all empty
+    (a text for prompt_only and the texts of messages may be), and for invalid values.
     """
     check_columns(record, fields)
     fields = fields or find_format(record, prompt_only)
@@ -78,7 +79,10 @@ def to_messages(record, fields=(), prompt_only=False):
 
 
 def find_format(record, prompt_only):
-    """Return the first of FORMATS whose fields all exist and are not None, or raise ValueError."""
+    """Return the first of FORMATS (or ["prompt"], if prompt_only) without a missing or None field.
+
+    Raises ValueError if there is no such format.
+    """
     for names in [*FORMATS, ["prompt"]] if prompt_only else FORMATS:
         if all(record.get(name) is not None for name in names):
             return names
@@ -98,7 +102,7 @@ class ChatWriter(SampleWriter):
 
         Sequences are cut after the last exchange that fits into block_size + 1 tokens. Returns
         None, and counts the reason in self.notes, if an answer is missing or empty or no exchange
-        fits. Prints the first args.show records. Raises ValueError for an invalid record.
+        fits. Prints those of the first args.show records. Raises ValueError for an invalid record.
         """
         messages = to_messages(record, self.args.field)
         width = self.block_size + 1

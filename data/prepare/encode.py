@@ -33,14 +33,15 @@ THREADS = min(16, os.cpu_count() or 1)
 def choose_split(documents, fraction):
     """Choose about `fraction` of the bytes of a Documents for validation; return (in_val, cut).
 
-    in_val: a bool array (documents,), True for documents in the validation split.
-    cut: the byte from which all text is in the split; a document may be divided there.
-    Documents are chosen by documents_in_val() if these are at least MIN_VAL_DOCUMENTS (10) and have
-    0.5 to 2 times the requested size; `cut` is then the size of the text. Otherwise the end of the
-    text is chosen. It begins between two documents if there are records or if that gives 0.5 to 2
-    times the requested size; otherwise, or if there is only one, inside a document. With records,
-    if the end is more than half of the text and more than 2 times the requested size, the document
-    nearest to that size is chosen instead; `cut` is the size of the text.
+    in_val: a bool array (documents,), True for documents that begin in the validation split.
+    cut: the byte from which all text is in the validation split, perhaps inside a document;
+    documents.size if in_val alone decides; 0 if the text is too short to be divided.
+    Chosen are the documents of documents_in_val() if they are at least MIN_VAL_DOCUMENTS (10) and
+    have 0.5 to 2 times the requested size, otherwise the end of the text. The end begins between
+    two documents if there are records (documents.has_records), or if it then has 0.5 to 2 times the
+    requested size; otherwise, or if there is only one document, inside one. With records, an end of
+    more than half of the text and of more than 2 times the requested size is replaced by the
+    document whose size is nearest to the requested one.
     """
     size = documents.size
     ends = np.array(documents.ends)
@@ -69,10 +70,10 @@ def seek_character(f, position):
 
 
 def find_cut(f, position):
-    """Return the next byte after `position` at which the text in `f` can be cut between tokens.
+    """Return a position in the binary file `f` at which the text can be cut between tokens.
 
-    It is before a space or newline and after a visible character. Without such a byte in the next
-    LOOKAHEAD_BYTES (4096): the start of the character at `position`.
+    It is the first after byte `position` that is after a visible character and before a space or
+    newline. Without one in LOOKAHEAD_BYTES (4096): the start of the character at `position`.
     """
     position = seek_character(f, position)
     text = f.read(LOOKAHEAD_BYTES).decode("utf-8", "ignore")
@@ -114,7 +115,7 @@ def cut_pieces(documents, in_val, cut):
 
 
 def batches(pieces):
-    """Return an iterator of lists of adjacent Pieces that begin in the same MiB (PIECE_BYTES)."""
+    """Return an iterator of lists of successive Pieces that begin in the same MiB (PIECE_BYTES)."""
     groups = itertools.groupby(pieces, key=lambda piece: piece.start // PIECE_BYTES)
     return (list(group) for _, group in groups)
 
@@ -129,7 +130,7 @@ def read_piece(f, piece):
 # tokens
 
 def sample_texts(documents, max_bytes):
-    """Yield evenly spread texts of a Documents, about 1 MiB each and max_bytes in all, or less."""
+    """Yield documents, or parts of them, evenly spread, in all about max_bytes of text or less."""
     pieces = batches(cut_pieces(documents, np.zeros(len(documents.ends)), documents.size))
     with open(documents.path, "rb") as f:
         for batch in itertools.islice(pieces, 0, None, -(-documents.size // max_bytes)):
@@ -137,7 +138,7 @@ def sample_texts(documents, max_bytes):
 
 
 def train_bpe(texts, vocab_size):
-    """Train a RankTokenizer of up to vocab_size tokens, with the end of text, on `texts`."""
+    """Return a RankTokenizer trained on `texts`: up to vocab_size tokens, with the end of text."""
     trainer = require("rustbpe", "tokenizer bpe").Tokenizer()
     parts = (part for text in texts for part in split_long_spaces(text))
     trainer.train_from_iterator(parts, vocab_size - 1, buffer_size=16, pattern=GPT2_PATTERN)

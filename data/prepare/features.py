@@ -107,13 +107,13 @@ def noise_ceiling(repeats, chosen):
 
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
-    """Write arrays for --model autoencoder to `out`; return the keys of meta.json for this model.
+    """Write arrays for --model autoencoder to the folder `out`; return the Meta.extra written.
 
     arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or None.
     val_fraction: share of the runs for validation; 0: no validation rows.
-    runs: (rows,) the number of each row's run, which is never divided between the splits; in the
-    files, adjacent rows of a run have one number, counted from 0.
-    force: replace prepared data of other sources. sources: names of the files, for meta.json.
+    runs: (rows,) the number of each row's run, which is never divided between the splits. The files
+    have other numbers: successive rows of a run have the same, counted from 0 over all rows.
+    force: replace data of other sources. sources: names of the files, for meta.json.
     subjects: (rows,) integers from 0 (default: one subject). Every run must be of one subject.
     Raises DataError for different row counts and infinite values; see rows_in_val and new_folder.
     """
@@ -181,9 +181,10 @@ def rows_in_val(runs, subjects, fraction):
 
 
 def read_chunks(name, array, chosen):
-    """Yield the rows `chosen` (n,) of `array` in blocks (CHUNK_ROWS or fewer, dims).
+    """Yield the rows array[chosen] in blocks of up to CHUNK_ROWS (4096), in the array's dtype.
 
-    The dtype is unchanged. Raises DataError for values infinite in float32; NaN is allowed.
+    chosen: (n,) indices. name: for messages. Raises DataError for values infinite in float32; NaN
+    is allowed.
     """
     for start in range(0, len(chosen), CHUNK_ROWS):
         rows = chosen[start:start + CHUNK_ROWS]
@@ -198,7 +199,7 @@ def read_chunks(name, array, chosen):
 
 
 def statistics(name, array, chosen):
-    """Return (mean, std), (dims,) float64, of rows `chosen` (n,) without NaN; 0 if all are NaN."""
+    """Return (mean, std), float64 (dims,), of array[chosen] without NaN; both 0 if all are NaN."""
     chunks = functools.partial(read_chunks, name, array, chosen)
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, map(np.fmax.reduce, chunks()))
@@ -211,7 +212,7 @@ def statistics(name, array, chosen):
 
 
 def write_array(path, name, array, chosen, shift):
-    """Write the rows `chosen` (n,) of `array` minus `shift` (dims,) as float32 to a .npy file."""
+    """Write array[chosen] minus `shift` (dims,) as float32 to the .npy file `path`."""
     header = dict(descr="<f4", fortran_order=False, shape=(len(chosen), array.shape[1]))
     with open(path, "wb") as f:  # no memory map: a full disk would kill this process (SIGBUS)
         np.lib.format.write_array_header_1_0(f, header)
@@ -271,7 +272,7 @@ def open_arrays(args):
     """Open the files that a FeatureOptions names; return (arrays, target, runs, subjects).
 
     arrays: {name of a modality: (rows, dims)}. target: an array, a Mean or None. subjects: (rows,)
-    or None. runs: (rows,); default: about 20 equal runs, counted anew for each subject.
+    or None. runs: (rows,); default: runs of rows // 20 rows, begun anew where the subject changes.
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
     names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
     followed by letters, digits and _.

@@ -40,9 +40,9 @@ def absolute(sources):
 def check_replaceable(out, model, sources, force):
     """Raise DataError unless the data in the folder `out` may be replaced.
 
-    That is the case if `out` is missing or empty, `force` is True, or the data was prepared, or an
-    interrupted preparation began, for --model `model` from the same sources in the same order; but
-    not from /dev/stdin or /dev/fd/N, whose content varies. A source in `out` with the name of a
+    It may be if `out` is missing or empty, `force` is True, or meta.json, also of an interrupted
+    preparation, has the same `model` (value of --model) and the same sources in the same order,
+    without /dev/stdin and /dev/fd/N, whose content varies. A source in `out` with the name of a
     prepared file, e.g. train_rows.jsonl, is always an error. Raises OSError if `out` is a file.
     """
     for path in map(os.path.realpath, sources):
@@ -67,7 +67,7 @@ def new_folder(out, model, sources, force=False):
     One of the files must be meta.json. `out` does not change before the end of the block, nor after
     an exception in it. Files of an earlier preparation are removed from `out`, all others remain.
     The temporary folder is next to `out`, or inside if `out` is a mount point. Raises the errors of
-    check_replaceable(), and UserError if another process prepares the same folder.
+    check_replaceable(), and UserError if `out` is being prepared already or the disk is full.
     """
     check_replaceable(out, model, sources, force)
     out = os.path.realpath(out)  # a link to a folder is preserved
@@ -112,19 +112,19 @@ def move_files(folder, out):
 
 
 def read_settings(path):
-    """Return the settings {key: text} of a YAML file over those of the file that `base` names."""
+    """Return a YAML file's settings {key: text}; defaults: those of the file that `base` names."""
     settings = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
     base = settings.pop("base", None)
     return (read_settings(path.parent / base) if base else {}) | settings
 
 
 def fit_to_data(splits, path):
-    """Return the options of run_train.py with which the configuration `path` suits the data.
+    """Return the options of run_train.py, a text, with which the configuration suits the data.
 
-    path: a Path of a YAML file. splits: {split: {name: number}}, with "rows", "pairs" or
-    "questions", the samples in an epoch, or "tokens".
+    path: its YAML file, a Path. splits: {split: {name: number}}, with "rows", "pairs" or
+    "questions", the samples in an epoch, or, without these, "tokens".
     Options: " --max_epochs 20" (WARN_EPOCHS) if training takes more epochs and max_epochs is not
-    set, and " --block_size N" if the tokens of a split do not fill a window.
+    set, and " --block_size N" if a split has fewer than block_size + 1 such tokens.
     """
     numbers = splits["train"]
     settings = read_settings(path)
@@ -146,9 +146,9 @@ def start_option(source):
 
 
 def report(out, splits, config, options=""):
-    """Print the numbers of each split, and the command that trains on the folder `out`.
+    """Print `splits`, {split: {name: number}}, and the command that trains on the folder `out`.
 
-    splits: {split: {name: number}}. options: text to append to the command.
+    splits: as for fit_to_data(). options: text to append to the command.
     config: the configuration, a path in train/ without .yaml, e.g. "configs/chat".
     """
     for split, numbers in splits.items():

@@ -104,7 +104,10 @@ def prepare_labels(args):
 
 
 def split_rows(rows, fraction):
-    """Return {split: rows} by a hash of the group: about `fraction` for val and for test."""
+    """Return {split: rows}, about `fraction` in val and in test, chosen by a hash of row.group.
+
+    rows: LabelledTexts. Raises DataError if a split is empty.
+    """
     splits = {name: [] for name in SPLITS}
     for row in rows:
         splits[split_by_group(row.group, fraction)].append(row)
@@ -115,7 +118,7 @@ def split_rows(rows, fraction):
 
 
 def find_classes(rows):
-    """Return the labels of LabelledTexts, sorted (integers numerically); [] without labels.
+    """Return the different labels of LabelledTexts, sorted (integers numerically); [] for none.
 
     Raises DataError if only some rows have a label, or all have the same.
     """
@@ -155,8 +158,8 @@ def missing_words(source):
 def example_records():
     """Yield (location, record) of missing words in the sources of numpy and torch.
 
-    record: {"text", "label", "start", "end", "file"}; "file" is the location. All texts are
-    different. A label has at most EXAMPLE_ROWS_PER_WORD (1200) records.
+    record: {"text", "label" (the missing word), "start", "end" (evidence), "file" (the location)}.
+    All texts are different. A label has at most EXAMPLE_ROWS_PER_WORD (1200) records.
     """
     files = {}
     for package in ("numpy", "torch"):

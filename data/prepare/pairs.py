@@ -86,7 +86,7 @@ def join_messages(prompt, answer, name):
 
 
 def mask_last_answer(ids, mask):
-    """Keep the 1s of the last answer only in `mask` (n,), in place; return (ids, mask)."""
+    """Set `mask` (n,) to 0, in place, except for the 1s of the last answer; return (ids, mask)."""
     last = np.flatnonzero(mask).max(initial=0)
     mask[:np.flatnonzero(mask[:last] == 0).max(initial=-1) + 1] = 0
     return ids, mask
@@ -122,7 +122,7 @@ class PairWriter(SampleWriter):
         self.options = f" --init_from {quote_path(args.reference)} --dtype {args.dtype}"
 
     def encode(self, record):
-        """Return [(ids, mask) of the chosen, of the rejected conversation] of a record, each (n,).
+        """Return [(ids, mask), (ids, mask)], all (n,), of the chosen and rejected conversation.
 
         The mask is 1 for the last answer. Returns None, and counts the reason in self.notes, if a
         conversation has more than block_size + 1 tokens. Raises ValueError for an invalid record.
@@ -136,7 +136,7 @@ class PairWriter(SampleWriter):
         return pair
 
     def write(self, folder, splits):
-        """Write all pairs; first reduce self.block_size if all conversations are shorter."""
+        """Write all pairs with log probabilities; first reduce self.block_size to the longest."""
         import torch
 
         from train.device import choose_dtype

@@ -63,9 +63,9 @@ class PromptWriter(SampleWriter):
     def encode(self, record):
         """Return [(ids, mask), prompt, line] of a record.
 
-        (ids, mask): arrays (n,) for the same split as in data.prepare.chat: the conversation before
-        the second answer (the reference answer counts), or before the only one, and one token in
-        place of this answer; the mask is 1 only at the first token of each answer.
+        (ids, mask): arrays (n,) with which split_by_prompt() splits as in data.prepare.chat: the
+        conversation before the second answer (the reference answer counts), or before the only one,
+        and one token in place of this answer; the mask is 1 only at the first token of each answer.
         prompt: the token ids to write. line: the dict to write to SPLIT_rows.jsonl.
         Returns None, and counts the reason in self.notes, for a prompt of more than args.block_size
         tokens (default: self.block_size - 1). Raises ValueError for an invalid record.

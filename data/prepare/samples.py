@@ -62,7 +62,7 @@ def example_records(source):
 class SampleWriter:
     """Base class of the commands data.prepare.chat, pairs and prompts; run() does all the work.
 
-    args: a SampleOptions that also has `tokenizer`, the source for open_chat_format().
+    args: a SampleOptions that also has `tokenizer` (not for pairs), a source of open_chat_format().
     Subclasses set noun (the word for a sample in messages), model (a value of --model), and define
 
         encode(record)          return the encoded sample, a list whose first item is (ids, mask),
@@ -137,6 +137,6 @@ class SampleWriter:
         return splits
 
     def pad_tokens(self, ids, width):
-        """Return n sequences of ids as uint16 or uint32 (n, width), filled up with end tokens."""
+        """Return sequences of ids as uint16 or uint32 (n, width), padded with the end of text."""
         dtype = id_dtype(self.tokenizer.n_vocab)
         return pad_rows(ids, width, self.tokenizer.eot_token, dtype)

@@ -28,8 +28,9 @@ BLANKS = " \t\r\n"
 def find_files(source):
     """Return the paths to read for a source: the files in a folder, or [source].
 
-    For a folder: as records.walk(), without __pycache__, and with the same errors. For
-    dataset:stdlib: the .py files of Python's library, without STDLIB_SKIP, e.g. tests.
+    A folder saved by the package datasets is one path. For another folder: as records.walk(),
+    without __pycache__, and with the same errors. For dataset:stdlib: the .py files of Python's
+    library, without STDLIB_SKIP, e.g. tests.
     """
     if source == STDLIB:
         paths = records.walk(sysconfig.get_paths()["stdlib"], records.STDLIB_SKIP)
@@ -51,8 +52,8 @@ def source_name(source):
 def read_text(path, separator):
     """Yield (text, whether a document ends here) of a text file, and at the end ("", True).
 
-    separator: the line between two documents ("": blank lines), each yielded as one text; None: the
-    file is one document in several blocks. Raises ValueError if the file is binary or not UTF-8.
+    separator: the line between two documents ("": blank lines); a document is one text. None: the
+    file is one document in several texts. Raises ValueError if the file is binary or not UTF-8.
     """
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
@@ -75,7 +76,7 @@ def read_text(path, separator):
 
 
 def record_text(record, fields):
-    """Return the texts of `fields` joined by newlines; ValueError unless each is a text or None."""
+    """Return the texts of `fields`, except None, joined by newlines; ValueError for other types."""
     records.check_columns(record, fields)
     for field in fields:
         if not isinstance(record[field], (str, type(None))):  # null is no text
@@ -103,7 +104,11 @@ class Documents:
         return self.ends[-1] if self.ends else 0
 
     def add_file(self, path, o):
-        """Append the documents of `path`, none if problems [(location, text), ...] are returned."""
+        """Append the documents of `path`; return [], or problems [(location, text), ...].
+
+        If there are problems, none of its documents is appended. path: a file, or a data set of
+        dataset_rows(). o: PrepareOptions. Stops at o.num_samples documents in all.
+        """
         size = self.size
         ends = array("q", [size])
         problems = []
@@ -138,7 +143,7 @@ class Documents:
 
 
 def is_data(path, problems, documents):
-    """Return whether the file that `documents` just read is data, so that `problems` are errors."""
+    """Return whether the `problems` of the file just read are errors, not a reason to skip it."""
     name = path.lower().removesuffix(".gz")
     if documents.is_damaged or name.endswith((".jsonl", ".ndjson", ".parquet")):
         return True

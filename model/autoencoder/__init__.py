@@ -9,7 +9,7 @@ The signal may be delayed: with the key delays, a sample is a window, i.e. a row
 rows before it. With time_layers, the encoders read one row at a time, and a transformer reads the
 window of encoded rows. With linear_path, a fixed ridge regression is added to the prediction, and
 the network learns the rest. With data of several subjects, each subject has a separate head and
-ridge regression. NaN is a missing value: as an input it is replaced by the mean, and as a target it
+ridge regression. NaN is a missing value: as an input it is replaced by the mean, and in losses it
 counts as predicted exactly.
 
     python -m data.prepare.features --synthetic
@@ -20,9 +20,9 @@ counts as predicted exactly.
 This file has the model, data.py the data, losses.py the losses and correlations, __main__.py the
 command that evaluates a checkpoint.
 
-Shapes: N rows, K rows of a window (delays + 1; without delays this dimension is absent), D columns
-of an array, P columns of all modalities together, T columns of the target, S subjects, H the key
-d_hidden, W d_hidden times the number of modalities, Z the key d_latent.
+Shapes: N rows, K rows of a window (delays + 1; without delays, batches lack this dimension), D
+columns of an array, P columns of all modalities together, T columns of the target, S subjects, H
+the key d_hidden, W d_hidden times the number of modalities, Z the key d_latent.
 """
 
 import math
@@ -70,14 +70,13 @@ class MultimodalAutoencoder(nn.Module):
     """Autoencoder of several modalities with an optional head that predicts a target.
 
     spec: Data.spec of open_data().
-    linear_path: (weight, bias) of fit_linear_path(), the initial values of the ridge regression;
-    `None` without config.linear_path or a target, and for a checkpoint's model (on the meta
-    device).
+    linear_path: (weight, bias) of fit_linear_path(), the frozen ridge regression; `None` without
+    config.linear_path or a target, and for a checkpoint's model (on the meta device).
     forward(*arrays) returns (mean loss, sums {name: tensor} over the rows).
     arrays: a batch of N rows, as from open_features(): one array per modality, (N, D) or with the
-    key delays (N, delays + 1, D); then the target (N, T), if the data have one; then, for data of
-    several subjects, (N, S) with 1 for the row's subject and 0 elsewhere.
-    As an input, NaN counts as the mean; with time_layers, earlier rows of NaN only are masked.
+    key delays (N, delays + 1, D), see add_delays(); then the target (N, T), if the data have one;
+    then, if `spec` has subjects, (N, S) with 1 for the row's subject and 0 elsewhere.
+    As an input, NaN counts as the mean; with time_layers, earlier rows that are all NaN are masked.
     """
 
     def __init__(self, config, spec, linear_path=None):
@@ -124,7 +123,7 @@ class MultimodalAutoencoder(nn.Module):
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
     def adopt(self, weights):
-        """Return `weights` {name: tensor} with the ridge regression fitted in this run, if any."""
+        """Return another run's weights {name: tensor} with this run's ridge regression, if any."""
         if self.linear_path is None:
             return weights
         return weights | dict(zip(("linear.weight", "linear.bias"), self.linear_path))
@@ -133,7 +132,7 @@ class MultimodalAutoencoder(nn.Module):
         """Return {name: float32 tensor}, standardised with the columns' training statistics.
 
         arrays: the tensors, in the order of forward(); the shapes are kept.
-        Missing values are NaN. "subjects" (N, S), if present, is not changed.
+        Missing values stay NaN. "subjects" (N, S), if present, is not changed.
         """
         x = {name: (x.float() - getattr(self, f"mean_{name}")) / getattr(self, f"std_{name}")
              for name, x in zip(self.names, arrays)}
@@ -157,7 +156,7 @@ class MultimodalAutoencoder(nn.Module):
         """Return the time transformer's output (N, W) at the present row of each window.
 
         h (N, K, W): encoded rows, the present one at index 0.
-        x: the dict of standardise(), in which earlier rows of NaN only are masked.
+        x: the dict of standardise(); earlier rows that are NaN in all modalities are masked.
         """
         missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
         missing[:, 0] = False  # attention to no row at all is not defined

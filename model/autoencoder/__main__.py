@@ -25,8 +25,8 @@ def evaluate_rows(model, arrays, rows=1024):
     metrics: {name: number or `None`}: "rows", "loss" and model.numbers(); `None` also for
     recon_NAME or match if the array has NaN only.
     r: the tensor of correlations(); `None` without a target.
-    outputs: numpy arrays {"latent": the bottleneck (N, Z), "prediction": the target (N, T) in the
-    original units, if the model has a target}.
+    outputs: numpy arrays {"latent": the bottleneck (N, Z), "prediction": of the target (N, T), in
+    the original units, if the model has a target}.
     """
     total = 0.0
     parts = defaultdict(list)
@@ -57,7 +57,7 @@ def evaluate_ridge(model, arrays):
     """Return correlations() of the baseline, a ridge regression, on `arrays`: (T,) or (S, T).
 
     arrays: of open_features() with the model's spec and delays. The baseline is fitted to the
-    training rows in the model's data_dir; raises DataError if they are missing or cannot be fitted.
+    training rows in the model's data_dir; DataError if they are missing, too few or lack a target.
     """
     weight, bias = data.fit_linear_path(model.keys.data_dir, model.spec, model.keys.delays)
     x, y = map(torch.from_numpy, data.design(arrays, model.spec))
@@ -67,7 +67,7 @@ def evaluate_ridge(model, arrays):
 
 
 def draw(figure, r, ridge, ceiling=None):
-    """Draw two plots of correlations (n,), numpy arrays, into `figure`, a matplotlib Figure."""
+    """Plot correlations, arrays (n,), of model, ridge and noise ceiling in a matplotlib Figure."""
     left, right = figure.subplots(1, 2)
     known = np.isfinite(r - ridge)  # not of a constant target or prediction
     share = np.mean(r[known] > ridge[known])

@@ -21,16 +21,16 @@ HOW_TO_PREPARE = "prepare it with `python -m data.prepare.features`"
 
 
 def read_features_meta(folder):
-    """Return the content of meta.json in a folder of data.prepare.features, a dict:
+    """Return the dict in meta.json of a folder that data.prepare.features wrote:
 
         modalities   {name: number of columns D}
         target       number of columns of the target, or `None`
-        mean, std    {name: [D floats]}, of the columns of each array over the training rows
-        shift        {name: [D floats]}, offsets that were subtracted from an array; may be absent
+        mean, std    {name: [D floats]}, of each array's columns, less shift, over the training rows
+        shift        {name: [D floats]}, offsets subtracted from the original array; may be absent
         subjects     list of the integers that identify the subjects; may be absent
 
     Raises DataError if the file or a required key is missing, or if mean or std do not fit the
-    arrays; other values are not checked.
+    column counts; other values are not checked.
     """
     meta = read_meta_for("autoencoder", folder, HOW_TO_PREPARE, "modalities", "mean", "std").extra
     meta.setdefault("target", None)
@@ -65,14 +65,14 @@ def open_runs(folder, split):
 def open_features(folder, split, spec=None, delays=0):
     """Return the arrays of a split ("train" or "val") in the order of array_dims(spec).
 
-    spec: which the arrays must fit, e.g. of a model trained on other data (default: of `folder`).
+    spec: that the arrays must fit, e.g. of a model trained on other data (default: of `folder`).
     The arrays are (N, D), float32 and memory-mapped; with delays > 0, modalities are windows (N,
     delays + 1, D) in memory, see add_delays(). If `spec` has subjects, an array (N, S) follows,
     with 1 at the index of the row's subject in spec["subjects"] and 0 elsewhere. An array that
     `folder` lacks is filled with NaN. If the offsets of shift_of() differ between `folder` and
     `spec`, the difference is added, and the array is float64.
-    Raises DataError for missing files, an empty split, arrays that `spec` lacks, column counts that
-    differ, and rows of a subject that is not in `spec`.
+    Raises DataError for missing or invalid files, an empty split, arrays that `spec` lacks, column
+    counts that differ, and, if `spec` has subjects, rows of an unknown or different subject.
     """
     meta = read_features_meta(folder)
     spec = spec or meta
@@ -130,8 +130,9 @@ def scale_of(spec, name):
 def open_ceiling(folder, split, spec):
     """Return the noise ceiling (S, T), float32: a perfect model's correlation with the target.
 
-    `None` without repeated recordings in the split ("train" or "val"), or if the subjects of
-    `folder` and `spec` differ. S is 1 without subjects. Raises DataError if the file is invalid.
+    `None` if the split has no file with it, or if the subjects of `folder` and `spec` differ. For
+    repeated recordings, data.prepare.features writes it for "val", or for "train" without "val".
+    S is 1 without subjects. Raises DataError if the file is invalid.
     """
     own = read_features_meta(folder).get("subjects")
     if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
@@ -140,7 +141,10 @@ def open_ceiling(folder, split, spec):
 
 
 def design(arrays, spec):
-    """Return (x (N, K, P), y (N, T)), float64 and standardised; NaN is 0 in x, and kept in y."""
+    """Return (x (N, K, P), y (N, T)), float64 and standardised; NaN is 0 in x, and kept in y.
+
+    arrays: of open_features(), with a target. K is 1 without delays.
+    """
     scales = [scale_of(spec, name) for name in array_dims(spec)]
     *x, y = [(array - mean) / std for array, (mean, std) in zip(arrays, scales)]
     x = np.concatenate(x, axis=-1, dtype=np.float64)
@@ -148,14 +152,14 @@ def design(arrays, spec):
 
 
 def fit_linear_path(folder, spec, delays):
-    """Fit a ridge regression to the training rows of each subject; return (weight, bias), float32.
+    """Fit a ridge regression to the training rows of each subject; return (weight, bias).
 
-    weight (S * T, K * P), bias (S * T,): they predict the standardised target from x.flatten(1), x
-    (N, K, P) of design(): the features of a row, then those of the `delays` rows before it, the
-    latest first.
-    A target column that is missing in all rows of a subject is predicted as 0, the mean; other rows
-    with a missing target are left out. Raises DataError if there is no target or fewer than 3 rows
-    of a subject remain, and the errors of open_features() and open_runs().
+    weight (S * T, K * P), bias (S * T,): float32 tensors that predict the standardised target from
+    x.flatten(1), x (N, K, P) of design(): the features of a row, then those of the `delays` rows
+    before it, the latest first.
+    A target column that is NaN in all rows of a subject is predicted as 0, the mean; rows with NaN
+    in any other target column are left out. Raises DataError without a target or if fewer than 3
+    rows of a subject remain, and the errors of open_features() and open_runs().
     """
     if not spec["target"]:
         raise DataError(f"{folder}: no target, which ridge regression (--baseline) predicts")
@@ -190,7 +194,7 @@ def fit_with_delays(x, y, runs):
 
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of a folder that data.prepare.features wrote.
+    """Return the Data (loaders and spec) of config.data_dir, a folder of data.prepare.features.
 
     A batch has the arguments of MultimodalAutoencoder.forward(). With config.linear_path and a
     target, the Data's attribute linear_path is the result of fit_linear_path(). All ranks must

@@ -61,7 +61,7 @@ class Keys:
 # data
 
 def open_data(config, ranks):
-    """Return the Data (loaders and spec) of a folder that data.prepare.labels wrote.
+    """Return the Data (loaders and spec) of config.data_dir, a folder of data.prepare.labels.
 
     A batch is (tokens, lengths, labels, spans), the arguments of Classifier.forward(). Raises
     DataError if files are missing or invalid, if the labels or the evidence for config.task are
@@ -97,7 +97,7 @@ def open_data(config, ranks):
 # the model
 
 class Pointer(nn.Module):
-    """Scores of a query for a text's tokens, as in attention; dim: the number of channels C."""
+    """Layer that scores each token for a query, as attention does; dim: the channel count C."""
 
     def __init__(self, dim):
         super().__init__()
@@ -105,7 +105,7 @@ class Pointer(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query, x, mask):
-        """Return float32 scores (B, T) of x (B, T, C) for query (B, C); -inf if mask is false."""
+        """Return float32 scores (B, T) of x (B, T, C) for query (B, C); -inf where not `mask`."""
         keys, query = self.key(x).float(), self.query(query).float()
         # Not in bfloat16: near scores would be equal, and argmax takes the first of these.
         with torch.autocast(x.device.type, enabled=False):
@@ -166,7 +166,8 @@ class Classifier(nn.Module):
         network's scores), "max_tokens" and, if present, "n_spans" (S, default 1) and "frame"
         (numbers of tokens that the tokenizer puts before and after a text).
         span_weight: weight of the evidence's loss in the task "joint".
-        bidirectional: each token attends to the whole text; always if shape.causal is false.
+        bidirectional: each token attends to the whole text, in layers with a window to earlier
+        tokens only. Always if shape.causal is false; windows then reach both ways.
         ngrams: buckets of an NGrams whose scores are added; 0: none; not used for the task "span".
         """
         super().__init__()
@@ -196,7 +197,7 @@ class Classifier(nn.Module):
         return torch.zeros(shape) if is_zero else normal(name, shape, 0.02, seed)
 
     def adopt(self, weights):
-        """Return a GPT's or a classifier's weights with this model's names, without unfit heads."""
+        """Return a GPT's or classifier's weights, renamed, without heads of a different shape."""
         own = self.state_dict()
         weights = self.gpt.adopt({n.removeprefix("gpt."): t for n, t in weights.items()})
         named = {n if n in own else f"gpt.{n}": t for n, t in weights.items()}
@@ -205,7 +206,7 @@ class Classifier(nn.Module):
     def forward(self, tokens, lengths, labels=None, spans=None):
         """Return (mean loss, sums), see losses(); without `labels` the predictions.
 
-        tokens (B, T): ids. lengths (B,): each text's token count. labels (B,): class indices.
+        tokens (B, T): ids. lengths (B,): token counts without padding. labels (B,): class indices.
         spans (B, 2S): first and last token of up to S spans of evidence, padded with -1. Every task
         requires both labels and spans for the loss.
         Predictions: (class logits (B, K), spans (B, 2S)), each `None` if the task does not include
@@ -246,8 +247,8 @@ class Classifier(nn.Module):
 
         x (B, T, C): states of the tokens. ends (B, T): each token's score as a last token.
         A span is the most probable last token and, for this one, the most probable first token.
-        Spans do not overlap. A span after the first is predicted only if the last token is at least
-        SPAN_SHARE (0.2) times as probable as that of the first span.
+        Spans do not overlap. At least one is predicted, also in a text without evidence; further
+        ones only if the last token is at least SPAN_SHARE (0.2) times as probable as the first's.
         """
         position = torch.arange(x.size(1), device=x.device)
         limit = ends.amax(1) + math.log(SPAN_SHARE)  # (B,)
@@ -288,7 +289,8 @@ class Classifier(nn.Module):
         scores (B, K): class scores; `None` for the task "span".
         ends (B, T): each token's score as a last token; `None` for the task "class".
         sums: "count", the texts, or for the task "span" those with evidence; for the task "joint"
-        "label_loss" and "span_loss"; in eval mode also "confusion" (K, K) and metrics.span_sums().
+        "label_loss" and "span_loss", unweighted; in eval mode also, for labels, "confusion" (K, K),
+        rows: true classes, and, for evidence, metrics.span_sums().
         """
         losses = {}  # (B,) each
         if self.head is not None:
@@ -316,9 +318,9 @@ class Classifier(nn.Module):
 
         For the task "joint" label_loss and span_loss. In evaluations, for labels: accuracy;
         precision, recall and f1, each with the suffixes _macro and _weighted. For evidence:
-        exact_match and token_f1, see metrics.span_metrics(). score: the mean of f1_macro and
-        exact_match, or the one that exists. For the task "span", f1_macro is token_f1. `None`:
-        nothing to count.
+        exact_match and token_f1, see metrics.span_metrics(). For the task "span", f1_macro is
+        token_f1. score: the mean of f1_macro and exact_match, or the one that exists; `None` in
+        training. `None` elsewhere: nothing to count.
         """
         count = float(sums["count"])
         out = {name: float(sums[name]) / count if count else None

@@ -43,9 +43,9 @@ class ReportOptions(labels.Fields):
 def evaluate_checkpoint(args):
     """Print the metrics of the classifier args.ckpt on args.data, and write them to args.out.
 
-    Writes metrics.json and predictions.jsonl. In place, empty args.data is set to the training
-    run's first folder, and empty args.out to the checkpoint's folder plus `report`. Raises
-    UserError if the checkpoint or the data cannot be used.
+    Writes metrics.json and predictions.jsonl. Changes args: empty args.data becomes the training
+    run's first folder, and empty args.out the folder `report` next to the checkpoint. Raises
+    UserError if the checkpoint or the data cannot be used, or if a package is missing.
     """
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
@@ -104,7 +104,7 @@ def evaluate_checkpoint(args):
 
 
 def warn_if_changed(state):
-    """Print a warning if data_dir has other training rows now than in the checkpoint's run."""
+    """Warn if the training data, if readable, differ from those of `state`, a checkpoint's dict."""
     with contextlib.suppress(UserError):  # the folder is gone, or has data of another kind
         data = open_data(saved_config(state["config"]), Ranks())
         if data.train.fingerprint() != state["data"]:
@@ -175,7 +175,7 @@ def one_or_all(texts, several):
 
 
 def calibrate(own_data, model, tokenizer, batch_size):
-    """Return fit_temperature() for the validation rows in own_data; 1.0 if these cannot be read."""
+    """Return fit_temperature() for the folder own_data's split "val"; 1.0 if it cannot be read."""
     try:
         arrays, _ = load_folder(own_data, "val", model, tokenizer)
     except DataError as error:
@@ -192,9 +192,10 @@ def rate_scores(targets, scores):
 
 
 def fit_baselines(known_texts, known, texts, targets, n_classes):
-    """Return {name: rate_scores() and "seconds"} of TF-IDF baselines of words and of characters.
+    """Evaluate logistic regressions on TF-IDF of words and of characters; return {name: metrics}.
 
     known_texts, known: training texts and class indices. texts, targets (N,): those to evaluate.
+    metrics: of rate_scores(), and "seconds", the time for training and prediction.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression

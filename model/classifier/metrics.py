@@ -33,7 +33,7 @@ def confusion_metrics(matrix):
 
 
 def auroc(scores, is_positive):
-    """Return the area under the ROC curve of numpy arrays (N,); `None` if a class is missing."""
+    """Return the AUROC of scores (N,) for is_positive (N,), bool; `None` if all or none are."""
     values, rank = np.unique(scores, return_inverse=True)
     # How many have each of the values, in ascending order.
     negatives, positives = (np.bincount(rank[chosen], minlength=len(values))
@@ -50,10 +50,10 @@ def classification_metrics(labels: np.ndarray, scores: np.ndarray) -> dict[str, 
     scores: (N, K), e.g. probabilities; the predicted class has the largest score.
     The result has accuracy; precision, recall and f1, each with the suffixes _macro, _weighted and
     _per_class; auroc_per_class, a list of the AUROC of each class against all others, `None` for a
-    class that no sample or every sample has; auroc, the mean of these, `None` if one is, or with
-    two classes that of the second; confusion_matrix, a nested list (rows: true classes); support,
-    the number of samples of each class. Raises ValueError for other shapes, no rows, labels outside
-    of the range, and scores that are not finite.
+    class that no sample or every sample has; auroc, the mean of these, with two classes that of the
+    second, `None` if one is; confusion_matrix, a nested list (rows: true classes); support, the
+    number of samples of each class. Raises ValueError for other shapes, no rows, labels outside of
+    the range, and scores that are not finite.
     """
     labels, scores = np.asarray(labels), np.asarray(scores, np.float64)
     if scores.ndim != 2 or labels.shape != scores.shape[:1] or not len(labels):

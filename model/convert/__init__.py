@@ -42,7 +42,7 @@ from train.system import load_model_type
 class Source:
     """A model to export.
 
-    weights: {name in this program: tensor}. shape: the GPTConfig or MoEConfig.
+    path: the checkpoint's. weights: {name in this program: tensor}. shape: GPTConfig or MoEConfig.
     formulas: {"DEFINITION (FILE)": digest} of the code for the logits that had been edited when the
     checkpoint was written; `None`: unknown (model/core/formulas.py). tokenizer: a Tokenizer.
     """
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def bos_id(self):
-        """The first id of texts elsewhere: bos_id, tokenizer.start[0], end of text, or `None`."""
+        """bos_token_id of exports: shape.bos_id, else tokenizer.start[0], end of text or `None`."""
         if self.shape.bos_id is not None or self.tokenizer is None:
             return self.shape.bos_id
         return [*self.tokenizer.start, self.tokenizer.eot_token][0]
@@ -64,7 +64,7 @@ class Source:
 def read_source(state, path, backbone, for_others):
     """Return the Source of the checkpoint `state`, read from `path`, with adapters merged.
 
-    backbone: present path of the frozen model that adapters need, if it was moved.
+    backbone: path of the frozen model that adapters need; `None`: as in training.
     for_others: another program will compute the logits, so the code for them must not have been
     edited, here or in the program that wrote the checkpoint.
     Raises CheckpointError for a model that cannot be exported.
@@ -96,8 +96,9 @@ def write_json(folder, name, content):
 def export_folder(source, to, precision):
     """Write a Source to a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
 
-    Replaces an earlier model there. Returns a description, e.g. "a LlamaForCausalLM". Raises
-    CheckpointError for options that no class in FAMILIES has, and values too large for `precision`.
+    precision: the weights' dtype, e.g. "bfloat16". Replaces an earlier model in the folder.
+    Returns a description, e.g. "a LlamaForCausalLM". Raises CheckpointError for options that no
+    class in FAMILIES has, and values too large for `precision`.
     """
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
@@ -160,8 +161,8 @@ def export_nanogpt(source, to, precision):
 def export_merged(state, path, to, precision, backbone):
     """Write a model and the frozen backbone as one checkpoint, with adapters merged.
 
-    state: the checkpoint, read from `path`. backbone: present path of the backbone, if it was
-    moved. precision: dtype of all weights. Memory layers (model/memory) are kept as layers.
+    state: the checkpoint, read from `path`. backbone: path of the backbone; `None`: as in training.
+    precision: dtype of all weights. Memory layers (model/memory) are kept as layers.
     Returns a description and the command to use the file. Raises CheckpointError, e.g. for values
     too large for the dtype.
     """
@@ -194,7 +195,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
     to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder. FILE.pt is the unchanged
     checkpoint in one file if `ckpt` is sharded and `ema` False; or else, with adapters or memory
     layers, the result of export_merged(); or else nanoGPT's. The old FILE.pt becomes FILE_prev.pt.
-    ckpt: a path that read_model() accepts. backbone: present path of the frozen model, if moved.
+    ckpt: a path that read_model() accepts. backbone: path of the frozen model; `None`: as trained.
     save_precision: the weights' dtype, ignored for FILE.pt except by export_merged().
     ema: write the running averages of the weights. quantize: `None` or "q8_0", only for .gguf and
     save_precision "float32". Raises UserError or ValueError.

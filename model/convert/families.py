@@ -77,7 +77,7 @@ class Family:
     values: {field: values that can be exported} of fields in which these models differ from the
     default; if the field has no key, the first value is set when a model is read.
     defaults: {key: value if the key is missing}. constants: {key: value} that are always written.
-    layers: the letters of read_layers() that are possible. experts: whether it is a mixture.
+    layers: the letters of read_layers() that are possible. experts: true for a MoEConfig.
     activations: {value of the key hidden_act or the like: value of the field mlp}.
     """
     architecture: str
@@ -154,7 +154,11 @@ WRITTEN = [k for k, family in FAMILIES.items() if k != "nanogpt" and "causal" no
 # reading a config.json
 
 def read_config(c, path):
-    """Return (model_type, {field: value}) of a config.json; CheckpointError if not supported."""
+    """Return (model_type, {field: value}) for `c`, the content of a config.json.
+
+    model_type: a key of FAMILIES; for "gemma3", which has images too, it is "gemma3_text".
+    path: for messages. Raises CheckpointError for missing keys and unsupported or invalid values.
+    """
     kind = c.get("model_type") if isinstance(c, dict) else None
     if kind == "gemma3" and isinstance(c.get("text_config"), dict):  # multimodal: the text part
         kind = "gemma3_text"
@@ -215,8 +219,8 @@ def read_fields(given, family):
 def read_attention(c, family, out):
     """Add layer types, windows, rotary positions and scales to the fields `out`, in place.
 
-    out: {field: value}, with n_embd, n_head and n_layer. c: config.json's dict, with default
-    values. Raises CheckpointError for options that are not supported.
+    out: {field: value}, with n_embd, n_head and n_layer. c: config.json's dict, with the defaults
+    of missing keys. Raises CheckpointError for options that are not supported.
     """
     head_dim = out.get("head_dim") or out["n_embd"] // out["n_head"]
     if head_dim % 2:
@@ -250,7 +254,7 @@ def read_layers(c, n):
     """Return the attention type of each of n layers, as a string of n letters.
 
     F: full. W: with a window. f, w: the same without rotary positions. c: config.json's dict, with
-    default values. Raises CheckpointError for invalid values.
+    the defaults of missing keys. Raises CheckpointError for invalid values.
     """
     types = c.get("layer_types")
     letters = default_layers(c, n) if types is None else [LETTERS.get(t) for t in types]
@@ -296,7 +300,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def upgrade_fields(config_json):
-    """Return the GPTConfig fields, except SIZES, of the config.json text in older checkpoints."""
+    """Return GPTConfig fields, except SIZES, of "family" in old model_args, a config.json text."""
     _, new = read_config(json.loads(config_json), "family")
     new["max_positions"] = new["max_positions"] or new["block_size"]
     return {k: v for k, v in new.items() if k not in SIZES}

@@ -124,8 +124,9 @@ def read_safetensors(path):
 def read_folder(folder):
     """Return the model in a Hugging Face folder as a dict with the keys of a checkpoint.
 
-    If tokenizer.json is not supported, prints a message and continues without a tokenizer. Raises
-    CheckpointError for an incomplete folder or an unsupported model, DataError for invalid JSON.
+    If tokenizer.json is invalid or not supported, prints a message and continues without it. Raises
+    CheckpointError for an incomplete folder or an unsupported model, DataError for other invalid
+    JSON files.
     """
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):

@@ -75,8 +75,9 @@ def export_gguf(source, to, precision):
 def gguf_tensors(weights, c, kind, arch, names):
     """Return {name in llama.cpp: tensor}, in the layout of llama.cpp.
 
-    kind: the model_type, a key of FAMILIES. arch: the architecture in llama.cpp. names: the package
-    gguf's TensorNameMap. Raises CheckpointError for tensors that transformers does not have.
+    weights: {name in this program: tensor}. c: the GPTConfig or MoEConfig. kind: the model_type, a
+    key of FAMILIES. arch: the architecture in llama.cpp. names: the package gguf's TensorNameMap.
+    Raises CheckpointError for tensors that transformers does not have.
     """
     out = {}
     for name, t in complete_weights(weights, c, kind).items():

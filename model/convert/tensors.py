@@ -15,7 +15,7 @@ from train.base.tensors import find_non_finite
 
 
 def in_layers(prefix, parts):
-    """Return {our module: other module} of `parts`, modules in each layer under `prefix`."""
+    """Return {h.{}.OURS: PREFIX.{}.THEIRS} for `parts`, {OURS: THEIRS}: modules in a layer."""
     return {f"h.{{}}.{ours}": f"{prefix}.{{}}.{theirs}" for ours, theirs in parts.items()}
 
 
@@ -34,7 +34,7 @@ MIXTRAL_EXPERTS = {
 
 
 def like_llama(*parts):
-    """Return the table of a Llama-like model with `parts`, tables of modules in a layer."""
+    """Return the table in NAMES of a Llama-like model; parts: dicts {OURS: THEIRS} of a layer."""
     table = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
     for part in (ATTENTION, *parts):
         table |= in_layers("model.layers", part)
@@ -209,7 +209,7 @@ def fold_bert(weights, is_roberta):
 
 
 def stack_experts(weights):
-    """Return weights with a layer's experts as one tensor (E, out, in); KeyError for a gap."""
+    """Return weights with a layer's experts stacked, (E, out, in); KeyError if one is missing."""
     out = {}
     experts = {}
     for name, t in weights.items():

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a model.
 
-A layer with the frozen weight W (out, in) computes with W + scale * B A, where A (r, in) and
-B (out, r) are trained. B starts at zero, so that the adapted model first equals the frozen one.
+A layer with the frozen weight W0 (out, in) computes with W0 + scale * B A, where A (r, in) and
+B (out, r) are trained. B starts at zero: initially, the adapted model equals the frozen one.
 """
 
 import torch
@@ -18,8 +18,8 @@ from train.optimizer import matches
 class LoRALinear(nn.Linear):
     """Linear layer with a LoRA adapter: x W^T + bias with W = base + scale * lora_B @ lora_A.
 
-    layer: an nn.Linear, of which base (out, in) is the weight, the same parameter.
-    lora_A (r, in), lora_B (out, r): new parameters, not initialised here.
+    layer: an nn.Linear, of which base (out, in) and bias are the Parameters, not copies.
+    lora_A (r, in), lora_B (out, r): new parameters, not initialised here. scale: alpha / r.
     """
 
     def __init__(self, layer, r, scale):
@@ -111,8 +111,8 @@ def initial_adapter(name, shape, seed):
 def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
     """Freeze a GPT and add adapters of rank r to the layers that `targets` selects, in place.
 
-    Returns the model, which needs the mixin WithAdapters and is unchanged if r is 0.
-    seed: for the adapters' initial values, which are not set on the meta device.
+    Returns the model, whose class must have the mixin WithAdapters. If r is 0, nothing is changed.
+    seed: for the adapters' initial values, which are not set on the meta device. scale: alpha / r.
     targets: patterns as for find_layers(), with the same ConfigError.
     """
     if not r:
@@ -126,7 +126,7 @@ def add_adapters(model, r, seed, scale=2.0, targets=("attn", "mlp")):
 
 
 def find_layers(model, targets):
-    """Return the names, e.g. h.0.attn.q, of the linear layers in a GPT's blocks that match.
+    """Return the names, e.g. h.0.attn.q, of linear layers in a GPT's blocks that match a pattern.
 
     targets: patterns, each one or several consecutive parts of a name: attn.q, mlp, h.3, h.*.mlp.
     Raises ConfigError if the list is empty, or for a pattern that matches no layer.
@@ -142,7 +142,7 @@ def find_layers(model, targets):
 
 @torch.no_grad()
 def merge(model):
-    """Return a plain GPT's state dict: LAYER.weight replaces the base and adapter of a layer.
+    """Return the state dict of a plain GPT, in which adapters are merged into LAYER.weight.
 
     Other tensors are those of the model, not copies. Frozen tensors are included.
     """
@@ -157,7 +157,7 @@ def merge(model):
 
 
 class WithAdapters:
-    """Mixin for a GPT to which add_adapters() can be applied; extends initial() and adopt()."""
+    """Mixin for a GPT with adapters: extends the hooks initial() and adopt() of train/system.py."""
 
     def initial(self, name, shape, seed):
         if is_adapter(name):

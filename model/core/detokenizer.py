@@ -41,7 +41,7 @@ class Detokenizer:
 
 
 class TextStreamer:
-    """Callback on_token of generate(): prints one sequence, not the text held back at the end."""
+    """Callback on_token of generate(): prints row 0; held-back text at the end is lost."""
 
     def __init__(self, tokenizer, stop_tokens):
         self.detokenizer = Detokenizer(tokenizer)

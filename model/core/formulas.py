@@ -30,7 +30,7 @@ def read_record():
 
     "files": paths of the files with code that computes logits.
     "not_logits": names of functions and classes in them that do not affect logits.
-    "digests" {"DEFINITION (FILE)": digest}: the others, when logits were last compared.
+    "digests": {"DEFINITION (FILE)": digest} of all others, as last recorded by record().
     """
     return json.loads(RECORD.read_text())
 
@@ -57,7 +57,7 @@ def digests(kind=None):
 def simplify(node):
     """Convert an ast node, or a list of nodes, to the nested lists from which digests are computed.
 
-    Leaves out docstrings, definitions in "not_logits", and empty fields, which depend on Python.
+    Omits docstrings, definitions in "not_logits", and empty fields, which vary by Python version.
     """
     if isinstance(node, list):
         ignored = read_record()["not_logits"]
@@ -76,10 +76,10 @@ def edited(kind=None):
 
 
 def find_edits(state, kind):
-    """Return the edited definitions that differ between this program and the writer of `state`.
+    """Return names of edited definitions that differ between this program and that of `state`.
 
-    state: dict of a checkpoint or of meta.json; "formulas" has the digests of the definitions that
-    were edited there. Without this key the result is []. kind: the model type of `state`.
+    state: dict of a checkpoint or of a data folder's meta.json; "formulas" has the digests of the
+    definitions that the writer had edited; without it, returns []. kind: model type of `state`.
     """
     theirs = state.get("formulas")
     if not isinstance(theirs, dict):
@@ -99,9 +99,9 @@ def warn_of_differences(state, path, kind):
 
 
 def check_formulas(state, path, kind):
-    """Raise CheckpointError if the code for a checkpoint's logits was edited: not to be exported.
+    """Raise CheckpointError if a checkpoint must not be exported: the code for logits was edited.
 
-    That is, since formulas.json was written, or compared with the program that wrote `state`.
+    Edited: it differs from formulas.json, or from the code of the program that wrote `state`.
     """
     if names := [*edited(kind)] or find_edits(state, kind):
         raise CheckpointError(

@@ -27,7 +27,7 @@ class SamplingOptions:
     seed: int | None = key(None, "the same seed generates the same text", ge=0, lt=2**63)
 
     def sampling(self):
-        """Return the options except max_new_tokens, as keyword arguments of generate()."""
+        """Return temperature, top_k, top_p, min_p and seed as keyword arguments of generate()."""
         return {name: getattr(self, name)
                 for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
 
@@ -40,16 +40,17 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
     model: a GPT in eval mode. idx (B, T) int64: the prompts. rows = B * samples_per_row.
     temperature: 0: always the most likely token.
-    top_k, top_p, min_p: sample from the top_k most likely tokens; from the most likely ones with a
-    total probability of top_p (arXiv:1904.09751); from those with at least min_p times the
-    probability of the most likely one (arXiv:2407.01082). `None`: no limit.
+    top_k, top_p, min_p, in this order: sample from the top_k most likely tokens; from the fewest
+    with a total probability of at least top_p (arXiv:1904.09751); from those with at least min_p
+    times the probability of the most likely one (arXiv:2407.01082). `None`: no limit.
     seed: an int, `None` (random), or a list of n of these: the rows are divided into n groups of
     equal size, and seed i alone determines the tokens of group i.
     stop_token: an id or a list of ids, after which a row is finished. A finished row is padded with
-    the stop token; generation ends when all rows are finished.
+    this id; generation ends when all rows are finished.
     on_token: called with the new tokens (rows,) of each step. Generation ends if it returns true.
     n_vocab: ids from n_vocab on (padding of the vocabulary) are never sampled; `None`: no such ids.
-    lengths (B,): true lengths of right-padded prompts; new tokens are in the columns from T on.
+    lengths (B,): true lengths, at least 1, of right-padded prompts (`None`: T); new tokens are in
+    the columns from T on.
     samples_per_row: continuations per prompt, in consecutive rows; the prompt is computed once.
 
     When the context is full, the last half of it is computed again from position 0, and generation
@@ -93,8 +94,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 def remove_rows(cache, active, is_done, n):
     """Remove finished rows from a KVCache; return (cache, active) of the n unfinished rows.
 
-    active (rows,): index in the batch of each row, changed in place, as is the cache.
-    is_done (rows,) bool. If less than an eighth of the rows is finished, nothing is changed.
+    active (rows,): index in the batch of each row of the cache; both are changed in place.
+    is_done (rows,): bool. If fewer than an eighth are finished, returns both unchanged.
     """
     if 8 * n > 7 * len(active):
         return cache, active
@@ -210,7 +211,7 @@ def encode_prompt(tokenizer, prompt, parse_special=False):
 
 
 def find_ends(model, tokenizer):
-    """Return the sorted ids that end a text: end of text, config.eos_ids, ends of the template."""
+    """Return the sorted ids that end a text: end of text, config.eos_ids, the chat template's."""
     template = getattr(model, "template", None)
     named = map(int, model.config.eos_ids.split(",")) if model.config.eos_ids else ()
     return sorted({tokenizer.eot_token, *named, *(template.ends if template else ())} - {None})

@@ -8,7 +8,7 @@ import torch
 
 
 def fill(model, seed, filled=()):
-    """Set each tensor of model.state_dict() to model.initial(name, shape, seed); return the names.
+    """Set each tensor of model.state_dict() to model.initial(name, shape, seed); return all names.
 
     If initial() returns `None`, the value from __init__ is kept. Not set: names in `filled` (e.g.
     the result of a call before modules were added), and tensors on the meta device.

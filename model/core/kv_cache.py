@@ -47,7 +47,7 @@ class KVCache:
         return self.map_rows(lambda tensor, dim: tensor.repeat_interleave(n, dim))
 
     def map_rows(self, f):
-        """Return a KVCache with f(tensor, dim) of each tensor; dim is the one that counts rows."""
+        """Return a KVCache with f(tensor, dim) for each tensor, where dim is the row dimension."""
         new = copy.copy(self)
         for name, dim in ROW_DIMS.items():
             setattr(new, name, f(getattr(self, name), dim))
@@ -104,11 +104,11 @@ class KVCache:
         return positions, history
 
     def swap_last_key(self, layer, k):
-        """Store k (B, 1, G, D), the last token's key in a layer, and return an earlier key.
+        """Store a layer's key k (B, 1, G, D) of the last token; return that before the new ones.
 
-        For models with key_offset, with keys before offset_keys(). Returned is the key of the token
-        before the first that start() appended; zeros where a text begins. After a right-padded
-        prompt, only the quarters 2 and 4 of D, which offset_keys() uses, are right.
+        For models with key_offset, with keys before offset_keys(). Returned is the key (B, 1, G, D)
+        of the token before the first that start() appended; zeros where a text begins. After a
+        right-padded prompt, only the quarters 2 and 4 of D, which offset_keys() uses, are right.
         """
         keys = self.kv[layer, 0]  # (B, G, slots, D)
         if self.same_length:

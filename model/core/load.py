@@ -35,9 +35,9 @@ def read_weights(path):
     """Read a checkpoint, or weights of another program, as a dict with "model" {name: tensor}.
 
     path: as for load_model(). The tensors are on the CPU. Other keys, which a bare state dict
-    lacks: "model_args", "config", "spec" etc. Prints a warning if the code for the logits differs
-    from the program that wrote the checkpoint. Raises CheckpointError if the file is missing or
-    cannot be used, DataError if a download fails.
+    lacks: "model_args", "config", "spec" etc. Warns on stderr if the code for the logits differs
+    from that of the program that wrote the checkpoint. Raises ValueError, usually CheckpointError
+    or DataError, if the file is missing or cannot be used, or if a download fails.
     """
     is_foreign = (str(path).startswith("hf:") or str(path).endswith((".safetensors", ".bin"))
                   or os.path.isdir(path) and not is_sharded(path))
@@ -69,8 +69,8 @@ def load_model(ckpt_path: str | os.PathLike, device="cpu", dtype=None, backbone=
     backbone: path of the frozen model that e.g. a lora checkpoint needs (default: as in training).
     ema: use the running averages of the weights.
     expect: the model type that the caller needs, e.g. "sae" (default: any).
-    Raises CheckpointError if the file is missing, cannot be used, or has a different model type,
-    DataError if a download fails.
+    Raises ValueError, usually CheckpointError or DataError, if the file is missing, cannot be used,
+    or is not of the type `expect`, or if a download fails.
     """
     state = read_weights(ckpt_path)
     kind = saved_model_type(state)
@@ -121,8 +121,8 @@ def open_text_format(state):
 def build_empty_model(state):
     """Return the model of a checkpoint's dict on the default device, without the weights in it.
 
-    Loads the frozen model that it needs. Raises ValueError or another exception that model_of()
-    catches, e.g. KeyError, if the checkpoint or the frozen model cannot be used.
+    Loads the frozen model, if the checkpoint needs one. Raises ValueError or another exception that
+    model_of() catches, e.g. KeyError, if the checkpoint or the frozen model cannot be used.
     """
     kind, weights = saved_model_type(state), state.get("model", {})
     args = state.get("model_args") or {}
@@ -137,7 +137,7 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the TrainConfig of a saved dict "config"; no key counts as set explicitly."""
+    """Return the TrainConfig of a saved dict "config"; is_explicit() is false for every key."""
     values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))

@@ -22,12 +22,12 @@ IGNORE = -1  # a target that is not counted
 # in the precision of the states, are stored for all tokens
 
 class LinearCrossEntropy(nn.Module):
-    """The loss of each token, from the states before the output layer: float32, IGNORE: 0.
+    """Cross-entropy per token, from the states before the output layer; 0 for targets IGNORE.
 
-    forward(x, weight, targets, vocab_size) -> (...): x (..., C); weight (V, C), whose rows from
-    vocab_size on are padding; targets (...) int64. The logits are finish_logits(x @ weight.T). A
-    module, so that it can be compiled separately. UserError if finish_logits() changes its argument
-    in place.
+    forward(x, weight, targets, vocab_size) -> (...) float32: x (..., C); weight (V, C), whose rows
+    from vocab_size on are padding; targets (...) int64. The logits are finish_logits(x @ weight.T).
+    A module, so that it can be compiled separately. The constructor raises UserError if
+    finish_logits() changes its argument in place.
     """
 
     def __init__(self):
@@ -53,15 +53,16 @@ class LinearCrossEntropy(nn.Module):
 
 
 class SampledCrossEntropy(LinearCrossEntropy):
-    """LinearCrossEntropy that is estimated from sampled ids in training (arXiv:1412.2007).
+    """LinearCrossEntropy, in training estimated from sampled token ids (arXiv:1412.2007).
 
     Faster for a large vocabulary; exact in eval mode. before_step(it) must be called before each
     step; it samples `n_samples` ids, a function of `seed` and `it`.
 
-    The probability p of an id is proportional to its frequency in `targets`, int64 training
-    targets, plus 1 / vocab_size; it is at most 1, and the sum is n_samples. The exponential of a
-    sampled logit is divided by p, so that the estimated sum of exponentials is unbiased. Without
-    the term 1 / vocab_size, the logits of rare ids hardly decrease.
+    The probability p that an id is sampled is proportional to its relative frequency in `targets`,
+    training targets (int64, on the CPU), plus 1 / vocab_size; it is at most 1, and the sum is
+    n_samples. The exponential of a sampled logit is divided by p, so that the estimated sum of
+    exponentials is unbiased. Without the term 1 / vocab_size, the logits of rare ids hardly
+    decrease.
     """
 
     def __init__(self, targets, vocab_size, n_samples, seed):
@@ -139,7 +140,7 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return the rows of a chunk of float32 logits: at most 256 MB, 32 MB on a CPU."""
+    """Return a chunk's row count: up to 256 MB of float32, 32 MB on a CPU, at least 128 rows."""
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
     return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
 
@@ -148,10 +149,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """The autograd function of LinearCrossEntropy, with logits in chunks of rows.
 
     apply(h (N, C), weight (V, C), targets (N,), vocab_size) -> losses (N,) float32. The forward
-    pass
-    also computes the gradients of each loss: of its row of h and, if `weight` needs a gradient, of
-    its logits (N, V), in the dtype of h. The backward pass has one matrix product, for that of
-    `weight`.
+    pass also stores the gradient of each loss with respect to its row of h and, if `weight` needs a
+    gradient, its logits (N, V), in the dtype of h. The backward pass has one matrix product, for
+    the gradient of `weight`.
     """
 
     @staticmethod
@@ -233,9 +233,10 @@ def apply_dropout(x, p, training=True):
 
 
 def fused_linear(x, *layers):
-    """Return the outputs of several linear layers for x (..., C), concatenated.
+    """Return the outputs of several linear layers for x (..., C), concatenated in dimension -1.
 
-    For many tokens they are one matrix product; so is a ConcatLinear (model/core/packed.py).
+    One matrix product for many tokens, or if they are parts of a ConcatLinear
+    (model/core/packed.py).
     """
     whole = getattr(layers[0], "whole", None)
     if whole and [*layers] == whole.parts:
@@ -252,9 +253,10 @@ def fused_linear(x, *layers):
 
 
 def save_matrix_products():
-    """Return the context_fn of selective checkpointing, which saves products and attention.
+    """Return the two contexts of selective checkpointing, which saves products and attention.
 
-    A matrix product costs about C times as much as the elementwise operations that are recomputed.
+    It is a context_fn for torch.utils.checkpoint. A matrix product costs about C times as much as
+    the elementwise operations that are recomputed.
     """
     aten = torch.ops.aten
     saved = [aten.mm, aten.addmm, aten._scaled_dot_product_flash_attention,
@@ -269,7 +271,7 @@ def save_matrix_products():
 def rope_table(positions, dim, theta, scaling=()):
     """Return cosines and sines of the rotary angles (arXiv:2104.09864) at float `positions` (...).
 
-    Stacked, (2, ..., dim / 2) float32. float64 positions give exact angles for texts of any length.
+    Stacked, (2, ..., dim / 2) float32. float64 positions avoid rounding errors in long texts.
     dim: the head size. theta: the base. scaling: as for rope_frequencies().
     """
     angles = positions[..., None] * rope_frequencies(dim, theta, scaling, positions.device)
@@ -317,7 +319,7 @@ ID_MASK = (1 << ID_BITS) - 1
 def extend_history(history, ids):
     """Return the history of the token that follows `ids`, tokens with the history `history`.
 
-    Ints, or int64 tensors of one shape, in the format above.
+    Ints, or int64 tensors of one shape; a history packs three ids, see ID_BITS.
     """
     return (history << ID_BITS | ids + 1) & HISTORY_MASK
 
@@ -325,6 +327,7 @@ def extend_history(history, ids):
 def histories(idx, first=0):
     """Return the histories (B, T) of the tokens idx (B, T): the up to three tokens before each.
 
+    int64, see ID_BITS; ids must be below ID_MASK.
     first: the history of the first token of each row, 0 (a text begins) or a tensor (B, 1).
     """
     T = idx.size(1)
@@ -349,7 +352,7 @@ def ngram_rows(idx, history, n_rows):
 # attention
 
 def offset_keys(k, mask=None, before=None):
-    """Return keys (B, T, G, D) of which two quarters of D are those of the previous token.
+    """Return the keys k (B, T, G, D) with two quarters of D replaced by the previous token's.
 
     These are the second and fourth, with the slowest rotary frequencies; zeros for the first token.
     A query can thus find a token by the one before it. mask: as for attend(); the previous token is
@@ -376,9 +379,9 @@ def attend(q, k, v, dropout=0.0, mask=None, causal=True):
     """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), for q (B, H, T, D) and k, v (B, G, S, D).
 
     H / G heads share keys. Query i is at position S - T + i. dropout: of the attention weights.
-    mask: (B or 1, 1, T or 1, S) bool, or (B, 1, S) for T = 1, true where a query sees a key;
-    `None`:
-        causal. causal: `mask` is false for all keys after a query, which are skipped.
+    mask: (B or 1, 1, T or 1, S) bool, for T = 1 (B, 1, 1, S) or (B, 1, S); true where a query sees
+        a key; `None`: causal, also if `causal` is false.
+    causal: true if `mask`, unless it is equal for all queries, is false for keys after a query.
     """
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     if T == 1 and not dropout:
@@ -401,8 +404,7 @@ def attend_in_blocks(q, k, v, dropout, mask=None, causal=True, size=128):
 
     Keys after a block are skipped, unless `causal` is false or the mask is the same for all
     queries. For bfloat16 on a CPU it takes half the time of PyTorch 2.13's kernel. It stores the
-    attention
-    weights: for short T only.
+    attention weights: for short T only.
     """
     shape = B, H, T, D = q.shape
     q, k, v = (t.flatten(0, 1) for t in (q * D ** -0.5, k, v))  # (B * H, T, D)
@@ -428,9 +430,10 @@ def has_amx():
 def attend_one(q, k, v, mask):
     """Return attend() for one query per row, as in decoding: q (B, H, 1, D), k, v (B, G, S, D).
 
+    mask: (B, 1, 1, S) or (B, 1, S) bool, or `None`: all keys.
     By matrix products, in which the H / G heads that share keys are the rows. On a CPU,
-    F.scaled_dot_product_attention is used where it is faster: for one text in float32, or in
-    bfloat16 with AMX. On a GPU cuDNN plans again for every number of keys, and the compiler fuses
+    F.scaled_dot_product_attention is used where it is faster: in float32 for B = 1, in bfloat16
+    with AMX. On a GPU cuDNN plans again for every number of keys, and the compiler fuses
     the products.
     """
     B, H, _, D = q.shape
@@ -454,8 +457,9 @@ def limit_to_window(window, k, v, mask, T, causal=True):
     """Return (k, v, mask) for attend() such that queries see only the last `window` keys.
 
     If `causal` is false: the keys at a distance of at most window // 2. k, v (B, G, S, D): with
-    fewer keys if possible. mask: as for attend(). T: number of queries, at the last positions; for
-    T > 1 a query may see its own key also where `mask` is false (padding).
+    fewer keys if possible. T: number of queries, at the last positions. mask: as for attend(); for
+    T > 1 a query may see its own key also where it is false (padding), for T = 1 it must be true
+    for the first keys of a row, and only these.
     """
     S = k.size(2)
     if S <= window and causal and (mask is None or T in (1, mask.size(2))):

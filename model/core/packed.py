@@ -16,7 +16,7 @@ class ConcatLinear(nn.Module):
 
     layers: nn.Linear, LoRALinear, or nn.Embedding as a tied output layer; all or none have a bias.
     sizes: output size of each layer, N in total.
-    weight (N, K), bias (N,) or `None`: concatenated.
+    weight (N, K), bias (N,) or `None`: concatenated copies, which to() does not move.
     parts: for q, k, v, the PartOfLinear of each layer, set by replace_linear_layers().
     A subclass must define forward(x): (..., K) -> (..., N), the concatenated outputs.
     """

@@ -1,4 +1,4 @@
-"""Ridge regression in closed form: the baseline of brain encoding, and the model's linear path.
+"""Ridge regression in closed form: the baseline and the linear path of model/autoencoder.
 
 Each target has a separate penalty, selected by cross-validation: the one with the smallest error on
 runs that are left out, one after the other. A run is a group of consecutive rows, e.g. a recording

@@ -13,7 +13,7 @@ def check_shape(shape, weights):
 
 
 def check_value(field, value, name):
-    """Return `value` in the type of a configuration key's `field`; ValueError if it is invalid."""
+    """Return `value` in the type of a dataclass `field`; ValueError, with `name`, if invalid."""
     try:
         return parse_value(field, value)
     except ValueError as error:
@@ -21,7 +21,7 @@ def check_value(field, value, name):
 
 
 def check_size(shape, weights):
-    """Raise ValueError if a model of this shape is much too large for `weights` {name: tensor}."""
+    """Raise ValueError if a GPTConfig or TrainConfig is much too large for tensors `weights`."""
     numbers = sum(t.numel() for t in weights.values())
     positions = shape.block_size * max(shape.head_dim or 0, shape.n_embd // shape.n_head)
     for value, limit, what in ((shape.n_layer, max(256, len(weights)), "blocks"),

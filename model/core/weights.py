@@ -35,9 +35,9 @@ def inherit_shape(config, model_args):
     model_args: dict "model_args" of a GPT's checkpoint; {} for a bare state dict: nothing is taken.
     The checkpoint's values replace defaults and values of a configuration file; a different value
     from the command line or Python (is_explicit()) is a contradiction. Exceptions: dropout is not
-    taken over; vocab_size only if it is not set; a block_size that is set is used (with learned
-    positions only if it is smaller than in the checkpoint), and max_positions is then the context
-    of the checkpoint if it is longer.
+    taken over; vocab_size only if it is not set; a block_size that is set, also in a file, is used
+    (with learned positions only if it is smaller than in the checkpoint), and max_positions is then
+    the context of the checkpoint if that is longer.
     """
     taken = {}
     wrong = []
@@ -117,7 +117,7 @@ def with_shape(config, model_args, path):
 
 
 def read_named(path, key, advice=""):
-    """Return load.read_weights(path); the message of a CheckpointError names the key `key`."""
+    """Return load.read_weights(path); errors become a CheckpointError with `key` and `advice`."""
     try:
         return load.read_weights(path)
     except UserError as error:
@@ -165,7 +165,7 @@ def check_tokenizer(tokenizer, path, spec, config):
     """Raise CheckpointError if a model's tokenizer differs from the tokenizer of the data.
 
     tokenizer: Tokenizer.spec() of the model at `path`. spec: Data.spec of the run. No error if one
-    of them is `None` (unknown), or if config.allow_change contains "tokenizer".
+    of them is `None` (unknown), or if config.allow_change contains "tokenizer" or "all".
     """
     check_same(dict(tokenizer=(tokenizer, spec.get("tokenizer"))), path, config.allow_change)
 
@@ -177,7 +177,7 @@ def adopt_weights(model, state, path, log):
     adopt(weights) of the model, if any, translates names.
     log(text): called with the tensor count and the names that are missing or not used.
     Raises CheckpointError if no name matches, if a shape differs, or if the checkpoint has adapters
-    that the model lacks (the frozen weights under them are lost, too).
+    that the model lacks.
     """
     own = model.state_dict()
     weights = hook(model, "adopt")(convert_ddp_state(state["model"]))
@@ -221,7 +221,7 @@ def describe_backbone(path, key, ranks):
     """Return {"digest", "kind" (model type), "shape" (model_args), "tokenizer"} of a checkpoint.
 
     "tokenizer" is Tokenizer.spec() or `None`. Rank 0 reads the file; all ranks must call.
-    key: as for read_backbone(), with the same CheckpointError.
+    key: as for read_backbone(), with the same CheckpointError, on all ranks.
     """
     def describe():
         state = read_backbone(path, key)
@@ -242,8 +242,8 @@ def load_frozen(path, key="backbone", device="cpu"):
 class HoldsFrozen:
     """Mixin for an nn.Module that uses other, frozen models, e.g. a teacher.
 
-    frozen: a tuple of these models (default: empty), which is why they are no submodules: they are
-    not trained, and not part of the state dict. to(), cuda() etc. move them with the module.
+    frozen: a tuple of these models (default: empty), so that they are no submodules: not trained,
+    and not part of the state dict. to(), cuda() etc. move them with the module.
     """
     frozen = ()
 
@@ -254,7 +254,7 @@ class HoldsFrozen:
 
 
 def digest(weights):
-    """Return the SHA-256 in hexadecimal of `weights` {name: tensor on the CPU} in any order."""
+    """Return the SHA-256, hexadecimal, of {name: CPU tensor}; their order does not matter."""
     sha = hashlib.sha256()
     for name in sorted(weights):
         t = weights[name].contiguous()

@@ -31,8 +31,9 @@ MAX_NEW_TOKENS = 256
 
 
 class CheckpointLM:
-    """A GPT with the methods that the lm-evaluation-harness calls; evaluate() adds TemplateLM.
+    """A GPT with the methods that the lm-evaluation-harness calls.
 
+    evaluate() adds TemplateLM, the harness's base class, as the package may be missing.
     batch_size: texts per forward pass. template: the ChatTemplate for conversations, or None.
     """
     tokenizer_name = ""  # part of the name of a cache, which this command does not use
@@ -47,7 +48,7 @@ class CheckpointLM:
 
     @property
     def eot_token_id(self):
-        """Id before a text whose first token is scored: BOS or, without one, the end of text."""
+        """Id to put before a text whose first token is scored: BOS, or else the end of text."""
         return encode_prompt(self.tok, "")[0]
 
     def chat_template(self, name):
@@ -71,7 +72,8 @@ class CheckpointLM:
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
         """Return [(log probability, whether greedy decoding generates it), ...] of continuations.
 
-        requests: (texts, context ids, continuation ids). Only the last block_size + 1 ids are used.
+        requests: (texts for messages, context ids, continuation ids). Of all ids of a request, the
+        last block_size + 1 are used.
         Raises DataError for a continuation without ids, or with more than block_size.
         """
         size = self.model.config.block_size + 1
@@ -99,11 +101,12 @@ class CheckpointLM:
         return [self.generate_text(*request.args) for request in requests]
 
     def generate_text(self, text, options):
-        """Return the continuation of `text` before the first stop string, without special tokens.
+        """Return the continuation of `text` up to a stop string or end token, excluding these.
 
         options: "until", a stop string or several; the maximum number of tokens as one of
         LENGTH_NAMES (default: 256); with "do_sample" True, "temperature", "top_k" and "top_p"
-        (default: greedy decoding). The start of a `text` that is too long is cut off.
+        (default: greedy decoding). Special tokens are left out. If `text` and the maximum exceed
+        the context, the start of `text` is cut off; half of the context is always for `text`.
         """
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]

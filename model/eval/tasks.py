@@ -50,7 +50,7 @@ class Example(NamedTuple):
     """An example of a task: a question with one or more choices.
 
     sequences: for each choice (ids of the question and the choice, n); the last n ids are scored.
-    lengths: characters of each choice. answer: index of the correct choice.
+    lengths: characters per choice. answer: index of the correct choice. task: index of the task.
     """
     task: int
     sequences: list
@@ -91,7 +91,7 @@ def score_sequences(model, sequences):
 # task files
 
 class ExampleReader:
-    """A reader of task files for a Tokenizer, a ChatTemplate or None, and a context of size tokens.
+    """A reader of task files for a Tokenizer, a ChatTemplate or None, and a context of `size` ids.
 
     Sequences are cut at the start to size + 1 ids, the last of which is only a target.
     """
@@ -149,7 +149,8 @@ class ExampleReader:
     def encode_plain(self, question, texts, delimiter):
         """Return (ids of the question, ids of the choice) for each choice in `texts`.
 
-        question + delimiter + choice is encoded as one text; the choice has the spaces in between.
+        question + delimiter + choice is encoded as one text. White space between them belongs to
+        the choice.
         """
         encode = self.tokenizer.encode
         before = encode(question.rstrip())
@@ -186,7 +187,7 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer):
-    """Return the index of `answer`, one of two or more texts or an index, or raise ValueError."""
+    """Return the index of `answer`, one of two or more `choices` or its index; else ValueError."""
     if not (isinstance(choices, list) and len(choices) > 1
             and all(isinstance(choice, str) for choice in choices)):
         raise ValueError(f"choices: expected two or more texts, got {str(choices)[:60]!r}")
@@ -226,8 +227,8 @@ class Tasks:
     The first config.eval_task_rows examples (0: all) of each file are used. An instance is both the
     data loader (a batch is a list of Examples) and the model for evaluate() in train/evaluate.py.
     Attributes: summary, a text for the log; metrics, the names of all numbers, also of averaged
-    weights (ema). All ranks must call. Raises UserError for invalid files, a model other than a
-    GPT, and data without a tokenizer or a validation part.
+    weights (ema). All ranks must call. Raises UserError for invalid files, equal names of metrics,
+    a model other than a GPT, and data without a tokenizer or a validation part.
     """
     units_per_sample = 1
 
@@ -264,7 +265,7 @@ class Tasks:
         self.batches = batch_by_width(itertools.chain(*selected), n_tokens)
 
     def evaluate(self, numbers, batches, ranks, autocast, stop):
-        """Return {**numbers, val_TASK: number, ...}, or None if stop(done, total) returns true.
+        """Return {**numbers, val_TASK: number, ...}; None if stop(done, total) is true on a rank.
 
         numbers: the result of the evaluation on `batches` validation batches. All examples are
         scored if `batches` is config.eval_iters; otherwise one batch, to know the metrics' names.

@@ -203,7 +203,7 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
                 sums | dict(old_kl=kl.detach() * sums["count"]))
 
     def numbers(self, sums):
-        """Return ChatGPT's and RoutedGPT's numbers, and of old text the mean old_kl or old_loss."""
+        """Return ChatGPT's and RoutedGPT's numbers, and old_kl or, in evaluations, old_loss."""
         numbers = super().numbers({n: value for n, value in sums.items() if n != "old_count"})
         if "old_count" in sums:
             numbers["old_loss"] = float(sums["old_loss"] / sums["old_count"])
@@ -270,7 +270,7 @@ class PairedLoader:
 
 
 def first_batch(loader, n):
-    """Return a loader's first n samples (paired: of `new`) as a tuple of CPU tensors (n, ...)."""
+    """Return the first n training samples (paired: of `new`), a tuple of CPU tensors (n, ...)."""
     loader = getattr(loader, "new", loader)
     return loader.tensors(loader.read(np.arange(n)), torch.device("cpu"))
 

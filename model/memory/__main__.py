@@ -72,7 +72,7 @@ def print_comparison(args):
 
 
 def evaluate_on(model, loaders, config):
-    """Return the mean loss of a model in eval mode for each of `loaders`, as floats."""
+    """Return the mean validation loss of a model in eval mode on each of `loaders`, as floats."""
     return [evaluate(model, model, loader, config.eval_iters, Ranks(),
                      contextlib.nullcontext)["val_loss"] for loader in loaders]
 
@@ -80,8 +80,9 @@ def evaluate_on(model, loaders, config):
 def train_lora(args, values, backbone, n_trained):
     """Train LoRA with about n_trained parameters; yield (name, checkpoint path, parameter count).
 
-    values: the dict "config" of the memory's checkpoint. The first run, lora_0 in out_dir, is on
-    the new data, the second one, lora_1, on new and old text in equal parts, if there are both.
+    values: the dict "config" of the memory's checkpoint. backbone: a GPT. The first run, lora_0 in
+    out_dir, is on the new data; the second one, lora_1, on new and old text in equal parts, except
+    without old text or for conversations.
     """
     layers = map(backbone.get_submodule, find_layers(backbone, ["attn", "mlp"]))
     size = sum(sum(layer.weight.shape) for layer in layers)  # of rank 1

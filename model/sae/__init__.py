@@ -163,7 +163,7 @@ class SparseAutoencoder(nn.Module):
         return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
 
     def normalise(self, activations):
-        """Return (input (N, C), target (N, C), is_outlier (N, 1)), scaled; 0 where an outlier."""
+        """Return scaled (input (..., C), target (..., C), is_outlier (..., 1)); outliers are 0."""
         c = self.spec["d_in"]
         scale = self.scale.view(-1)
         x = (activations[..., :c] - self.mean[:c]) * scale[0]
@@ -176,7 +176,7 @@ class SparseAutoencoder(nn.Module):
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
-        """Return features (N, F) before and after the nonlinearity of evaluations, for scaled x."""
+        """Return features (..., F) of scaled x before and after the nonlinearity of evaluations."""
         c = self.keys
         pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
         if c.sae in ("batchtopk", "jumprelu"):
@@ -187,7 +187,7 @@ class SparseAutoencoder(nn.Module):
         return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
 
     def step_estimate(self, pre):
-        """Return zeros (N, F) with an estimated gradient of (pre > threshold), for jumprelu."""
+        """Return zeros (N, F) with an estimated gradient of (pre > threshold) for the threshold."""
         ramp = ((pre.detach() - self.threshold) / BANDWIDTH + 0.5).clamp(0.0, 1.0)
         return ramp - ramp.detach()
 
@@ -217,7 +217,7 @@ class SparseAutoencoder(nn.Module):
         return pre, outs.unbind(1), dict(fired=fired, threshold=threshold.sum())
 
     def batch_threshold(self, pre, group):
-        """Return thresholds (N, 1) >= 0 with which `group` rows keep k features each on average."""
+        """Return thresholds (N, 1) >= 0 that keep up to group * k features in each `group` rows."""
         n = group * self.keys.k
         smallest = []
         for values in pre.flatten().split(group * pre.size(1)):
@@ -292,10 +292,10 @@ class SparseAutoencoder(nn.Module):
         l0: mean number of features that fire per activation.
         dead: number of features that have not fired for dead_after steps; in evaluations, that do
         not fire in the evaluation.
-        l1, auxk: parts of the loss, if used.
+        l1, auxk: parts of the loss, if used, without weights.
         In evaluations with a backbone also lm_loss, the backbone's loss; spliced_loss, the loss
         with the reconstruction in place of the activations; and loss_recovered: 1 if both are
-        equal, 0 if the reconstruction is no better than zeros, `None` if zeros change nothing.
+        equal, 0 if the reconstruction is as bad as zeros, `None` if zeros change nothing.
         """
         means = {name: float(sums[name] / sums["count"])
                  for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
@@ -350,7 +350,7 @@ class SAEModel(nn.Module):
         return len(c.layer) * rows * self.spec["d_in"]
 
     def of_layer(self, n):
-        """Return an eval-mode SAEModel sharing layer n's autoencoder only, or raise ConfigError."""
+        """Return an SAEModel of layer n's autoencoder, not a copy, in eval mode; or ConfigError."""
         if n not in self.keys.layer:
             raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
                                f"expected one of {', '.join(map(str, self.keys.layer))}"])

@@ -77,7 +77,7 @@ def export_sae_lens(model, folder):
 # the baseline
 
 def random_directions(model, k):
-    """Return the baseline of `model`: random directions, k per activation (arXiv:2602.14111)."""
+    """Return an SAEModel of random directions, the k nearest per activation (arXiv:2602.14111)."""
     c = model.keys.replace(sae="topk", k=k, auxk=0, prefixes=[])
     baseline = type(model)(c, model.spec, model.backbone()).eval()
     W = baseline.sae.W_dec  # (F, C)
@@ -131,7 +131,10 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
 
 
 def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]", escape=str):
-    """Return the text (ids without a tokenizer) around row[position], which is put in `marks`."""
+    """Return the text (ids without a tokenizer) around row[position], which is put in `marks`.
+
+    row (T,): token ids. n_before, n_after: tokens of context. escape(text): applied to each part.
+    """
     def decode(ids):
         ids = ids.tolist()
         return escape(tokenizer.decode(ids).replace("\n", "\\n") if tokenizer

@@ -104,7 +104,7 @@ class Backbone:
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return (mean, scale) of up to n_windows windows of `tokens`; lists of these if L > 1."""
+        """Return measure_scale() of up to n_windows windows of `tokens`; lists of both if L > 1."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
@@ -116,7 +116,7 @@ class Backbone:
 def measure_scale(x, d_in):
     """Return (mean, scale) of activations x (N, D), computed without outliers.
 
-    mean: D floats. scale: a float that makes the variance 1, on average over the channels; for a
+    mean: D floats. scale: a factor that makes the variance 1, on average over the channels; for a
     transcoder (D = 2 d_in), a list of two, for input and target. Outliers are rows whose input, the
     first d_in channels, is longer (2-norm) than OUTLIER_RATIO times the median.
     """
@@ -195,7 +195,7 @@ class ActivationLoader:
         return (torch.stack(rows),)
 
     def fill(self, step, device):
-        """Return each batch position's ring buffer, with the windows up to micro-batch `step`."""
+        """Return this rank's B ring buffers, with the windows up to micro-batch `step`."""
         n = self.accumulation
         micro = step % n
         last, buffers = self.filled.get(micro, (-math.inf, []))
@@ -236,7 +236,7 @@ def open_data(config, ranks):
 
 
 def open_activations(config, ranks):
-    """Return the Data of a folder with {train,val}_activations.npy; val is for evaluations only.
+    """Return the Data of a folder with {train,val}_activations.npy; val only with evaluations.
 
     They are float32 (windows, T, C). The T activations of a window should be sampled at random from
     all texts, because the loader shuffles windows only. Raises DataError if they cannot be used.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 
 def sum_rows(W, index, groups, n, weights):
-    """Return sums (n, C) of weights[e] * W[index[e]] in row groups[e]; groups must ascend."""
+    """Return sums (n, C): row g adds weights[e] * W[index[e]] for groups[e] == g; groups ascend."""
     starts = torch.searchsorted(groups, torch.arange(n, device=groups.device))
     return F.embedding_bag(index, W, starts, mode="sum", per_sample_weights=weights)
 

@@ -40,7 +40,7 @@ def load_text_model(options):
     """Load options.ckpt; return (GPT in eval mode, Tokenizer, torch.device) for generation.
 
     Raises ValueError or UserError if the model cannot be loaded or does not generate text, or if
-    the tokenizer is missing or has more ids than the model. Disables cuDNN's attention.
+    the tokenizer is missing or has more ids than the model. Disables cuDNN's attention globally.
     """
     device, ckpt = get_device(options.device), options.ckpt
     # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each prompt length.

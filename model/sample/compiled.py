@@ -17,11 +17,11 @@ from model.gpt import Attention
 
 
 def compile_decoder(model):
-    """Return a CompiledDecoder of a GPT, compiled by a first call, which takes some ten seconds.
+    """Return a CompiledDecoder of a GPT, and compile it, which takes some ten seconds.
 
     The linear layers and blocks of `model` are replaced in place; it can no longer be trained.
-    Raises ValueError unless it is a dense GPT with full attention and the same rotary positions in
-    every layer; and the exceptions of torch.compile.
+    Raises ValueError unless it is a dense GPT with full attention and the same rotary positions, or
+    none, in every layer; and the exceptions of torch.compile.
     """
     # One graph computes all layers, each block once.
     is_plain = len(model.h) == model.config.n_layer and all(
@@ -91,7 +91,8 @@ class SingleTokenCache:
 
     kv: (L, 2, 1, G, S, D), for L layers, keys and values, one text, G heads, S slots for tokens,
     head size D; or (2, 1, G, S, D) of one layer, for update() and swap_last_key().
-    slot: (1,) index of the token in S. start: (positions, history), from KVCache.start(idx).
+    slot: (1,) index of the token in S. start: the result of start(idx), that of KVCache.start(idx);
+    None for one layer.
     mask: bool (1, 1, S), True for slots that the token attends to; attention reads all slots.
     kv is not changed, because a write makes the compiled region copy the cache. New keys and values
     are collected in the list `new`, a tensor (2, 1, G, 1, D) per layer; the caller writes them to
@@ -147,10 +148,10 @@ class SharedGraphBlock(nn.Module):
 
 @torch.compiler.nested_compile_region
 def compute_block(block, x, ropes, kv, slot, mask):
-    """Return the output (1, 1, C) of a Block for one token, and SingleTokenCache.new[0].
+    """Return the output (1, 1, C) of a Block for one token, and the new key and value.
 
-    x: (1, 1, C). ropes: as for Attention.forward(). kv: (2, 1, G, S, D) of this layer.
-    slot, mask: as for SingleTokenCache.
+    Key and value: one tensor, as in SingleTokenCache.new. x: (1, 1, C). ropes: as for
+    Attention.forward(). kv: (2, 1, G, S, D) of this layer. slot, mask: as for SingleTokenCache.
     """
     cache = SingleTokenCache(kv, slot, mask)
     return block.compute(x, ropes, cache), cache.new[0]

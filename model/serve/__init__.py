@@ -48,9 +48,10 @@ def listen(host, port):
 
 
 def choose_key(options, listening):
-    """Return the API key that clients must send: options.api_key, API_KEY_VARIABLE, or None.
+    """Return the API key that clients must send: options.api_key, or the environment's, or None.
 
-    Raises ValueError if it is invalid, or missing although other machines can reach `listening`.
+    listening: the server's socket. Raises ValueError if the key is invalid, or missing although
+    other machines can reach the socket.
     """
     api_key = options.api_key
     if api_key is None:

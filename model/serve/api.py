@@ -45,8 +45,8 @@ def parse_request(data, chat, engine, template):
     """Parse the body of a completion request; return (RequestOptions, Jobs, include_usage).
 
     data: JSON as bytes or text. chat: True for /v1/chat/completions, whose body has messages
-    instead of a prompt. include_usage: whether a stream must end with the token counts.
-    Raises APIError if the request is invalid.
+    instead of a prompt. template: the ChatTemplate or None. include_usage: whether a stream must
+    end with the token counts. Raises APIError if the request is invalid.
     """
     try:
         body = json.loads(data)

@@ -65,7 +65,7 @@ class Job:
 
 
 class Engine:
-    """Generator of the texts of up to `slots` jobs in one batch; up to max_queue more jobs wait.
+    """Engine that generates texts for up to `slots` Jobs in one batch; up to max_queue more wait.
 
     submit() adds jobs, close() stops the engine. The constructor starts the thread that computes.
     max_tokens: limit of new tokens per job, applied by model/serve/api.py, not by the engine.

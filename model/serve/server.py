@@ -41,9 +41,10 @@ ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 class Server(uvicorn.Server):
     """HTTP server with OpenAI's API; run([listening]) serves until SIGINT or SIGTERM.
 
-    At the end, the engine is closed. name: of the model, for clients.
-    hosts: names accepted in the Host header ("*": any), in addition to localhost and the address of
-    `listening`, if that is a loopback address; at other addresses all names are accepted.
+    At the end, the engine is closed. name: of the model, for clients. template: the model's
+    ChatTemplate, or None: no chats.
+    hosts: names accepted in the Host header ("*": any) if the address of the socket `listening` is
+    a loopback address, in addition to localhost and this; otherwise all names are accepted.
     key: the required bearer token, or None. origins: other web pages that may send requests from a
     browser ("*": any). root_path: a path prefix under which all pages are also available.
     """
@@ -117,7 +118,7 @@ class Server(uvicorn.Server):
     # routes
 
     async def answer(self, scope, receive, send):
-        """Answer a request (ASGI): error 400 if the host name is not accepted (see the class)."""
+        """Answer a request (ASGI); status 400 if the name in the Host header is not accepted."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         name = PORT.sub("", host.lower())
         app = self.app
@@ -130,7 +131,7 @@ class Server(uvicorn.Server):
     async def handle_error(self, request, error):
         """Return the JSON response for an exception, or None if the client has disconnected.
 
-        The status is that of an APIError or HTTPException, e.g. 404, or 500.
+        The status is that of an APIError or HTTPException, e.g. 404, otherwise 500.
         """
         if isinstance(error, ClientDisconnect):
             return None

@@ -1,4 +1,4 @@
-"""A thread for long work during training, which needs the same cores."""
+"""A low-priority thread for long work while training needs the same cores."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ class BackgroundThread(threading.Thread):
     """A thread that calls f(*args) at low priority (on Linux, with nice increased by 10).
 
     n_threads: number of BackgroundThreads on this machine, which together use at most MAX_SHARE of
-    the CPU time if `f` calls give_way() at intervals; `None`: no pauses.
-    Pauses end after MAX_SECONDS, or earlier with wait(), which returns when `f` has returned.
+    its CPU time if `f` calls give_way(), which pauses, at intervals; `None`: no pauses.
+    Pauses end MAX_SECONDS after creation, or earlier with wait(), which returns when `f` has ended.
     """
 
     def __init__(self, f, *args, n_threads=None):

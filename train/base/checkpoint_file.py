@@ -37,7 +37,7 @@ def save_checkpoint(path: str | os.PathLike, state: Mapping[str, object],
     """Write a checkpoint, followed by a SHA-256, to the file `path`, durably and atomically.
 
     state: a nested dict of plain tensors and builtin types.
-    links: paths that become hard links to the new file.
+    links: paths that become hard links to the new file, replacing existing files.
     A missing folder is created. A previous file is kept as prev_path(path), which is replaced.
     Raises CheckpointError if writing fails: `path` is then unchanged (unless only the fsync of the
     folder failed), but `links` and prev_path(path) may be replaced already.
@@ -80,8 +80,9 @@ def prev_path(path):
 def load_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Return the content of a checkpoint as a dict with complete tensors on the CPU.
 
-    path: one file or a sharded checkpoint. Other programs' files of plain tensors can be read too:
-    nanoGPT's, {"model_state_dict": ...}, {"state_dict": ...}, and a bare state dict.
+    path: a checkpoint in one file, or of a sharded one the manifest or a folder with manifest.json.
+    Other programs' torch.save files of plain tensors can be read too: nanoGPT's,
+    {"model_state_dict": ...}, {"state_dict": ...}, and a bare state dict.
     The weights, {name: tensor}, are always under "model".
     Raises CheckpointError if the file is missing, damaged or not safe to load, the format is too
     new, weights or optimizer state are not finite, or torch is older than SAFE_TORCH.
@@ -94,8 +95,8 @@ def open_checkpoint(path, values=False):
 
     shards: `None` for a checkpoint in one file.
     values: for a sharded checkpoint: true reads and verifies all tensors; false leaves them on the
-    meta device, without verification: use shards.read() and shards.verify().
-    Raises CheckpointError as load_checkpoint() does.
+    meta device: use shards.read() and shards.verify(). Damaged shards and non-finite values are
+    then not noticed. Otherwise raises CheckpointError as load_checkpoint() does.
     """
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         raise CheckpointError(f"{path}: torch {torch.__version__} cannot load files safely; "
@@ -154,7 +155,7 @@ def verify_digest(path):
 
 
 def with_model_key(state):
-    """Return a file's content as a new dict with the weights (all of it, if bare) under "model"."""
+    """Return a new dict: a file's content, or a bare state dict, with the weights under "model"."""
     for name in ("model", "model_state_dict", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             return {**state, "model": state[name]}
@@ -167,7 +168,7 @@ def check_content(state, device="cpu"):
     device: the required device type of all tensors, e.g. "cpu" or "meta".
     "model" must be {name: tensor}; "optimizer" and the keys in DESCRIPTION may be dicts, `None` or
     missing. Tensors must be dense, with a dtype in SAFETENSORS_DTYPES, and only under "model" and
-    "optimizer" (in files of other programs also under keys that are not in DESCRIPTION).
+    "optimizer" (without "format_version" also under other keys that are not in DESCRIPTION).
     """
     if not isinstance(state["model"], dict):
         raise ValueError("not a checkpoint: expected a dict with the key `model`")
@@ -212,14 +213,17 @@ def describe_load_error(error):
 # names, shapes and dtypes
 
 def check_match(tensors, expected, path, dtypes=True):
-    """Raise CheckpointError, with the differences, unless describe_mismatches() finds none."""
+    """Raise CheckpointError, listing the differences, if describe_mismatches() finds any."""
     if lines := describe_mismatches(tensors, expected, dtypes):
         raise CheckpointError(f"{path} does not fit this model:\n{bullets(lines)}\n"
                               "expected the configuration and the code it was trained with")
 
 
 def describe_mismatches(tensors, expected, dtypes=True):
-    """Return a text for each name that is missing or differs in shape or, if `dtypes`, in dtype."""
+    """Return a text for each difference between two dicts {name: tensor}.
+
+    Compared are the names, the shapes and, if `dtypes`, the dtypes.
+    """
     def describe(state):
         return {name: f"shape {tuple(t.shape)}" + (f" {t.dtype}" if dtypes else "")
                 for name, t in state.items()}

@@ -62,7 +62,7 @@ def add_dashes(argv, parser):
 
 
 def make_parser(cls, prog, epilog=None):
-    """Return an ArgumentParser for a dataclass of key() fields; the docstring is the description.
+    """Return an ArgumentParser for a dataclass of key() fields, described by the class docstring.
 
     prog: name of the command in the usage line.
     epilog: text at the end of --help, or `None`.
@@ -115,7 +115,7 @@ def make_options(cls, values):
 
 
 def command(cls, work, **how):
-    """Return main(argv=None) of a command: run_command() with `cls`, `work` and `how`.
+    """Return the main(argv=None) of a command, which calls run_command(cls, work, argv, **how).
 
     If the module of `cls` is the program (python -m), this runs the command and exits instead, so
     the call must be the last line of the module.
@@ -134,9 +134,9 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
     load: called with the arguments that are not options of `cls`, e.g. train.config.load_argv. The
     exit code is then the result of work(options, load(arguments)).
 
-    Exit codes: 0; after a UserError, exit_code of the exception; 2 after a ValueError, OSError or
-    failed import of a file of this project; 130 after Ctrl-C (128 + N after signal N). These are
-    printed on stderr. Others are raised, also argparse's SystemExit (0 after --help, else 2).
+    Exit codes: 0 for success; after a UserError, exit_code of the exception; 2 after a ValueError,
+    OSError or failed import of a file of this project; 130 after Ctrl-C (128 + N after signal N).
+    Errors are printed on stderr. Others are raised, and argparse's SystemExit (0: --help, else 2).
     """
     # The name of the command in messages.
     name = sys.modules[cls.__module__].__spec__.name.removesuffix(".__main__")
@@ -160,9 +160,9 @@ def run_command(cls, work, argv=None, interrupt_message="interrupted", load=None
 
 
 def report_error(error, prefix=""):
-    """Print an error that the user can fix on stderr, and return the exit code (default 2).
+    """Print an error on stderr and return the exit code: error.exit_code, otherwise 2.
 
-    Ranks other than 0 print later than rank 0, with their rank in place of `prefix`. A
+    Ranks other than 0 wait EXIT_DELAY_SECONDS, and print their rank in place of `prefix`. A
     ModuleNotFoundError is raised again, unless it is for a file of this project.
     """
     if isinstance(error, ModuleNotFoundError) and not missing_part(error):
@@ -192,16 +192,16 @@ def under_torchrun():
 
 
 def env_rank():
-    """Return the rank of this process (RANK, as set by torchrun), or 0 if it is not set."""
+    """Return the rank of this process (RANK, as set by torchrun), or 0 without a valid one."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdigit() else 0  # the process group refuses other values
 
 
 def limit_spinning():
-    """Let idle CPU threads sleep early if other programs are running; call before importing torch.
+    """Let idle OpenMP threads sleep early if other programs run; call before importing torch.
 
-    Otherwise a step may take ten times as long (train/LOG.md). Sets GOMP_SPINCOUNT, unless it or
-    OMP_WAIT_POLICY is set. Linux only.
+    Otherwise a step on the CPU may take ten times as long (train/LOG.md). Sets GOMP_SPINCOUNT,
+    unless it or OMP_WAIT_POLICY is set. Linux only.
     """
     running = []  # processes and threads, with this one
     with contextlib.suppress(OSError):

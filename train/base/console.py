@@ -35,9 +35,10 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line, and replace the live line by `live`. Never raises.
+        """Print `line` above the live line, and replace the live line by `live`.
 
-        None: no line, or no change; live "": clear it. A text for `live` requires self.live.
+        `None`: no line, or no change; live "": clear it. A text for `live` requires self.live.
+        Output errors are not raised; after one, the stream goes to the null device.
         """
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
@@ -52,7 +53,7 @@ class Console:
 
 
 class LineFile:
-    """A text file to which write(line) appends at once; only the first failure is a warning."""
+    """A text file to which write(line) appends a line at once; failures give one warning only."""
 
     def __init__(self, path):
         self.path = path
@@ -80,7 +81,7 @@ class LineFile:
 
 
 def compact(n):
-    """Return a number with three significant digits and a unit k, M, B or T, e.g. 12.3k."""
+    """Return a number as text with three significant digits and k, M, B or T, e.g. 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size * 0.9995:  # would be rounded to 1000 of the smaller unit
             return f"{n / size:.3g}{unit}"

@@ -26,7 +26,7 @@ def environment():
 
 
 def git_state():
-    """Return (commit, whether files are modified or untracked), or (`None`, `None`) without git."""
+    """Return (commit, whether files are modified or untracked), or (`None`, `None`) if unknown."""
     def git(*args):
         return subprocess.check_output(["git", "--no-optional-locks", *args], text=True, timeout=10,
                                        cwd=os.path.dirname(os.path.abspath(__file__)),

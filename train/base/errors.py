@@ -54,7 +54,7 @@ class CollectiveExit(UserError):
 
 
 class BadNumbers(CollectiveExit):
-    """A NaN or infinite loss, gradient, weight or metric, raised before an update or a save."""
+    """A NaN or infinite loss, gradient, weight, optimizer state or, in a search (hpo), metric."""
 
 
 class Stopped(CollectiveExit):

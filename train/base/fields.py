@@ -28,10 +28,10 @@ def key(default, help, **meta):
 
     default: a list or dict is copied for each instance.
     help: the description.
-    meta: limits and other metadata: choices, a list; gt, ge, lt, le, numbers (for a list, limits of
-    each item); check, a function of the value that raises ValueError; path=True: a leading ~ is
-    expanded; text=True: a list whose items may contain commas, or a text that may be "null".
-    Other names are for users of the field, e.g. make_parser().
+    meta: limits and other metadata: choices, a list of texts; gt, ge, lt, le, numbers (for a list,
+    limits of each item); check(value): raises ValueError for an invalid parsed value; path=True: a
+    leading ~ is expanded; text=True: a list whose items may contain commas, or a text that may be
+    "null". Other names are read elsewhere, e.g. by make_parser().
     """
     meta = dict(help=help, **meta)
     if isinstance(default, (list, dict)):
@@ -62,7 +62,7 @@ def parse_value(field, raw):
 
     raw: a text, a list or dict of texts, or a value of this type. A text for a list may be YAML,
     for a dict it must be: [a, b], {a: 1}. Items of a list are split at commas, unless the field has
-    text=True or is positional.
+    text=True or is positional. The case of a single choice is ignored.
     "", "null", "none", "~": `None` if the type allows it, otherwise invalid, except "" for a str.
     They are texts if they are choices, or for a str with text=True.
     Raises ValueError, with the expected type or limit, for an invalid value.
@@ -166,10 +166,11 @@ def check_limits(value, meta):
 
 
 def parse_mixture(data_dir):
-    """Return {folder: weight} if the key data_dir is a mixture "folder:weight,folder:weight".
+    """Return {folder: weight} of a mixture "folder:weight,folder:weight", or {} for other text.
 
-    Return {} if there is no comma, or no part has a weight. A leading ~ is expanded. Raises
-    ValueError if a weight is missing or not a positive number, or a folder is empty or repeated.
+    data_dir: value of this key; no mixture without a comma, or if no part has a weight.
+    A leading ~ is expanded; weights are as given. Raises ValueError if a weight of a mixture is
+    missing or not a positive number, or a folder is empty or repeated.
     """
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r":\s*[-+.\d]", colon + n) for _, colon, n in parts):

@@ -26,7 +26,7 @@ def open_no_follow(path, mode):
 
 @contextmanager
 def atomic_write(path, before_rename=lambda temporary: None):
-    """Yield a binary file that, made durable, atomically replaces `path` when the context exits.
+    """Yield a new binary file that atomically replaces `path` when the context exits.
 
     before_rename(temporary): called with the path of the new, complete and durable file.
     The rename is durable only after sync_folder(). After an error, which is raised, `path` is
@@ -51,7 +51,7 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
 
 def set_direct(file, on):
-    """Switch direct writes, past the page cache, of an open file on or off, where supported.
+    """Set or clear O_DIRECT of an open file (writes past the page cache), where supported.
 
     A direct write needs aligned memory, complete disk blocks and a position at a block's start.
     """
@@ -63,7 +63,7 @@ def set_direct(file, on):
 
 @contextmanager
 def reporting_full_disk(path):
-    """Turn OSErrors of a full disk, quota or ulimit -f into a UserError that names `path`."""
+    """In a context, turn OSErrors of a full disk, quota or ulimit -f into UserErrors of `path`."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def write_text(path, text):
 
 
 def add_link(source, target):
-    """Make `target` a hard link to `source`, or a copy without links, replacing it atomically."""
+    """Replace `target` atomically by a hard link to `source`, or by a copy if linking fails."""
     temporary = f"{target}.tmp.{os.getpid()}"
     with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
@@ -105,7 +105,8 @@ def add_link(source, target):
 def exclusive_lock(folder):
     """Hold an exclusive lock (flock) on `folder` in a context, which waits until it is free.
 
-    Not reentrant: a nested call for the same folder waits forever. No effect without file locks.
+    Not reentrant: a nested call for the same folder waits forever. No effect, and no error,
+    if the system has no file locks or `folder` cannot be opened.
     """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
@@ -117,7 +118,7 @@ def exclusive_lock(folder):
 
 
 def unlock(file):
-    """Release the lock_folder() lock of `file`, also in forked processes, and close the file."""
+    """Release the lock of a lock_folder() file, even if forked processes have it open; close it."""
     with suppress(ImportError, OSError):
         import fcntl
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -125,7 +126,7 @@ def unlock(file):
 
 
 def sync_folder(folder):
-    """Make renames in `folder` durable (POSIX only); OSError only for a failing disk (EIO)."""
+    """Make renames in `folder` durable (POSIX only); raise no OSError except EIO (failing disk)."""
     try:
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -146,8 +147,8 @@ def next_free_path(folder, stem, suffix=".pt"):
 def lock_folder(folder):
     """Lock `folder` without waiting, and return the open file folder/.lock.
 
-    Keep this file: the lock is released by unlock(file), when the file is closed or
-    garbage-collected, or at the end of the process.
+    Keep a reference to this file: the lock is released by unlock(file), when the file is
+    closed or garbage-collected, or at the end of the process.
     Raises UserError if the folder is already locked, also by this process (the message names
     the holder), or if the disk is full; OSError if the file cannot be opened.
     If the system or the file system has no locks, the file is returned without a lock.

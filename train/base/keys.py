@@ -31,7 +31,7 @@ MAX_CONTEXT = 4096  # of weights with a longer one: a cache allocates all of it
 def parse_rope_scaling(text):
     """Return a rope_scaling value as floats: (factor,) or (factor, low, high, original length).
 
-    text: e.g. "8" or "8,1,4,8192". ValueError for others, and numbers not positive and finite.
+    text: "8" or, of Llama 3, "8,1,4,8192". ValueError otherwise; all must be positive and finite.
     """
     numbers = tuple(float(number) for number in text.split(","))
     if len(numbers) not in (1, 4) or not all(0 < x < math.inf for x in numbers):
@@ -218,7 +218,7 @@ class GPTKeys:
 
     @property
     def context(self):
-        """Maximum context in tokens: max(block_size, min(max_positions, MAX_CONTEXT))."""
+        """The model's context in tokens: max(block_size, min(max_positions, MAX_CONTEXT))."""
         return max(self.block_size, min(self.max_positions or 0, MAX_CONTEXT))
 
     @property
@@ -287,14 +287,14 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return getattr(self, name) != getattr(type(self)(), name)
 
     def replace(self, **changes):
-        """Return a copy with unchecked `changes`, which are explicit, like overrides."""
+        """Return a copy with unchecked `changes`; for is_explicit(), the user has set them."""
         out = self.inherit(changes)
         if hasattr(self, "origins"):
             out.origins = self.origins | dict.fromkeys(changes, "overrides")
         return out
 
     def inherit(self, values):
-        """Return a copy with unchecked `values`; after load_config(), is_explicit() is the same."""
+        """Return a copy with unchecked `values`; is_explicit() of a loaded config is unchanged."""
         out = replace(self, **values)
         if hasattr(self, "origins"):
             out.origins = self.origins
@@ -342,9 +342,9 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.samples_per_step // (world_size * self.micro_batch(world_size))
 
     def in_steps(self, samples):
-        """Return a copy with steps in place of the epochs that are set, rounded up.
+        """Return a copy with max_iters, eval_interval, warmup_iters from max_epochs etc., if set.
 
-        samples: per epoch. Sets max_iters, eval_interval, warmup_iters from max_epochs etc.
+        samples: number of samples per epoch, over all ranks. Steps are rounded up.
         """
         steps_per_epoch = samples / self.samples_per_step
         lengths = dict(max_iters=self.max_epochs, eval_interval=self.eval_epochs,
@@ -369,7 +369,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
     def saves_shards(self, world_size):
         """Return whether checkpoints are sharded, by the key checkpoint_format.
 
-        "auto": for a sharded model, without save_precision (one file) or mirror (separate disks).
+        "auto": if the model is sharded, and neither save_precision nor mirror is set.
         """
         if self.checkpoint_format == "auto":
             return self.shards_model(world_size) and not (self.save_precision or self.mirror)

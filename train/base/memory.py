@@ -7,7 +7,7 @@ import pathlib
 
 
 def memory_available():
-    """Return the free memory for this process in bytes, or 2**62 if unknown.
+    """Return the memory available to this process in bytes, or 2**62 if unknown.
 
     This is the machine's or, if less, the container's (cgroup v2). Linux only.
     """

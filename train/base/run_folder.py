@@ -31,14 +31,15 @@ RUN_FILES = ("ckpt", "config.yaml", "training_args.json", "train.log", "metrics.
 class RunFolder:
     """The folder of a run (out_dir), with a lock, in which checkpoints are saved in the background.
 
-    keep_last: number of numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all.
+    keep_last: number of newest numbered checkpoints (ckpt_NNNNNNN.pt) to keep; 0: all.
     save_precision: dtype, e.g. "bfloat16", of the model.safetensors that each save of a checkpoint
     in one file also writes; `None`: not written.
-    Attribute mirror: a Mirror, set by the caller, to which write() copies; `None`: no copies.
+    Attribute mirror, `None` or set by the caller: the Mirror to which write() copies.
+    First call open(), then take(), on rank 0.
     One file: call save() on rank 0; a thread writes a snapshot that training does not change.
     Sharded: call prepare() on rank 0; start() on every rank, with a function that calls
     write_shards(); then write() on rank 0, with a function that calls save_manifest().
-    At the end, close() waits for a save in progress.
+    At the end, call close() on every rank: it waits for a save in progress.
     """
 
     def __init__(self, path, keep_last=0, save_precision=None):
@@ -85,8 +86,8 @@ class RunFolder:
     def take(self, resume, log):
         """Begin to use the folder for this job, on rank 0, before files of the run are written.
 
-        With `resume` "never", files of an earlier run are moved to a new subfolder old_N/, except
-        after a restart by torchrun. log(text): called with messages.
+        resume: value of the key. With "never", files of an earlier run are moved to a new subfolder
+        old_N/, except after a restart by torchrun. log(text): called with messages.
         """
         self.job, restarted = restarted_job(self.path)
         names = [name for name in os.listdir(self.path) if name.startswith(RUN_FILES)]
@@ -116,10 +117,10 @@ class RunFolder:
         self.start(write, state, logger, last, private)
 
     def prepare(self, iter_num, is_best, is_numbered, logger):
-        """Wait for a save in progress; return the paths of the next one in addition to ckpt.pt.
+        """Wait for a save in progress; return the paths that the next one links to ckpt.pt.
 
         They are ckpt_best.pt if `is_best`, and ckpt_NNNNNNN.pt if `is_numbered`. Calls reopen() if
-        the folder was deleted or renamed; UserError if another run has locked the new folder.
+        the folder was deleted or renamed; UserError if the new one is locked or the disk is full.
         """
         self.wait()
         if not self.is_same():
@@ -138,7 +139,7 @@ class RunFolder:
         return False
 
     def reopen(self, logger):
-        """Call open() again, and move checkpoints of another run to a subfolder, with a warning."""
+        """Call open() again, and move checkpoints found there to a subfolder, with a warning."""
         self.open()
         if names := [name for name in os.listdir(self.path) if name.startswith("ckpt")]:
             logger.warn(f"{self.name} was replaced during this run; moved the checkpoints in it to "
@@ -150,7 +151,7 @@ class RunFolder:
         state: a nested dict with tensors; with `private` it is not copied: nothing may change it.
         last: call write(state) in this thread instead; also done if memory does not suffice.
         logger: an object with info(text).
-        n_writers: number of ranks of this machine that call start().
+        n_writers: number of ranks on this machine that call start() and share the CPU time.
         Call prepare() before, which waits for the previous thread.
         """
         start = time.perf_counter()
@@ -165,7 +166,7 @@ class RunFolder:
         self.thread.start()
 
     def write_shards(self, folder, rank, parts):
-        """Call sharded_file.write_shards() in this folder; return the message after an error."""
+        """Return the result of sharded_file.write_shards() in this folder, or an error message."""
         try:
             return sharded_file.write_shards(self.file(folder), rank, parts)
         except Exception as error:
@@ -175,7 +176,7 @@ class RunFolder:
         """Write the manifest of the shards in the subfolder `folder` to the file `path`.
 
         state: content of the checkpoint, a dict with tensors on the meta device.
-        written: results of write_shards() on all ranks.
+        written: list of the results of write_shards() on all ranks.
         links: paths that become hard links to the manifest.
         Raises CheckpointError for errors in `written`, incomplete shards or a failed write.
         """
@@ -223,7 +224,7 @@ class RunFolder:
             logger.warn(f"{self.file('ckpt.pt')} is saved, but {problem}: {error}")
 
     def export(self, state):
-        """Write model.safetensors: the description, and weights in save_precision if floats."""
+        """Write model.safetensors: weights, floats in save_precision; metadata: DESCRIPTION."""
         dtype = getattr(torch, self.save_precision)
         weights = {n: t.to(dtype) if t.is_floating_point() else t
                    for n, t in state["model"].items()}
@@ -233,10 +234,11 @@ class RunFolder:
         return_freed_memory()
 
     def archive_later_checkpoints(self, progress, log):
-        """Move checkpoints that a run resumed from a given file must not use to a new old_N/.
+        """Move checkpoints that are not of the resumed run's past to a new subfolder old_N/.
 
-        progress: state_dict() of the run's Progress. log(text): called if files were moved.
-        Of ckpt.pt, ckpt_prev.pt and ckpt_best.pt, it moves damaged files, those of a later step or
+        For --resume FILE. progress: state_dict() of the resumed run's Progress.
+        log(text): called if files were moved.
+        Of ckpt.pt, ckpt_prev.pt, ckpt_best.pt it moves unreadable files, those of a later step or
         of another run (other evaluations), and a ckpt_best.pt that is not the best of this run; of
         the numbered ones, later steps, or all if one of the three is of another run. metrics.jsonl
         is copied with them, or moved if there is a checkpoint of another run.
@@ -285,7 +287,7 @@ class RunFolder:
 # snapshots
 
 def snapshot(state):
-    """Return a copy of a nested state with all tensors on the CPU; `None` if memory is too small.
+    """Return a CPU copy of nested dicts and lists with tensors; `None` if memory is too small.
 
     Tensors on a GPU are copied to pinned memory, which PyTorch keeps for the next save.
     """
@@ -323,9 +325,9 @@ def find_newest_checkpoint(folder, log, damaged=()):
     state, shards: as from open_checkpoint(). All three are `None` if there is no checkpoint.
     log(text): called with warnings.
     damaged: {path: message} of sharded checkpoints whose files do not match their digests.
-    ckpt.pt is tried first, then ckpt_prev.pt (a damaged ckpt.pt is renamed to ckpt_bad_N.pt). If
-    neither exists (a kill in the first save), ckpt_best.pt and ckpt_NNNNNNN.pt are tried, newest
-    first. Raises CheckpointError if all are damaged, or memory does not suffice to load one.
+    ckpt.pt is tried first, then ckpt_prev.pt (an unreadable ckpt.pt is renamed to ckpt_bad_N.pt).
+    If neither exists (a kill in the first save), ckpt_best.pt and ckpt_NNNNNNN.pt are tried, newest
+    first. Raises CheckpointError if none of the files can be loaded, or memory does not suffice.
     """
     path = os.path.join(folder, "ckpt.pt")
     problems = []
@@ -375,7 +377,7 @@ def restarted_job(folder):
 
 
 def numbered_checkpoints(folder, names="[0-9]{7,}"):
-    """Return the pathlib.Paths of ckpt_NAME.pt with NAME matching `names`, oldest file first."""
+    """Return the Paths of ckpt_NAME.pt where NAME matches the regex `names`, oldest file first."""
     paths = [path for path in pathlib.Path(folder).glob("ckpt_*.pt")
              if re.fullmatch(f"ckpt_({names}).pt", path.name)]
     return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path))

@@ -42,7 +42,7 @@ SHARD_FILE = re.compile(r"(optimizer/)?shard-[\w-]+\.safetensors")  # only these
 # writing
 
 def new_folder(iter_num):
-    """Return a new, unique folder name for step `iter_num`, e.g. shards/0001000_ab12cd."""
+    """Return a new folder name, relative to the run's folder, e.g. shards/0001000_ab12cd."""
     return f"shards/{iter_num:07d}_{secrets.token_hex(3)}"
 
 
@@ -52,7 +52,7 @@ def write_shards(folder, rank, parts):
     rank: for the file names.
     parts: {name: [offsets, tensor]}; offsets: position in the complete tensor, per dimension.
     files: {file, relative to `folder`: {"size": bytes, "sha256": digest}}.
-    chunks: {name: {"file", "start", "offsets", "shape"}}; start: byte offset of the tensor.
+    chunks: {name: {"file", "start", "offsets", "shape"}}; start: byte offset in the file.
     Weights (names "model.*") go to one .safetensors file, other tensors to a second one, in the
     subfolder optimizer/. A file without tensors is not written; a missing folder is created.
     """
@@ -84,7 +84,7 @@ def make_manifest(root, folder, state, written):
 
     root: the run's folder; folder: a result of new_folder().
     state: content of the checkpoint, a nested dict with tensors on the meta device.
-    written: (files, chunks) from write_shards(), for each rank.
+    written: list of the (files, chunks) that write_shards() returned on each rank.
     Renames of the shards are made durable first. Raises ValueError if a file is missing or not of
     this checkpoint, or if the chunks of a tensor do not form the complete tensor.
     """
@@ -108,7 +108,7 @@ def make_manifest(root, folder, state, written):
 def encode(value, path=()):
     """Return a nested state as plain JSON types, for json.dumps.
 
-    path: keys that lead to `value` in the complete state, joined to a tensor's dotted name.
+    path: keys of `value` in the complete state; a tensor's are joined to its dotted name.
     Tensors, tuples, bytes, non-finite floats, and dicts with a key that is no string or begins with
     "$" become {"$tensor": name}, {"$tuple": ...}, {"$bytes": ...}, {"$float": ...}, {"$dict": ...}.
     """
@@ -164,7 +164,7 @@ class Shards:
         return decode(self.plain, tensor)
 
     def check(self):
-        """Raise ValueError unless exactly these files exist, with fitting sizes and chunks."""
+        """Raise ValueError unless the files and sizes match self.files, and chunks form tensors."""
         for name, file in self.files.items():
             path = os.path.join(self.folder, name)
             if not os.path.isfile(path) or not SHARD_FILE.fullmatch(name):
@@ -204,8 +204,8 @@ class Shards:
     def read(self, name, first=0, shape=None):
         """Return the tensor `name` (dotted) on the CPU, or only shape[0] rows from row `first`.
 
-        shape: of the result. Rows are indices of dimension 0; other rows are not read. Digests are
-        not checked. ValueError if a file is too short.
+        shape: of the result; `None`: all rows, with `first` 0. Rows are indices of dimension 0;
+        other rows are not read. Digests are not checked. ValueError if a file is too short.
         """
         whole = self.meta(name)
         out = torch.empty(whole.shape if shape is None else shape, dtype=whole.dtype)
@@ -239,7 +239,7 @@ def is_sharded(path):
 
 
 def folder_named_in(path):
-    """Return the shard folder, relative to the run's, that a manifest names; otherwise `None`."""
+    """Return the shard folder, relative to the run's, of a manifest; `None` for other paths."""
     if not os.path.isfile(path):  # not a pipe, which would be read for ever
         return None
     with open(path, "rb") as f:
@@ -297,7 +297,7 @@ def unnamed_shards(root):
 
 
 def remove_unnamed_shards(root, kept=()):
-    """Delete the folders of unnamed_shards(root), except the paths in `kept`, ignoring errors."""
+    """Delete the folders of unnamed_shards(root), except `kept`, ignoring failed deletions."""
     for path in unnamed_shards(root):
         if path not in kept:
             with suppress(OSError):  # first: without it, the rest is known as incomplete

@@ -53,7 +53,10 @@ def map_tensors(f, state):
 
 
 def find_non_finite(state):
-    """Return the dotted name of the first non-finite tensor (floats, not 0-dim), or `None`."""
+    """Return the dotted name of the first tensor with a NaN or infinity, or `None`.
+
+    Only floating-point tensors that are not 0-dim are tested; all must be on one device.
+    """
     named = [(n, t) for n, t in named_tensors(state)
              if t.is_floating_point() and t.dim() and t.numel()]
     if not named:
@@ -67,10 +70,10 @@ def find_non_finite(state):
 # files
 
 class HashingFile(io.RawIOBase):
-    """A write-only file object that hashes the data and writes them in blocks to the file `file`.
+    """A write-only file object that writes to the open binary file `file` and hashes the data.
 
-    Writes go past the page cache where possible and give way to training (background.py).
-    It cannot seek. Call finish() after the last write().
+    Data are written in blocks, past the page cache where possible, giving way to training
+    (background.py). It cannot seek. Call finish() after the last write().
     """
 
     def __init__(self, file):

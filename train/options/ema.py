@@ -37,8 +37,8 @@ class Average:
     def evaluate(self, evaluate_weights):
         """Evaluate the model, then with averaged weights; return {NAME: number, NAME_ema: number}.
 
-        evaluate_weights(): returns {NAME: number}; `None` after a signal, which is then returned.
-        The weights are restored. Raises SetupError if the model has a number NAME_ema.
+        evaluate_weights(): returns {NAME: number}, or `None` (then returned) after a signal.
+        The weights are restored. Raises SetupError if it returns a NAME_ema itself.
         """
         numbers = evaluate_weights()
         if numbers is None:

@@ -84,7 +84,7 @@ def curve(records, key, x="iter"):
 
 
 def smooth(points, share=0.02):
-    """Return `points` with each y averaged over 2 x `share` of the points, fewer at the start."""
+    """Return `points` with each y averaged over 2 x `share` of the points, fewer at the ends."""
     x, y = np.array(points).T
     i = np.arange(len(y))
     half = np.minimum(max(1, int(len(y) * share)), i // 3)

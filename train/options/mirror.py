@@ -2,8 +2,8 @@
 
 The store has the last two copies of ckpt.pt, e.g. copy_000002.pt, numbered in the order of copying,
 and ckpt_best.pt. Copies are made in the background, one at a time; of the saves during a copy, only
-the last one is copied. A failure is a warning. Each file ends with a digest, and an older copy is
-deleted after a newer one is complete: an incomplete copy is never used, and is never the only one.
+the last one is copied. A failure is a warning. Digests are verified, so an incomplete copy is never
+used, and an older copy of ckpt.pt is deleted only after a newer one is complete.
 Of a sharded checkpoint, the files of shards/ are copied before the manifest, ckpt.pt.
 """
 
@@ -80,8 +80,8 @@ class Mirror:
         """Take the newest complete copy if it is of a later step than the folder's `names`.
 
         The checkpoints `names` and ckpt_best.pt are then moved to a subfolder. Only a warning if
-        the store cannot be read. log(text): for messages. Raises SetupError if the store has
-        another run.
+        the store cannot be read. log(text): for messages. Raises SetupError if a later copy is of
+        a run with another seed or other data.
         """
         paths = [os.path.join(self.folder, name) for name in names]
         fetched = os.path.join(self.folder, "ckpt_mirror.pt")
@@ -121,7 +121,7 @@ class Mirror:
         return True
 
     def get_newest(self, copies, name, log):
-        """Copy the newest complete one of `copies`, oldest first, to `name`; return if any is."""
+        """Copy the newest complete one of `copies`, oldest first, to `name`; return if one is."""
         return any(self.get(path, name, log) for path in reversed(copies))
 
     def get_best(self, log):

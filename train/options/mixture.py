@@ -1,8 +1,8 @@
 """Several data sets as one: `data_dir: data/bin/web:0.7,data/bin/code:0.3`.
 
-A table with a period assigns each sample g of the run to a source, a data set. Sample g is the next
-sample of that source, in the order and epochs of a run on only this source. The order is therefore
-a function of (seed, step), the same at any world size. Example, with shares 0.7 and 0.3:
+A table, repeated periodically, assigns each sample g of the run to a source, one of the data sets.
+Sample g is the next sample of that source, in the order and epochs of a run on only this source. So
+the order is a function of (seed, step), the same at any world size. With shares 0.7 and 0.3:
 
     g             0    1    2    3    4    5    6    7    8    9    10
     source        web  code web  web  code web  web  web  code web  web
@@ -148,7 +148,7 @@ class Mixture(Loader):
         return self.loaders[name].fixed_batch(i, count, device)
 
     def merge(self, sums_by_source):
-        """Return the mixture's sums {name: tensor} of the sums over each source's validation items.
+        """Return the validation sums {name: tensor} of the mixture, from those of each source.
 
         sums_by_source: {source: {name: tensor}}, with the number of items (e.g. tokens) as "count".
         "count" becomes the total; for other names sum / count (for "exact", if there are "answers":
@@ -168,7 +168,7 @@ class Mixture(Loader):
 # the data of a run
 
 def source_name(folder):
-    """Return the last part of a data folder's path as a name: data/bin/web gives "web"."""
+    """Return the last part of a data folder's path as a name: data/bin/my-web gives "my_web"."""
     return re.sub(r"\W+", "_", os.path.basename(os.path.abspath(folder))).strip("_")
 
 

@@ -52,7 +52,7 @@ def train_chain(options, arguments):
 
 
 def table_row(child):
-    """Return (name, seconds, loss, loss of the earlier models) of a ChildRun; "-" if missing."""
+    """Return texts (name, seconds, loss, ensemble loss of earlier runs); "-" for a missing loss."""
     losses = curve(read_metrics(child.folder / "metrics.jsonl"), "val_teacher_loss")
     loss = "-" if child.value is None else f"{child.value:.4f}"
     return child.name, f"{child.seconds:.0f}", loss, f"{losses[-1][1]:.4f}" if losses else "-"

@@ -103,7 +103,7 @@ class Case:
         return model(*batch)
 
     def tokens(self, rows):
-        """Return fixed token ids (rows, T), T = min(24, block_size); about an eighth end a text."""
+        """Return fixed token ids (rows, T), T = min(24, block_size); an eighth are end of text."""
         c = self.run.raw_model.config
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(c.vocab_size, (rows, min(24, c.block_size)), generator=generator)
@@ -113,7 +113,7 @@ class Case:
 def compare(actual, expected, tolerance=0.0):
     """Raise AssertionError unless two numbers, tensors, or nested dicts or lists are equal.
 
-    tolerance: relative and absolute; 0: equal to the bit. NaN equals NaN; dtypes are not compared.
+    tolerance: relative and absolute; 0: exactly. NaN equals NaN; dtypes are not compared.
     """
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True,
                                check_dtype=False)
@@ -123,7 +123,7 @@ def compare(actual, expected, tolerance=0.0):
 # runs
 
 def train_rank(rank, config, environment, killed_at):
-    """Train as one rank in this forked process; SIGKILL at the evaluation of step killed_at."""
+    """Train as one rank in this forked process; SIGKILL at step killed_at's evaluation, if set."""
     def on_evaluation(it, numbers):
         if it == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +191,7 @@ def check_resume(case):
 
 
 def check_weights(case):
-    """Check that ckpt.pt of the first run has the validation loss that the run has logged."""
+    """Check that the weights in ckpt.pt of the first run have the validation loss in the log."""
     data, model = case.build()
     if data.val is None:
         raise SetupError("no validation data")

@@ -148,7 +148,7 @@ def start_process(arguments, environment, log):
 
 
 def split_devices(jobs):
-    """Return the environment variables of `jobs` parallel runs: a GPU or a share of the cores."""
+    """Return a dict of environment variables per parallel run: a GPU, or a share of the cores."""
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         return [dict(CUDA_VISIBLE_DEVICES=visible.split(",")[i % count]) for i in range(jobs)]

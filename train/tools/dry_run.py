@@ -93,7 +93,7 @@ def inherited_shape(config):
 
 
 def check_memory(memory, available, ranks):
-    """Raise CollectiveExit if `memory` in total exceeds `available` on any rank; all must call."""
+    """Raise CollectiveExit if sum(memory.values()) > available, in bytes, on any rank; all call."""
     if distributed.max_over_ranks(int(sum(memory.values()) > available), ranks):
         raise CollectiveExit(TOO_LARGE)
 

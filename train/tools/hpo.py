@@ -187,7 +187,7 @@ def search(config, space, stages, out):
 
 
 def open_study(config, space, number, stage, start, out):
-    """Open or create the Optuna study of a stage in out/study.db; stages cannot be compared.
+    """Open or create the Optuna study of a stage in out/study.db; each stage has a separate one.
 
     space: before narrowing. number: from 1. start: {key: value}, the first trial of a new study.
     Raises ConfigError if the study has a different config, space, max_iters, narrow, data or files.
@@ -294,7 +294,7 @@ def print_result(study, trial, config):
 
 
 def write_results(studies, config, out):
-    """Write trials_history.json; for a best trial in the last stage, base_ and best_config.yaml."""
+    """Write trials_history.json; for the last stage's best trial, base_ and best_config.yaml."""
     with exclusive_lock(out):
         history = [dict(stage=n, trial=t.number, state=t.state.name.lower(), value=t.value,
                         params=t.params, seconds=round(t.duration.total_seconds(), 1),

@@ -69,8 +69,8 @@ def mean_and_spread(values):
 def make_table(results, n_seeds, config):
     """Return the rows of the table of results: COLUMNS, and one row for each (size, change).
 
-    results: {(size, change): {seed: ChildRun}}. n_seeds: per setting. A change has the verdict on
-    which all sizes agree, otherwise "unclear"; the unchanged setting has "base" or "crash".
+    results: {(size, change): {seed: ChildRun}}. n_seeds: per setting. A row has the verdict on
+    which all sizes agree, otherwise "unclear"; without a change it is "base" or "crash".
     """
     values = {setting: {seed: run.value for seed, run in runs.items() if run.value is not None}
               for setting, runs in results.items()}
