@@ -290,6 +290,26 @@ def test_fsdp_starts_from_the_same_weights(data_dir, tmp_path):
         assert all((found[n] == alone[n]).all() for n in alone)
 
 
+def given_model(options):
+    """{name: array} at the start of train(config, model=...) with a model that each rank seeds."""
+    import torch
+
+    from train.distributed import full, process_group
+    from train.setup import open_run
+    config = load_config(None, options)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)).half()
+    for value, tensor in enumerate(model.state_dict().values()):
+        tensor.fill_(10 * int(os.environ["RANK"]) + value)
+    with process_group(config) as ranks, open_run(config, ranks, model) as run:
+        return arrays((n, full(t)) for n, t in run.raw_model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_given_model_starts_from_the_weights_of_rank_0(data_dir, tmp_path, kind):
+    for found in in_ranks(2, given_model, options(data_dir, tmp_path, distributed=kind)):
+        assert [np.unique(a).tolist() for a in found.values()] == [[v] for v in range(7)]
+
+
 def edited_model(options):
     """What a model file with parameters of one's own trains from, after three edits: {name: array},
     or what refuses it."""

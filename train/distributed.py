@@ -292,7 +292,7 @@ def describe_mesh(config, ranks):
 def shard(model, ranks, dtype, seed, initial, replica_size=None):
     """Shard a model with FSDP2, move it to ranks.device, initialise it there, and return it.
 
-    model: on the meta device, or with values, which must be equal on all ranks.
+    model: on the meta device, or with values, of which those of rank 0 are used, as by DDP.
     dtype: of the computation, if bfloat16; otherwise the dtype of the parameters is used.
     initial(name, shape, seed): called for each tensor without values, one at a time.
     replica_size: ranks that together hold one copy of the model (default: all).
@@ -302,6 +302,10 @@ def shard(model, ranks, dtype, seed, initial, replica_size=None):
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     check_shardable(model)
+    for tensor in (t.detach() for t in model.state_dict().values() if not t.is_meta):
+        value = tensor.contiguous()  # as bytes, because gloo does not support every dtype
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0, group=ranks.control)
+        tensor.copy_(value)
     mesh = build_mesh(ranks, replica_size or ranks.world_size)
     param_dtype = dtype if dtype == torch.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
