@@ -22,7 +22,7 @@ import re
 import zlib
 
 from data.meta import is_written
-from train.base.errors import DataError, UserError, echo, require
+from train.base.errors import DataError, SetupError, UserError, echo, require
 
 MAX_PROBLEMS = 20         # after which reading stops
 # Folders of Python's library, or of a package, that are not used as text: tests, character tables,
@@ -32,7 +32,7 @@ STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pa
 SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz), or folders of these; Hugging "
            "Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
 RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-READ_ERRORS = (ValueError, EOFError, RecursionError, zlib.error, csv.Error, OSError)
+READ_ERRORS = (ValueError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error, OSError)
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # invalid bytes that were read with surrogateescape
 CONVERT = "not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)"
 EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
@@ -289,14 +289,17 @@ def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record).
 
     A field that is NaN is replaced by `None` first. A record that is a ValueError, or for which
-    `parse` raises ValueError, RecursionError or UserError, is bad: (location, message) is appended
-    to the list `problems`, and the generator returns when it has max_problems entries.
+    `parse` raises ValueError, RecursionError or UserError (but not SetupError), is bad: (location,
+    message) is appended to the list `problems`, and the generator returns when it has max_problems
+    entries.
     """
     for where, record in stream:
         try:
             if isinstance(record, ValueError):
                 raise record
             yield parse(without_nan(record))
+        except SetupError:  # e.g. a missing package
+            raise
         except (ValueError, RecursionError, UserError) as error:
             problems.append((where, str(error)))
             if len(problems) >= max_problems:

@@ -129,6 +129,8 @@ def answer(request):
 def set_timers(cpu_seconds, seconds):
     """Let the system end the process after processor and real seconds (0: never); POSIX only."""
     if hasattr(signal, "setitimer"):  # POSIX
+        for name in (signal.SIGPROF, signal.SIGALRM):  # a parent may have ignored them
+            signal.signal(name, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

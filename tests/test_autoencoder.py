@@ -925,6 +925,17 @@ def test_every_subject_is_in_both_splits(tmp_path):
         assert len(np.unique(pairs, axis=1)[0]) == len(np.unique(pairs[0]))
 
 
+def test_many_subjects_are_in_both_splits(tmp_path):
+    """A twentieth of all rows would be more than a subject has."""
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).normal(size=(1000, 3)))
+    np.save(tmp_path / "s.npy", np.repeat(np.arange(25), 40))
+    code, text = command(tmp_path / "a.npy", "--subjects", tmp_path / "s.npy", "--out",
+                         tmp_path / "out")
+    assert code == 0, text
+    for split in ("train", "val"):
+        assert len(np.unique(np.load(tmp_path / f"out/{split}_subjects.npy"))) == 25
+
+
 def test_the_same_rows_of_each_subject_are_held_out(tmp_path):
     """Of a film that three subjects saw; without --runs."""
     np.save(tmp_path / "a.npy", np.tile(np.arange(100.0), 3))

@@ -4,6 +4,7 @@ Matrix cases 19 to 41, and 51 and 52. The run under test has two checkpoints, of
 test breaks the newer one, or puts something else in its place.
 """
 
+import errno
 import io
 import os
 import pickle
@@ -17,6 +18,7 @@ from runs import assert_same, configure, go, metrics, run_program, tensors
 
 from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
+from train.base import checkpoint_file
 from train.base.errors import CheckpointError, ConfigError, SetupError, Stopped
 from train.base.fields import parse_value
 from train.base.run_folder import find_newest_checkpoint
@@ -613,6 +615,28 @@ def test_a_checkpoint_is_good_though_memory_runs_out_reading_it(out, monkeypatch
     with pytest.raises(CheckpointError, match="allocate memory"):
         find_newest_checkpoint(str(out), print)
     assert (out / "ckpt.pt").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many open files"), MemoryError(),
+                                   PermissionError(errno.EACCES, "permission denied")])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, data_dir, monkeypatch,
+                                                              error):
+    go(data_dir, tmp_path, max_iters=4)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("ckpt*")}
+    shutil.copy(tmp_path / "ckpt.pt", tmp_path.parent / "copy.pt")
+
+    def fail(path):
+        if os.path.samefile(os.path.dirname(path), tmp_path):
+            raise error
+        return verify(path)
+    verify = checkpoint_file.verify_digest
+    monkeypatch.setattr(checkpoint_file, "verify_digest", fail)
+    for resume in ("auto", str(tmp_path.parent / "copy.pt")):
+        with pytest.raises(CheckpointError):
+            go(data_dir, tmp_path, max_iters=8, resume=resume,
+               allow_change=["max_iters", "lr_decay_iters"])
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("ckpt*")} == before
+    assert not list(tmp_path.glob("old_*"))
 
 
 @pytest.mark.parametrize("content", [[1], torch.ones(2), "x"])

@@ -625,6 +625,17 @@ def test_what_fails_after_a_save_is_named(tmp_path, monkeypatch, function, probl
     assert load_checkpoint(tmp_path / "ckpt.pt")["iter_num"] == 3 and not folder.failed
 
 
+def test_a_failed_save_is_named_though_shards_cannot_be_removed(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "a bad disk")
+    monkeypatch.setattr("train.base.run_folder.save_checkpoint", fail)
+    monkeypatch.setattr("train.base.sharded_file.remove_unnamed_shards", fail)
+    folder, log = RunFolder(str(tmp_path)), Warnings()
+    folder.save({"model": {"w": torch.ones(9)}, "optimizer": {}, "iter_num": 3}, True, False, log)
+    folder.wait()
+    assert log == ["[Errno 5] a bad disk; training continues"] and folder.failed
+
+
 @pytest.mark.matrix(117)
 @pytest.mark.parametrize("why", ["little is free", "the copy fails"])
 def test_without_memory_for_a_copy_training_waits_for_the_save(tmp_path, monkeypatch, why):

@@ -43,7 +43,7 @@ from data.rows import save_arrays
 from data.tokenizer import load_tokenizer
 from model import classifier
 from model.classifier import Classifier, NGrams, Pointer, classification_metrics
-from model.classifier.__main__ import faithfulness, predict
+from model.classifier.__main__ import faithfulness, fit_baselines, predict
 from model.classifier.__main__ import main as evaluate_main
 from model.classifier.metrics import (
     calibration_error,
@@ -1318,3 +1318,9 @@ def test_arrays_are_read_in_the_order_the_model_takes_them(labels):
     spec = dict(vocab_size=257, classes=sorted(WORDS))
     shapes = [a.ndim for a in open_labels(labels, "train", spec)]
     assert shapes == [2, 1, 1, 2]
+
+
+def test_a_baseline_that_cannot_be_trained_is_named(capsys):
+    pytest.importorskip("sklearn")
+    assert fit_baselines(["ab cd", "cd ef"], [0, 0], ["ab"], np.array([0]), 2) == {}
+    assert capsys.readouterr().out.count(": not trained: ") == 2

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import os
+import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from model import convert
 from model.convert import families, foreign, tensors
 from model.convert.families import read_layers
 from model.convert.gguf import PATTERNS, pattern_name
-from model.core.weights import adopt_weights
+from model.core.weights import adopt_weights, read_named
 from model.gpt import GPT, GPTConfig
 from model.moe import MoE, MoEConfig
 from model.sample import load_model
@@ -211,6 +213,11 @@ def test_an_export_does_not_replace_its_checkpoint(tmp_path, capsys):
     before = path.read_bytes()
     assert convert.main(["--ckpt", str(path), "--to", f"{tmp_path}/./ckpt.pt"]) == 2
     assert "it has the files of --ckpt" in capsys.readouterr().err and path.read_bytes() == before
+    before = path.rename(tmp_path / "ckpt_prev.pt").read_bytes()
+    make(path, **GPT2)  # which would be renamed to ckpt_prev.pt
+    assert convert.main(["--ckpt", str(tmp_path / "ckpt_prev.pt"), "--to", str(path)]) == 2
+    assert "it has the files of --ckpt" in capsys.readouterr().err
+    assert (tmp_path / "ckpt_prev.pt").read_bytes() == before
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -843,3 +850,12 @@ def test_names_of_another_model_are_shown(tmp_path):
     state = dict(model={"conv1.weight": torch.ones(1)})
     with pytest.raises(CheckpointError, match="none of its 1 tensors .* look like conv1.weight"):
         adopt_weights(torch.nn.Linear(1, 1), state, "resnet.pt", print)
+
+
+def test_a_folder_whose_shape_does_not_fit_is_named(tmp_path):
+    make(tmp_path / "ckpt.pt")
+    folder = pathlib.Path(export(tmp_path / "ckpt.pt", tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9000}))
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+        read_named(str(folder), "init_from")

@@ -73,6 +73,16 @@ def test_a_temporary_name_that_is_a_link(outside):
     assert not any(path.is_symlink() for path in folder.iterdir())
 
 
+def test_a_hard_link_to_a_symbolic_link_is_to_its_file(tmp_path):
+    """E.g. shards on another disk: in a subfolder, a relative link would lead nowhere."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "name").symlink_to("file")
+    (tmp_path / "old_1").mkdir()
+    add_link(tmp_path / "name", tmp_path / "old_1/name")
+    assert os.path.samefile(tmp_path / "old_1/name", tmp_path / "file")
+    assert not (tmp_path / "old_1/name").is_symlink()
+
+
 def test_a_lock_that_is_a_link(outside, data_dir):
     path = outside(".lock")
     with pytest.raises(OSError, match=f"symbolic links: '{path}'"):

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, tiny_args
+from conftest import REPO, TINY, tiny_args
 from processes import Fork
 
 from data import render
@@ -529,3 +530,11 @@ def test_a_panic_of_the_package_tokenizers_is_told():
     tokenizer.plain_enc = SimpleNamespace(encode_batch_fast=panic)
     with pytest.raises(DataError, match="no ids for characters of the text 'a': index out of"):
         tokenizer.encode("a")
+
+
+def test_limits_of_time_hold_if_the_parent_ignores_their_signals():
+    code = ("import signal; from data.render import set_timers\n"
+            "for name in (signal.SIGPROF, signal.SIGALRM): signal.signal(name, signal.SIG_IGN)\n"
+            "set_timers(0.2, 20)\nwhile True: pass")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, timeout=60)
+    assert done.returncode == -signal.SIGPROF

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from train.base.console import Console, LineFile, compact, duration
-from train.base.environment import environment
+from train.base.environment import environment, git_state
 from train.logger import (
     Logger,
     drop_lines_from,
@@ -436,6 +436,12 @@ def test_training_args_and_yaml(tmp_path):
     assert {"git_commit", "git_dirty", "platform", "time"} <= set(args)
     assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == "b: 1\na: ü\n"
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_name_that_git_writes_in_other_bytes_does_not_end_the_run(monkeypatch):
+    """core.quotepath is off, and an untracked file has a name that is not UTF-8."""
+    monkeypatch.setattr("subprocess.check_output", lambda *_, **__: b"?? \xff".decode())
+    assert git_state() == (None, None)
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")

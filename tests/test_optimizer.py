@@ -94,7 +94,9 @@ def test_lr_groups_scale_set_and_freeze():
     assert not any("ln_" in n for n in groups) and not model.h[0].ln_1.weight.requires_grad
 
 
-@pytest.mark.parametrize("lr_groups", [{"nothing": 1.0}, {"wte": -1.0}, {"wte": {"rate": 1.0}}])
+@pytest.mark.parametrize("lr_groups", [
+    {"nothing": 1.0}, {"wte": -1.0}, {"wte": {"rate": 1.0}},
+    {"wte": {"learning_rate": 1.0, "lr_mult": 0.5}}])
 def test_a_wrong_lr_group_is_refused_by_name(lr_groups):
     with pytest.raises(ValueError, match=f"lr_groups.*{next(iter(lr_groups))}"):
         configure(gpt(), lr_groups=lr_groups)

@@ -12,7 +12,7 @@ from data import prepare
 from data.labels import read_labelled_texts
 from data.prepare import chat, labels, prompts
 from data.records import is_hub_name, parse_records, records, walk
-from train.base.errors import DataError, UserError
+from train.base.errors import DataError, SetupError, UserError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
              label="ab"[i % 2]) for i in range(120)]
@@ -205,6 +205,22 @@ def test_records_that_need_too_much_are_bad_records(tmp_path, capsys, bad):
     assert len(list(parse_records([path], parse, skip_bad=True))) == 120 - len(bad)
     said = capsys.readouterr().out
     assert said == f"Left out {len(bad)} bad records, the first: {first}: too long\n"
+
+
+def test_a_missing_package_is_no_bad_record(tmp_path):
+    """--skip_bad left out every record, e.g. of chats without jinja2."""
+    def parse(record):
+        raise SetupError("pip install jinja2")
+    with pytest.raises(SetupError, match="jinja2"):
+        list(parse_records([write(tmp_path, "a.jsonl", ROWS)], parse, skip_bad=True))
+
+
+def test_a_date_that_python_does_not_have_is_one_line(tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": ["a"], "day": pa.array([2**31 - 1], pa.int32()).cast(pa.date32())})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet"):
+        list(parse_records([str(tmp_path / "a.parquet")], dict))
 
 
 def test_all_values_of_a_format(tmp_path):

@@ -52,6 +52,15 @@ def at_once(monkeypatch):
     monkeypatch.setattr(watch, "MIN_INTERVAL_SECONDS", 0.0)
 
 
+def test_files_that_are_links_are_not_shown(tmp_path):
+    write_run(tmp_path / "secret")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/train.log").write_text("a line")
+    (tmp_path / "runs/a/metrics.jsonl").symlink_to(tmp_path / "secret/metrics.jsonl")
+    records, values = watch.read_run(tmp_path / "runs/a", ((0.0, 0),))
+    assert records == [] and values["step"] == {}
+
+
 def state(get):
     return json.loads(get("/state")[1])
 

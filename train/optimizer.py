@@ -105,7 +105,7 @@ def match_lr_groups(lr_groups, model):
     """Return {name: options} of all trainable parameters: of the last matching pattern, or {}.
 
     lr_groups: {pattern: options, or a number, which means {"lr_mult": number}}.
-    options: a dict with some of learning_rate, lr_mult, weight_decay.
+    options: a dict with learning_rate or lr_mult, and weight_decay, all optional.
     ConfigError for a pattern that matches no such name, or for an invalid value.
     """
     allowed = ("learning_rate", "lr_mult", "weight_decay")
@@ -120,9 +120,11 @@ def match_lr_groups(lr_groups, model):
                                f"like {', '.join(list(own_options)[:4])}{hint}"])
         options = value if isinstance(value, dict) else {"lr_mult": value}
         if options.keys() - allowed or not all(
-                isinstance(x, (int, float)) and x >= 0 for x in options.values()):
+                isinstance(x, (int, float)) and x >= 0 for x in options.values()) or (
+                {"learning_rate", "lr_mult"} <= options.keys()):
             raise ConfigError([f"lr_groups: {pattern}: expected a number of at least 0 or a "
-                               f"mapping of {', '.join(allowed)}, got {value}"])
+                               "mapping of learning_rate or lr_mult, and weight_decay, got "
+                               f"{value}"])
         own_options |= dict.fromkeys(matching, options)
     return own_options
 

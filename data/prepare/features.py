@@ -272,7 +272,8 @@ def open_arrays(args):
     """Open the files that a FeatureOptions names; return (arrays, target, runs, subjects).
 
     arrays: {name of a modality: (rows, dims)}. target: an array, a Mean or None. subjects: (rows,)
-    or None. runs: (rows,); default: runs of rows // 20 rows, begun anew where the subject changes.
+    or None. runs: (rows,); default: about 20 equal runs, begun anew
+    where the subject changes; with many subjects about two of each.
     Raises DataError for files that open_array does not accept, repeats of different shapes, and
     names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
     followed by letters, digits and _.
@@ -295,6 +296,7 @@ def open_arrays(args):
     row = np.arange(n)
     if subjects is not None and len(subjects) == n:
         is_first = np.diff(subjects, prepend=subjects[0]) != 0  # except in row 0
+        n = min(n, 10 * n // (is_first.sum() + 1))  # at least two runs of an average subject
         row -= np.maximum.accumulate(row * is_first)  # of the subject: the same stretches of each
     return arrays, target, np.cumsum(row % max(1, n // 20) == 0), subjects
 

@@ -203,8 +203,12 @@ def fit_baselines(known_texts, known, texts, targets, n_classes):
     for name, options in (("words", {}), ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
         started = time.perf_counter()
         vectorizer = TfidfVectorizer(**options, sublinear_tf=True)
-        features = vectorizer.fit_transform(known_texts)
-        regression = LogisticRegression(C=20, max_iter=1000).fit(features, known)
+        try:
+            features = vectorizer.fit_transform(known_texts)
+            regression = LogisticRegression(C=20, max_iter=1000).fit(features, known)
+        except ValueError as error:  # e.g. a single class
+            echo(f"TF-IDF, {name}: not trained: {error}")
+            continue
         scores = np.zeros((len(texts), n_classes))  # a class may have no training row
         scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
         seconds = time.perf_counter() - started

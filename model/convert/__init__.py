@@ -27,7 +27,12 @@ from model.convert.tensors import convert_weights, write_weights
 from model.core.adapters import is_adapter, merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
-from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
+from train.base.checkpoint_file import (
+    FORMAT_VERSION,
+    load_checkpoint,
+    prev_path,
+    save_checkpoint,
+)
 from train.base.cli import command
 from train.base.errors import CheckpointError, echo, quote_path
 from train.base.fields import key
@@ -221,7 +226,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         return
     state = read_model(ckpt)
     frozen = backbone or (state.get("config") or {}).get("backbone") or ckpt
-    if weight_paths(to) & (weight_paths(ckpt) | weight_paths(frozen)):
+    replaced = weight_paths(to) | {os.path.realpath(prev_path(to))}
+    if replaced & (weight_paths(ckpt) | weight_paths(frozen)):
         raise CheckpointError(f"--to {to}: it has the files of --ckpt or of its backbone, which "
                               "would be lost")
     if ema:

@@ -69,10 +69,13 @@ def make_state(path, weights, shape, tokenizer=None, template=None):
 
 
 def check_complete(path, weights, shape):
-    """Raise CheckpointError unless weights fit a model of `shape`; ValueError if it is invalid."""
+    """Raise CheckpointError unless weights fit a model of `shape`."""
     model_class = (load_model_type("moe").module.MoE if hasattr(shape, "n_experts")
                    else load_model_type("gpt").module.GPT)
-    check_shape(shape, weights)
+    try:
+        check_shape(shape, weights)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     with torch.device("meta"):
         wanted = model_class(shape, is_backbone=True).state_dict()
     check_match(weights, wanted, path, dtypes=False)

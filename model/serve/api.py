@@ -101,7 +101,7 @@ def parse_options(body):
                            "exported folder with vLLM", name)
     for name in ("n_predict", "max_new_tokens", "max_completion_tokens"):
         if body.get(name) is not None:
-            body["max_tokens"] = body[name]
+            body["max_tokens"] = body.pop(name)
     options = RequestOptions(stop=parse_stop(body.pop("stop", None) or []))
     for f in fields(options):
         value = body.get(f.name)

@@ -7,6 +7,7 @@ weights_only is always on. The second format, shards with a manifest, is in
 train/base/sharded_file.py; open_checkpoint() reads both.
 """
 
+import errno
 import os
 import re
 import zipfile
@@ -190,6 +191,13 @@ def check_content(state, device="cpu"):
                 or part.dtype not in SAFETENSORS_DTYPES.values()):
             raise ValueError(f"contains a {str(part.dtype).removeprefix('torch.')} tensor on "
                              f"{part.device} ({part.layout}); expected plain dense tensors")
+
+
+def is_temporary(error):
+    """Return whether a CheckpointError has a cause outside of the file, e.g. too little memory."""
+    cause = error.__cause__
+    return (isinstance(cause, MemoryError) or "allocate memory" in str(error)
+            or getattr(cause, "errno", 0) in (errno.EACCES, errno.EMFILE, errno.ENFILE))
 
 
 def describe_load_error(error):

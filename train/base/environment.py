@@ -33,7 +33,7 @@ def git_state():
                                        stderr=subprocess.DEVNULL).strip()
     try:
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):  # ValueError: names not in UTF-8
         return None, None
 
 

@@ -86,7 +86,7 @@ def add_link(source, target):
     with suppress(FileNotFoundError):  # left by a killed process with the same number
         os.unlink(temporary)
     try:
-        os.link(source, temporary, follow_symlinks=True)
+        os.link(os.path.realpath(source), temporary)
     except OSError:
         with open(source, "rb") as original, atomic_write(target) as copy:
             shutil.copyfileobj(original, copy)

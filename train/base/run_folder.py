@@ -198,7 +198,8 @@ class RunFolder:
         try:
             save(self.file("ckpt.pt"))
         except Exception as error:
-            sharded_file.remove_unnamed_shards(self.path, self.kept)
+            with contextlib.suppress(OSError):
+                sharded_file.remove_unnamed_shards(self.path, self.kept)
             exists = os.path.exists(self.file("ckpt.pt"))
             previous = "the previous checkpoint is intact, " if exists else ""
             if last:
@@ -248,7 +249,9 @@ class RunFolder:
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
             try:
                 state = open_checkpoint(self.file(name))[0]
-            except CheckpointError:  # a damaged file must not become ckpt_prev.pt
+            except CheckpointError as error:  # a damaged file must not become ckpt_prev.pt
+                if file_format.is_temporary(error):
+                    raise
                 if os.path.lexists(self.file(name)):
                     names.append(name)
                 continue
@@ -339,7 +342,7 @@ def find_newest_checkpoint(folder, log, damaged=()):
                 raise CheckpointError(damaged[candidate])
             state, shards = open_checkpoint(candidate)
         except CheckpointError as error:
-            if "allocate memory" in str(error):  # the file may be good
+            if file_format.is_temporary(error):
                 raise
             log(f"warning: {error}")
             problems.append(str(error))

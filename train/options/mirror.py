@@ -13,7 +13,7 @@ import os
 import threading
 
 from train.base import sharded_file
-from train.base.checkpoint_file import open_checkpoint, verify_digest
+from train.base.checkpoint_file import is_temporary, open_checkpoint, verify_digest
 from train.base.errors import CheckpointError, SetupError, require
 from train.base.files import add_link
 from train.base.run_folder import move_files, restarted_job
@@ -111,7 +111,9 @@ class Mirror:
         later = open_checkpoint(fetched)[0]
         try:
             state = open_checkpoint(path)[0]
-        except CheckpointError:
+        except CheckpointError as error:
+            if is_temporary(error):
+                raise
             return True
         if state["iter_num"] >= later["iter_num"]:
             return False
@@ -143,6 +145,7 @@ class Mirror:
             if self.get_shards(temporary) or verify_digest(temporary):
                 os.replace(temporary, target)
                 return True
+        os.unlink(temporary)
         log(f"warning: {path} is damaged or incomplete")
         return False
 

@@ -59,7 +59,8 @@ def read_run(folder, stamps):
     step and evaluation, the last training and evaluation record, or {}; end: "finished", "stopped"
     or `None`; eta, a text; lines, the last lines of the log; sample, the last text, or "".
     """
-    records = read_metrics(folder / METRICS, MAX_LINES)
+    is_link = (folder / METRICS).is_symlink()  # perhaps to a file that is not of a run
+    records = [] if is_link else read_metrics(folder / METRICS, MAX_LINES)
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
     log = tail(folder / LOG)
