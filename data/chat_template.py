@@ -147,12 +147,14 @@ class ChatTemplate:
         return prompt + between
 
     def encode(self, messages, add_prompt, tokenizer, variables=None, answer=""):
-        """Render and encode messages; return (rendered text with marks, list of token ids).
+        """Render and encode messages; return (text as of `render`, list of token ids).
 
+        The text has marks around special tokens inside messages, which are encoded as ordinary
+        text.
         add_prompt, tokenizer (required): as for `render`. answer: first words of the next answer,
-        with which the text then ends (requires add_prompt True); "" for none.
-        Errors: as for `render` and encode_marked(); also DataError if the template forms a special
-        token from texts of messages, e.g. by deleting a word between two halves.
+        with which the text then ends (requires add_prompt True); "" for none. Errors: as for
+        `render` and encode_marked(); also DataError if the template forms a special token from
+        texts of messages, e.g. by deleting a word between two halves.
         """
         if answer:
             text = self.render_before(messages, answer, tokenizer, variables)

@@ -119,7 +119,10 @@ def hash_group(group):
 
 
 def split_by_group(group, fraction):
-    """Return the split of a group: "val" or "test", `fraction` of all groups each, or "train"."""
+    """Return the split of the group named `group` by a hash: "val", "test" or "train".
+
+    About `fraction` of all groups are in each of "val" and "test". The result is always the same.
+    """
     position = hash_group(group) / GROUPS
     if position < fraction:
         return "test"

@@ -69,7 +69,10 @@ def find_files(data_dir, split):
 
 
 def find_files_in(folder, split):
-    """Return the sorted paths of a split's token files in a folder; see find_files."""
+    """Return the sorted paths of a split's token files in a folder; DataError without any.
+
+    The names are those that find_files() describes for a folder.
+    """
     names = sorted(os.listdir(folder))
     shards = [f"{split}.bin"] if f"{split}.bin" in names else []
     if not shards and prepared_model(folder) in (None, "gpt"):

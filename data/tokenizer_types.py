@@ -136,7 +136,8 @@ class RankTokenizer(Tokenizer):
     """Byte pair encoding by tiktoken.
 
     Attributes: kind ("byte": one token per byte; "gpt2": the tokenizer of GPT-2; "ranks": any
-    other), ranks, pattern and added (see __init__), enc (the tiktoken.Encoding).
+    other), ranks {token bytes: id}, pattern (a regular expression), added {text: [id, whether it is
+    special]}, enc (the tiktoken.Encoding).
     """
 
     def __init__(self, kind, ranks, pattern, eot_token, added=None, nfc=False):

@@ -61,9 +61,9 @@ class LoRA(adapters.PartialStateDict, adapters.WithAdapters, ChatGPT):
 def load_backbone(config, data, dtype=torch.float32):
     """Return (config with the backbone's architecture, {name: tensor}), read from config.backbone.
 
-    Tensors of dtype `dtype` keep it, all others become float32. Raises CheckpointError if the file
-    cannot be used, if explicit keys of `config` contradict the architecture, or if the digest() of
-    the weights is not data.spec["backbone"].
+    vocab_size stays that of `config`. Tensors of dtype `dtype` keep it, all others become float32.
+    Raises CheckpointError if the file cannot be used, if explicit keys of `config` contradict the
+    architecture, or if the digest() of the weights is not data.spec["backbone"].
     """
     path = config.backbone
     state = read_backbone(path)

@@ -766,7 +766,7 @@ EDITS = [  # a name in the message, or "" for an edit that does not change the l
     ("gpt", "statements", "model/gpt.py", "USE = ", "F.silu = F.gelu\nUSE = "),
     ("gpt", "attend", "model/core/ops.py", "tril(S - T)", "tril(S - T + 1)"),
     ("gpt", "", "model/gpt.py", "# The gated forms", "# the gated forms"),
-    ("gpt", "", "model/gpt.py", '"""Causal self-attention with', '"""Self-attention with'),
+    ("gpt", "", "model/gpt.py", '"""A transformer block:', '"""A block of a transformer:'),
     ("gpt", "", "model/gpt.py", "x = x * c.embed_scale", "x = (x *\n c.embed_scale)"),
     ("gpt", "", "model/gpt.py", "into_stream = 0.02", "into_stream = 0.01"),
     ("gpt", "", "model/core/ops.py", "# last, in float32", "# in float32"),

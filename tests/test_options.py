@@ -209,7 +209,7 @@ def test_lr_groups(go, tmp_path):
 
 @pytest.mark.parametrize("groups, words", [
     ("{lora: 2}", "no trained parameter matches 'lora'"), ("{wte: -1}", "at least 0"),
-    ("{wte: {rate: 1}}", "learning_rate, lr_mult, weight_decay"),
+    ("{wte: {rate: 1}}", "learning_rate or lr_mult, and weight_decay"),
     ("{wte: big}", "expected a mapping such as")])
 def test_wrong_lr_groups_are_refused(tmp_path, data_dir, groups, words):
     code, _, err = command(f"--lr_groups={groups}", data_dir=data_dir, out_dir=tmp_path)

@@ -204,11 +204,11 @@ def load_best(model, folder, config, ranks):
 def load_weights(model, start, config, spec, ranks, log):
     """Copy the weights of another run into `model`; return whether they cover all tensors.
 
-    start: of kind "init_from"; start.state becomes {name: tensor} on rank 0.
+    start: of kind "init_from"; on rank 0, start.state is replaced by its weights {name: tensor}.
     config, spec: TrainConfig and Data.spec of the new run.
     log(text): called with messages on rank 0.
     Tensors that the checkpoint lacks keep their values. All ranks must call. Raises CheckpointError
-    on all ranks if a shape differs or, e.g., the tokenizer.
+    on all ranks if no tensor fits by name, if a shape differs or, e.g., the tokenizer.
     """
     def read():
         weights_module().check_must_match(start.state, config, spec, start.path)

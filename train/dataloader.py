@@ -242,7 +242,11 @@ class Loader:
         return self.describe(self.sample_numbers([step]))
 
     def sample_numbers(self, steps):
-        """Return the sample numbers in this rank's batches `steps`: (len(steps) * B,) int64."""
+        """Return the numbers of the samples in this rank's batches `steps`: (len(steps) * B,).
+
+        steps: numbers of micro-batches. Samples are numbered in shuffled order, over all epochs and
+        ranks; the numbers are not positions in the data.
+        """
         batches = np.array(steps, np.int64)[:, None] * self.world_size + self.rank
         return (batches * self.batch_size + np.arange(self.batch_size)).ravel()
 
@@ -359,7 +363,7 @@ class RowLoader(Loader):
         return shuffled(g, self.samples, self.seed)[1].astype(np.int64)
 
     def rows(self, positions):
-        """Return the rows at `positions` (m,) int64, an array (m, ...) per array of the loader."""
+        """Return, for each array, its rows (m, ...) at the row indices `positions` (m,) int64."""
         return [np.ascontiguousarray(array[positions]) for array in self.arrays]
 
     def tensors(self, arrays, device):
@@ -422,7 +426,10 @@ class DatasetLoader(RowLoader):
 
 
 def as_loader(source, config, ranks):
-    """Return a loader or `None` unchanged, a Dataset as DatasetLoader; DataError for others."""
+    """Return a loader or `None` unchanged, a map-style Dataset as DatasetLoader.
+
+    A loader has get_batch(), a Dataset __len__ and __getitem__. Raises DataError for others.
+    """
     if source is None or hasattr(source, "get_batch"):
         return source
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):

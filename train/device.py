@@ -202,7 +202,7 @@ def compile_model(model, device):
 
 
 class Compiler:
-    """Wrapper that calls a model with torch.compile, in eager mode once compiling has failed.
+    """Compile a model, if enabled; call() runs it, in eager mode once compiling has failed.
 
     enabled: compile `model`, in place; also an attribute, which becomes False if compiling fails.
     warn(text): called once, if compiling fails. device: the torch.device of the model.

@@ -225,7 +225,8 @@ def to_json(value, indent=None):
 def drop_lines_from(path, iter, evaluated=False):
     """Remove incomplete lines, and those from step `iter` on, from a metrics.jsonl, atomically.
 
-    Test numbers at `iter` stay; with `evaluated`, validation numbers at `iter` too. Raises OSError.
+    Test numbers at `iter` stay; with `evaluated`, validation numbers at `iter` too. Raises OSError,
+    also if the file does not exist.
     """
     with open(path, "rb") as source, atomic_write(path) as target:
         for line in source:  # not json.loads, which is slow for millions of lines
@@ -324,10 +325,10 @@ class Clock:
         return value
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step since the last lap, without away(), after step `it`.
+        """Return the mean seconds per step since the last lap, at the end of step `it`.
 
-        Calls warn(text) if `batches`, a Prefetcher, was waited for too long; sets batches.seconds
-        to 0. With several ranks (RankClock), all must call.
+        Calls warn(text) if the wait for `batches`, a Prefetcher, was over a second and over
+        SLOW_INPUT_SHARE of the time; sets batches.seconds to 0.
         """
         seconds = time.perf_counter() - self.started_at
         if batches.seconds > max(1.0, SLOW_INPUT_SHARE * seconds):  # below a second: noise

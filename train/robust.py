@@ -206,7 +206,10 @@ def run_reporting_errors(config, job, prints=False):
 
 
 def report_crash(error, config):
-    """Print an exception's traceback, unless memory was insufficient, and advice on stderr."""
+    """Print an exception's traceback and the advice of suggest_fix(), if any, on stderr.
+
+    If memory (of the GPU or CPU) was insufficient, print only the advice, which quotes the error.
+    """
     text = suggest_fix(error, config)
     if not text.startswith("Out of memory"):
         text = "".join(traceback.format_exception(error)) + text

@@ -95,7 +95,9 @@ class Run:
     def open_folder(self, stack):
         """Create out_dir, lock it until `stack` is closed, and set self.start, a Start.
 
-        self.config takes the shape of inherited weights. UserError if out_dir is already locked.
+        self.config takes the shape of the weights that init_from names, also when such a run is
+        resumed. UserError if out_dir is already locked; CheckpointError if a checkpoint cannot be
+        used.
         """
         c = self.config
         stack.callback(self.folder.close)

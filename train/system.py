@@ -154,7 +154,10 @@ class LoaderHooks:
         return sums_by_source[""]
 
     def passes(self, samples):
-        """Return log lines, one per source: the epochs over it in a run of `samples` samples."""
+        """Return an iterable of log lines, one per source of a mixture; by default none.
+
+        A line has the epochs over the source in a run that uses `samples` samples of all sources.
+        """
         return ()
 
 

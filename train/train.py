@@ -318,7 +318,7 @@ def evaluate_loader(run, loader, n_batches):
 
 
 def must_stop_evaluation(run, done, total):
-    """Show the progress, restart the step_timeout, and return whether a signal requests a stop."""
+    """Show the progress, restart the step_timeout, and return whether this rank shall stop."""
     run.log.activity(f"evaluating, batch {done} of {total}")
     run.watchdog.restart(slow=True)  # the limit is per batch
     return bool(run.signals.stop)

@@ -118,9 +118,10 @@ def split_rows(rows, fraction):
 
 
 def find_classes(rows):
-    """Return the different labels of LabelledTexts, sorted (integers numerically); [] for none.
+    """Return the different labels of LabelledTexts, strings, sorted; [] if no row has one.
 
-    Raises DataError if only some rows have a label, or all have the same.
+    They are sorted by value if all are integers. Raises DataError if only some rows have a label,
+    or all have the same.
     """
     names = {row.label for row in rows}
     if names == {None}:

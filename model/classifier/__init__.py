@@ -114,7 +114,7 @@ class Pointer(nn.Module):
 
 
 class NGrams(nn.Module):
-    """Logistic regression on the n-grams of 1 to MAX_NGRAM (6) tokens in a text.
+    """Logistic regression on the n-grams of 1 to 6 tokens in a text; 6 is MAX_NGRAM.
 
     A hash of the n-gram selects one of n_buckets weights per class (arXiv:0902.2206). Each
     different n-gram (bucket) has the value NGRAM_SCALE / sqrt(number of different ones in the

@@ -176,7 +176,8 @@ class WithAdapters:
 class PartialStateDict:
     """Mixin for a model of which only the tensors with is_saved(name) are saved and loaded.
 
-    The subclass defines is_saved(); load_backbone() sets all tensors, also the frozen backbone.
+    Overrides state_dict() and load_state_dict(). The subclass defines is_saved(name);
+    load_backbone(weights) sets all tensors, also the frozen backbone.
     """
 
     def state_dict(self, *args, **kwargs):

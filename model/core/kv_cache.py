@@ -54,7 +54,7 @@ class KVCache:
         return new
 
     def clear(self):
-        """Empty all rows in place; on a view cache[rows], these rows of the original cache."""
+        """Empty all rows in place; on a view cache[i:j], these rows of the original cache."""
         self.lengths.zero_()
         self.device_lengths.zero_()
         self.history.zero_()

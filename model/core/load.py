@@ -156,10 +156,10 @@ def upgrade_args(args):
 
 
 def read_model_args(args, weights):
-    """Return the GPTConfig for a checkpoint's dict "model_args".
+    """Return the GPTConfig for a checkpoint's dict "model_args"; unknown keys are ignored.
 
-    Raises ValueError if it describes no GPT, has an option that only earlier versions had, or is
-    much too large for `weights` {name: tensor}.
+    Raises ValueError if it describes no GPT, has an invalid value, uses an option that only earlier
+    versions had, or is much too large for `weights` {name: tensor}.
     """
     config_class = load_model_type("gpt").module.GPTConfig
     known = {f.name for f in fields(config_class)}  # a fork may use the name of a removed key

@@ -83,8 +83,9 @@ class SampledCrossEntropy(LinearCrossEntropy):
     def before_step(self, it):
         """Sample the ids of step `it`, in place, the same on every rank.
 
-        Systematic sampling: the ids at points with distance 1 in the cumulative sum of p, from a
-        random start, so that no id is sampled twice.
+        Systematic sampling: the ids at points with distance 1, from a random start, in the
+        cumulative sum of p, the probabilities of being sampled. No id is sampled twice, as p is at
+        most 1.
         """
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + it) % 2**63)
         points = torch.arange(len(self.ids)) + torch.rand(1, generator=generator).double()

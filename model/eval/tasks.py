@@ -187,7 +187,11 @@ class ExampleReader:
 
 
 def parse_choice(choices, answer):
-    """Return the index of `answer`, one of two or more `choices` or its index; else ValueError."""
+    """Return the index, from 0, of `answer` in a list of two or more texts, `choices`.
+
+    answer: one of the texts (of equal ones the first), or the index, an int. Raises ValueError for
+    others.
+    """
     if not (isinstance(choices, list) and len(choices) > 1
             and all(isinstance(choice, str) for choice in choices)):
         raise ValueError(f"choices: expected two or more texts, got {str(choices)[:60]!r}")

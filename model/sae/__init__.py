@@ -105,17 +105,18 @@ def keep_largest(x, k):
 class SparseAutoencoder(nn.Module):
     """A sparse autoencoder, or a transcoder, of one layer's activations.
 
-    spec: Data.spec, with d_in, mean and scale of this layer.
-    forward(activations (N, D), group) returns (mean loss, sums {name: tensor}, reconstruction (N,
-    C) in the units of the activations). D is C = d_in; for a transcoder 2 C, the input before the
-    target. sums: the parts of the loss and statistics for numbers(), summed over N.
+    spec: Data.spec, with d_in, mean and scale of this layer. forward(activations (N, D), group)
+    returns (mean loss, sums {name: tensor}, reconstruction (N, C) in the units of the activations).
+    D is C = d_in; for a transcoder 2 C, the input before the target.
+    sums: the parts of the loss and statistics for numbers(), summed over N.
     group: only for batchtopk in training: each `group` consecutive rows together keep k features
-    per row on average (default: all N rows). N must be a multiple. SAEModel passes the row count of
-    one window, so that the result does not depend on the batch size.
-    Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
-    1, and the squared error is about the unexplained share of the variance. Outliers (in many
-    published models the first newline or comma) are replaced by the mean before encoding; in the
-    result, these rows are the target itself.
+    per row
+    on average (default: all N rows). N must be a multiple. SAEModel passes the row count of one
+    window, so that the result does not depend on the batch size. Activations are centred and scaled
+    with the mean and scale in `spec`. The mean variance is then 1, and the squared error is about
+    the unexplained share of the variance. Outliers (in many published models the first newline or
+    comma) are replaced by the mean, as input and as target, also in the loss and in `sums`; in the
+    reconstruction, these rows are the target itself.
     """
 
     def __init__(self, config, spec):
@@ -443,6 +444,9 @@ class SAEModel(nn.Module):
 
 
 def build_model(config, data):
-    """Return an SAEModel, which in training shares the backbone of data.train, if any."""
+    """Return an SAEModel, which in training shares the backbone of data.train, if it has one.
+
+    Otherwise the model loads its own when it needs it. data: a Data, or an object with only `spec`.
+    """
     train = getattr(data, "train", None)
     return SAEModel(config, data.spec, getattr(train, "backbone", None))

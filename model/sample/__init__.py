@@ -76,7 +76,10 @@ class SampleOptions(SamplingOptions, LoadOptions):
 
 
 def sample(options):
-    """Run the command: print generated texts or, with options.chat, answer questions."""
+    """Run the command: print generated texts or, with options.chat, answers to questions.
+
+    With options.chat, options.prompt is the only question; without it, each line of stdin is one.
+    """
     n = options.num_samples
     if sum([options.chat, options.compile, n > 1]) > 1:
         raise UserError("--chat, --compile and --num_samples: use only one of them")

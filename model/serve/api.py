@@ -191,8 +191,9 @@ def encode_messages(body, engine, template, max_new_tokens):
 class Answer:
     """Builder of the JSON objects of a response: complete() or, for a stream, chunk().
 
-    jobs: all Jobs of the request. n: number of jobs per prompt. chat: whether it is a chat
-    completion. An event is (index of the job in `jobs`, text, finish_reason), see Job.
+    jobs: all Jobs of the request, the n jobs of a prompt one after the other. n: jobs per prompt,
+    whose tokens "usage" counts once. chat: whether it is a chat completion. An event is (index of
+    the job in `jobs`, text, finish_reason), see Job.
     """
 
     def __init__(self, jobs, n, chat, model_name):

@@ -104,7 +104,10 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        """Begin to finish active requests; a further SIGINT or SIGTERM ends the process at once."""
+        """Begin to shut down: finish active requests; at a second SIGINT or SIGTERM exit at once.
+
+        Overrides uvicorn's signal handler. Other requests get the status 503.
+        """
         if self.should_exit and sig in (signal.SIGINT, signal.SIGTERM):  # SIGHUP may come twice
             os._exit(128 + sig)
         self.should_exit = True
@@ -238,8 +241,9 @@ async def cancel_on_disconnect(request, jobs):
 async def write_stream(answer, first, events, include_usage):
     """Yield the server-sent events of a streamed response, as texts, and "[DONE]".
 
-    first, events: the first event, and an async iterator of the others. include_usage: send the
-    token counts before "[DONE]". An APIError of `events` is sent as the end of the stream.
+    first, events: the first event, and an async iterator of the others. answer: the Answer that
+    formats them. include_usage: send the token counts before "[DONE]". An APIError of `events` is
+    sent as the last event, without "[DONE]".
     """
     def send(content):
         return f"data: {json.dumps(content)}\n\n"

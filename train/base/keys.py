@@ -333,7 +333,7 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         return self.batch_size * self.gradient_accumulation_steps
 
     def micro_batch(self, world_size=1):
-        """Return the largest micro-batch up to batch_size that divides a rank's share of a step."""
+        """Return the largest micro-batch, at most batch_size, that divides a rank's samples."""
         share = self.samples_per_step // world_size
         return next(b for b in range(min(self.batch_size, share), 0, -1) if share % b == 0)
 

@@ -106,9 +106,10 @@ class RunFolder:
         is_best, is_numbered: also write ckpt_best.pt, ckpt_NNNNNNN.pt (step state["iter_num"]).
         logger: an object with info(text) and warn(text).
         last: return when the files are written, and raise CollectiveExit after a failure.
-        private: `state` is a copy that nothing changes, so that no snapshot is needed.
-        Returns when a snapshot of `state` exists or, if memory does not suffice for one, when the
-        files are written. A failure is a warning: the old file is intact, and training continues.
+        private: `state` is a copy that nothing changes, so that no snapshot is needed. Returns when
+        a snapshot of `state` exists or, if memory does not suffice for one, when the files are
+        written. A failed write is a warning: the old file is intact, and training continues.
+        UserError as from prepare().
         """
         links = self.prepare(state["iter_num"], is_best, is_numbered, logger)
 

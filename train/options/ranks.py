@@ -293,12 +293,12 @@ class RankClock(Clock):
         self.end = None
 
     def lap(self, it, batches, warn):
-        """Return the mean seconds per step as Clock.lap() does, and set `numbers` for the log line.
+        """Return the mean seconds per step as Clock.lap() does, and set self.numbers.
 
-        numbers: work_ms, milliseconds of work per step of the median rank; slowest_rank;
-        slowest_ms, of the slowest rank; {} if nothing was measured yet.
-        warn(text): called as by Clock.lap(), or if one rank has been slow for many steps. All ranks
-        must call, at the end of step `it`.
+        numbers, for the log line, equal on all ranks: work_ms, milliseconds of work in a typical
+        (median) step of the median rank; slowest_rank; slowest_ms, of the slowest rank; {} if
+        nothing was measured yet. warn(text): called as by Clock.lap(), or if one rank has been slow
+        for many steps. All ranks must call, at the end of step `it`.
         """
         start = self.it
         per_step = super().lap(it, batches, warn)

@@ -29,11 +29,11 @@ def check_trackers(names):
 
 
 class Trackers:
-    """The experiment trackers of a run; the constructor starts them.
+    """The experiment trackers of a run; the constructor starts them, call() passes records on.
 
-    names: of "tensorboard", "wandb" and "mlflow". log: the run's Logger. A tracker that fails is
-    dropped with a warning; no error is raised. The `id` of a tracker is stored in
-    out_dir/tracker.json, so that a resumed run continues the same run in the tracker.
+    names: of "tensorboard", "wandb" and "mlflow". log: the run's Logger, with the configuration. A
+    tracker that fails is dropped with a warning; no error is raised. The `id` of a tracker is
+    stored in out_dir/tracker.json, so that a resumed run continues the same run in the tracker.
     """
 
     def __init__(self, names, log):
@@ -59,7 +59,7 @@ class Trackers:
             self.log.warn(f"tracker {name!r} failed and is dropped, training continues: {reason}")
 
     def call(self, method, *args):
-        """Call tracker.METHOD(*args) for every tracker.
+        """Call tracker.METHOD(*args) for every tracker; one that fails is dropped with a warning.
 
         method: "record", with a record of metrics.jsonl (a dict), or "close", with the status of
         the run: "finished", "failed" or "stopped".
@@ -132,8 +132,9 @@ class MLflow:
     """Tracker for MLflow: the server or database in MLFLOW_TRACKING_URI, or mlflow.db.
 
     The file mlflow.db is in the parent folder of out_dir. run_id: the MLflow run to continue;
-    `None`: a new run. Attribute `id`: the id of the run. system_info: versions and facts, stored as
-    tags. If a resumed run repeats steps, MLflow shows both.
+    `None`: a new run. Attribute `id`: the id of the run, which Trackers stores. system_info:
+    versions and facts, stored as tags of a new run. If a resumed run repeats steps, MLflow shows
+    both.
     """
     packages = ["mlflow", "sqlalchemy"]  # mlflow-skinny lacks the sqlite store
 

@@ -30,7 +30,8 @@ class ChainOptions:
 def train_chain(options, arguments):
     """Train the models of the chain one after the other, then the student, and print a table.
 
-    arguments: for run_train.py. Return the exit code: 1 if a run has crashed, otherwise 0. Raises
+    Each one learns from the data and from all earlier ones together, except those that crashed.
+    arguments: for run_train.py. Return the exit code: 1 if a run has no result, otherwise 0. Raises
     UserError if the model type is not gpt, or if the configuration has no evaluations.
     """
     config = load_argv(arguments)  # of run_train.py

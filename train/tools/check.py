@@ -339,10 +339,11 @@ def check_evaluation(case):
 def check_decoding(case):
     """Compare the logits of a forward pass with those of every form of decoding.
 
-    These are with a cache, in rows of equal and of different lengths, with packed layers, with the
-    code of --compile, and with two answers packed into one row, as in GRPO, where columns are not
-    positions. Attention in bfloat16 is compared with float32. Raises SetupError if the model is not
-    a GPT or refuses a cache.
+    The forms: with a cache, in rows of equal and of different lengths; with
+    replace_linear_layers(); with the code of --compile, not compiled; and with two answers packed
+    into one row, as in GRPO, where columns are not positions. Different lengths, GRPO and --compile
+    are left out if the model refuses them. Attention in bfloat16 is compared with float32. Raises
+    SetupError if the model is not a GPT or refuses a cache.
     """
     def decode(model, *lengths):  # a prompt of this length for each row, then single tokens
         cache, logits = create_cache(model, len(lengths)), full.clone()

@@ -72,7 +72,7 @@ def read_run(folder, stamps):
 
 
 def tail(path):
-    """Return the last TAIL_BYTES of a regular file as text; "" for links and unreadable files."""
+    """Return the last TAIL_BYTES of a regular file as text; "" for links and everything else."""
     with contextlib.suppress(OSError):
         # A named pipe would block, a link may lead out of the run's folder.
         if path.is_file() and not path.is_symlink():
@@ -124,7 +124,10 @@ class Server(ThreadingHTTPServer):
             return self.bodies[path]
 
     def update(self):
-        """Renew /state and /chart, newest run first, if a run has changed; needs self.lock."""
+        """Renew /state and /chart if a page would show something else; needs self.lock.
+
+        The run that started last comes first. A run also changes if it becomes "stale".
+        """
         found = find_runs(self.options.folder, self.options.runs)
         runs = [self.read_run(folder, stamps) for folder, stamps in found.items()]
         runs.sort(key=lambda run: run[1]["started"], reverse=True)
