@@ -23,7 +23,7 @@ from processes import Fork, python, run_python
 optuna = pytest.importorskip("optuna")
 
 import run_train  # noqa: E402
-from train.base.errors import ConfigError, Stopped  # noqa: E402
+from train.base.errors import CheckpointError, ConfigError, Stopped  # noqa: E402
 from train.base.files import lock_folder  # noqa: E402
 from train.base.keys import FIELDS  # noqa: E402
 from train.config import load_config  # noqa: E402
@@ -285,7 +285,7 @@ def test_hopeless_trials_are_pruned_and_bad_ones_do_not_end_the_search(search, m
         if len(calls) == 2:
             raise hpo.BadNumbers("iter 3: the loss is not finite")
         if len(calls) == 4:  # e.g. weights of another shape in init_from
-            raise hpo.CheckpointError("wte.weight differs")
+            raise CheckpointError("wte.weight differs")
         if len(calls) == 3:
             raise RuntimeError("the machine broke\nmore")
         return train(config, on_evaluation=on_evaluation)

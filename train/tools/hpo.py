@@ -30,15 +30,7 @@ except ImportError:
 
 from train import config as config_file
 from train.base.cli import command, under_torchrun
-from train.base.errors import (
-    BadNumbers,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    SetupError,
-    UserError,
-    require,
-)
+from train.base.errors import BadNumbers, ConfigError, UserError, require
 from train.base.fields import TYPES, base_type, convert, fields_by_name, key, parse_value, to_bool
 from train.base.files import exclusive_lock, lock_folder, write_text
 from train.config import describe_files, load_argv, load_config, read_yaml, resolve, to_yaml
@@ -249,8 +241,7 @@ def run_trial(study, config, space, stage, out):
         print(f"{study.study_name}, trial {trial.number}: {params}", flush=True)
         ended = study.tell(trial, train_trial(trial, trial_config(
             config, trial.params, stage["max_iters"], out_dir=folder, **NOT_SAVED)))
-    except (optuna.TrialPruned, BadNumbers, CheckpointError, ConfigError, DataError, SetupError,
-            RuntimeError) as error:
+    except (optuna.TrialPruned, BadNumbers, ValueError, RuntimeError) as error:
         trial.set_user_attr("error", " ".join(str(error).split())[:200])
         ended = study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     except BaseException:
