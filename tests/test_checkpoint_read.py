@@ -514,6 +514,15 @@ def test_a_change_is_not_advised_where_the_tensors_would_not_fit(out, data_dir, 
     assert ("--allow_change weight_decay" in str(refused.value)) == advised
 
 
+def test_only_the_named_changes_are_allowed(out, data_dir):
+    changes = dict(weight_decay=0.5, beta1=0.8)
+    with pytest.raises(CheckpointError) as refused:
+        go(data_dir, out, allow_change=["weight_decay"], **changes)
+    text = str(refused.value)
+    assert "beta1: checkpoint has 0.9" in text and "weight_decay: checkpoint" not in text
+    go(data_dir, out, allow_change=["weight_decay", "beta1"], **changes)
+
+
 def other_value(key, now):
     """Some other valid value of a configuration key."""
     meta, kind = FIELDS[key].metadata, str(FIELDS[key].type)
