@@ -16,7 +16,7 @@ from train.base.files import write_text
 
 MAX_ID = 1 << 24  # larger than any vocabulary
 # The key `kind` of folders that earlier versions prepared, and the model type of each.
-KIND_TO_MODEL = {"chat": "chat", "pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
+KIND_TO_MODEL = {"pairs": "dpo", "prompts": "grpo", "features": "autoencoder"}
 
 
 @dataclass
@@ -118,8 +118,9 @@ def read_meta_for(model, folder, how_to_prepare, *keys):
         raise DataError(f"{folder}: no data for --model {model}{model_hint(folder)}; "
                         f"{how_to_prepare}")
     if missing := [name for name in keys if name not in meta.to_dict()]:
-        raise DataError(f"{folder}: no {missing[0]} in a meta.json there{model_hint(folder)}; "
-                        f"{how_to_prepare}")
+        exists = os.path.isdir(folder)
+        problem = f"no {missing[0]} in a meta.json there" if exists else "no such folder"
+        raise DataError(f"{folder}: {problem}{model_hint(folder)}; {how_to_prepare}")
     return meta
 
 

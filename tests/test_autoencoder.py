@@ -1144,7 +1144,7 @@ def test_what_a_linear_path_needs(tmp_path, case, words):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data_dir="nowhere"), "nowhere: no modalities in a meta.json there; prepare it with"),
+    (dict(data_dir="nowhere"), "nowhere: no such folder; prepare it with"),
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(modality_weights={"video": -1.0}), "modality_weights: expected numbers of at least 0"),
     (dict(modality_weights={"video": {"weight": 2}}), "modality_weights: expected numbers"),
