@@ -1124,3 +1124,11 @@ def test_help_names_every_option(capsys):
     for name in ("out", "tokenizer", "val_fraction", "field", "num_samples", "dataset",
                  "force", "vocab_size", "separator", "shards"):
         assert f"--{name}" in out
+
+
+@pytest.mark.parametrize("fraction", ["0", "-0.1", "0.51"])
+def test_a_fraction_for_validation_has_limits(tmp_path, fraction, capsys):
+    (tmp_path / "a.txt").write_text("a b c\n" * 1000)
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"),
+                 f"--val_fraction={fraction}"]) == 2
+    assert "val_fraction: must be" in capsys.readouterr().err and not (tmp_path / "out").exists()
