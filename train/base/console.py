@@ -35,10 +35,10 @@ class Console:
         self.lock = threading.Lock()
 
     def show(self, line=None, live=None):
-        """Print `line` above the live line, and replace the live line by `live`.
+        """Print `line` above the live line, and replace the live line by `live`; never raises.
 
-        `None`: no line, or no change; live "": clear it. A text for `live` requires self.live.
-        Output errors are not raised; after one, the stream goes to the null device.
+        line: `None` prints nothing. live: `None` keeps the live line, "" clears it; a text requires
+        self.live.
         """
         with self.lock:
             clear = CLEAR_LINE if self.live_line or live else ""
