@@ -1201,3 +1201,9 @@ def test_other_data_are_refused(tmp_path, trained, capsys):
                               np.arange(40) // 5)
     assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--data_dir", str(tmp_path / "d")]) == 2
     assert "the checkpoint was trained on" in capsys.readouterr().err
+
+
+def test_prepared_features_are_not_replaced_without_force(folder):
+    arrays, target, runs = features.synthetic(n_runs=11, run_length=40)
+    with pytest.raises(UserError, match="force"):
+        features.prepare_features(arrays, target, folder, 0.1, runs, sources=["b.npy"])

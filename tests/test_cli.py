@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from train.base.cli import make_options, run_command, underscores
+from train.base.cli import make_options, report_error, run_command, underscores
 from train.base.errors import SetupError, UserError, require
 from train.base.fields import key
 
@@ -172,3 +172,11 @@ def test_a_missing_package_is_one_line():
         require("no_such_package.part", "this template", "no-such")
     assert str(missing.value) == ("this template needs the package no_such_package: "
                                   "pip install no-such")
+
+
+def test_a_file_of_the_project_that_is_missing_is_named(capsys):
+    """A package that is missing is a fault of the program, unless it is optional."""
+    assert report_error(ModuleNotFoundError("no", name="train.options.ema"), "name: ") == 2
+    assert capsys.readouterr().err.startswith("name: train/options/ema is missing from this copy")
+    with pytest.raises(ModuleNotFoundError, match="no"):
+        report_error(ModuleNotFoundError("no", name="numpy"))

@@ -975,6 +975,20 @@ def test_gguf_of_linearly_scaled_positions_has_their_factor(tmp_path):
     assert reader.get_field("tokenizer.ggml.padding_token_id").contents() == 3
 
 
+def test_gguf_names_the_end_of_a_turn_besides_the_end_of_text(tmp_path):
+    """Without it llama.cpp does not stop after an answer."""
+    gguf = pytest.importorskip("gguf")
+    jinja = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for ends, end_of_turn in (([256], None), ([256, 10], 10)):
+        make(tmp_path / "ckpt.pt", template=dict(jinja=jinja, ends=ends))
+        to = str(tmp_path / "m.gguf")
+        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", to]) == 0
+        fields = gguf.GGUFReader(to).fields
+        assert fields["tokenizer.ggml.eos_token_id"].contents() == 256
+        field = fields.get("tokenizer.ggml.eot_token_id")
+        assert (field and field.contents()) == end_of_turn
+
+
 def test_gguf_of_experts_has_their_shape(folders, tmp_path):
     gguf = pytest.importorskip("gguf")
     path, theirs = folders("qwen3moe")

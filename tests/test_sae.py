@@ -98,6 +98,7 @@ def test_a_batch_is_a_function_of_its_step(data_dir, backbone):
     batches = [in_order.get_batch("cpu", step)[0].clone() for step in range(15)]  # 2 to a step
     for step in (14, 12, 3, 9):  # also back to the call before, as after a rewind
         assert torch.equal(at_once.get_batch("cpu", step)[0], batches[step])
+    assert torch.equal(at_once.get_batch()[0], batches[0])
     assert batches[0].shape == (2, 7, 16)  # the first token of a window is left out
     window = in_order.backbone.activations(in_order.tokens.get_batch("cpu", 0)[0])
     assert torch.allclose(batches[0].sort(1).values, window.sort(1).values)  # nothing else yet
