@@ -989,7 +989,7 @@ def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, t
         assert evaluate_main(["--ckpt", "ckpt.pt", "--data", path]) == 0
         assert "The temperature is 1" in capsys.readouterr().out
         for args, words in (([], "no such file or folder"),
-                            (["--data", path, "--baseline"], "no task in a meta.json there")):
+                            (["--data", path, "--baseline"], "no such folder")):
             assert evaluate_main(["--ckpt", "ckpt.pt", *args]) == 2
             message = capsys.readouterr().err
             assert folder in message and words in message
