@@ -90,17 +90,24 @@ def evaluate_checkpoint(args):
             report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
         if scores is not None:
             report |= faithfulness(model, arrays, scores, spans, args.batch_size)
+    write_report(args.out, report, columns)
+    echo(format_report(report))
+    print(f"Wrote {os.path.join(args.out, 'predictions.jsonl')}; metrics.json has all metrics")
+
+
+def write_report(out, report, columns):
+    """Write metrics.json and predictions.jsonl, with a line per row, to the folder `out`.
+
+    columns: {name: list with an element per row}; elements that are `None` are left out.
+    """
     lines = []
     for values in zip(*columns.values()):
         row = {name: value for name, value in zip(columns, values) if value is not None}
         lines.append(json.dumps(row, default=str) + "\n")
-    os.makedirs(args.out, exist_ok=True)
-    path = os.path.join(args.out, "predictions.jsonl")
-    write_text(path, "".join(lines))
     text = json.dumps(report, indent=1, allow_nan=False)
-    write_text(os.path.join(args.out, "metrics.json"), text)
-    echo(format_report(report))
-    print(f"Wrote {path}; metrics.json has all metrics")
+    os.makedirs(out, exist_ok=True)
+    write_text(os.path.join(out, "predictions.jsonl"), "".join(lines))
+    write_text(os.path.join(out, "metrics.json"), text)
 
 
 def warn_if_changed(state):
