@@ -33,7 +33,7 @@ def test_every_edit_is_tested_and_in_the_readme():
 
 
 # The other checks need more runs; all with -m slow.
-QUICK = ("resume", "fsdp", "batches", "gradients", "loss", "decoding", "initial", "flops", "export")
+QUICK = ("resume", "fsdp", "gradients", "loss", "decoding", "flops", "export")
 
 
 @pytest.fixture(scope="module")

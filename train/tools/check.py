@@ -3,9 +3,10 @@
     python -m train.tools.check [--model NAME] [--config FILE] [--key value]...
 
 Runs of 12 steps are compared with a first run: killed and resumed, with other micro-batches, on two
-ranks with DDP and FSDP, with gradient checkpointing. Then the model is examined: batches,
-gradients, evaluation, decoding, initial values, FLOPs, export, keys. Each check prints one line:
-ok, differs or not applicable. The exit code is 1 if a check differs. Default of --config:
+ranks with DDP and FSDP, with gradient checkpointing. Batches that depend on earlier ones are found
+by the resumed run, initial values that depend on the device by FSDP. Then the model is examined:
+gradients, evaluation, decoding, FLOPs, export, keys. Each check prints one line: ok, differs or not
+applicable. The exit code is 1 if a check differs. Default of --config:
 train/config_test.yaml. The runs are on the CPU, in float32, not compiled, without dropout; SETTINGS
 replaces batch size, intervals etc.
 """
@@ -215,15 +216,6 @@ def change_weights(model):
         p.add_(torch.randn(p.shape, generator=generator), alpha=0.02 if p.dim() > 1 else 0.1)
 
 
-def check_batches(case):
-    data = case.run.data
-    first, _, again = (data.train.get_batch("cpu", step) for step in (5, 2, 5))
-    compare(again, first)
-    if data.val is not None:
-        compare(*(data.val.fixed_batch(0, 2, torch.device("cpu")) for _ in range(2)))
-    return "functions of the step"
-
-
 class FixedChoices(TorchFunctionMode):
     """Context manager that repeats the choices of torch.topk: others make the loss discontinuous.
 
@@ -390,22 +382,6 @@ def check_decoding(case):
     return f"equal logits: {'; '.join(logits)}"
 
 
-def check_initial(case):
-    """Check that initial(name, shape, seed), used for sharded models, gives the initial values."""
-    model = case.build()[1]
-    # Of the names of a shared tensor the last one counts, as in fill() and under FSDP.
-    names = {t: name for name, t in model.state_dict(keep_vars=True).items()}
-    initial = hook(model, "initial")
-    values = {name: value for t, name in names.items()
-              if (value := initial(name, t.shape, case.config.seed)) is not None}
-    if not values:
-        raise SetupError("no initial()")
-    compare(values, {name: t.detach() for t, name in names.items() if name in values})
-    others = sorted(set(names.values()) - values.keys())  # FSDP refuses them
-    without = f"; not by initial(): {', '.join(others)}" if others else ""
-    return f"{len(values)} tensors by initial(){without}"
-
-
 def check_flops(case):
     model = case.run.raw_model.train()
     loader = case.run.data.train
@@ -517,9 +493,9 @@ CHECKS = dict(
     ddp=partial(compare_run, name="ddp", ranks=2, distributed="ddp"),
     fsdp=partial(compare_run, name="fsdp", ranks=2, distributed="fsdp"),
     recompute=partial(compare_run, name="recompute", gradient_checkpointing="true"),
-    weights=check_weights, batches=check_batches, gradients=check_gradients, loss=check_loss,
-    evaluation=check_evaluation, decoding=check_decoding, initial=check_initial,
-    flops=check_flops, export=check_export, keys=check_keys)
+    weights=check_weights, gradients=check_gradients, loss=check_loss,
+    evaluation=check_evaluation, decoding=check_decoding, flops=check_flops, export=check_export,
+    keys=check_keys)
 
 
 @dataclass

@@ -8,16 +8,13 @@ without the change, so that the effect of the seed cancels. The interval is Stud
 is kept if all of the interval is an improvement. A change that improves a small model often has no
 effect on a larger one: with `--size "n_layer=3 n_embd=128" --size "n_layer=6 n_embd=256"` each
 change is compared at both sizes, and is kept if it is an improvement at both. The results are a
-table on the console, and new rows are appended to results.tsv in the parent folder; a second table
-has the numbers on the test data, if there are any.
+table on the console; a second table has the numbers on the test data, if there are any.
 """
 
 import itertools
 import math
-import os
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 
 from train.base.cli import command, format_table
@@ -133,8 +130,7 @@ class RepeatOptions:
 def repeat(options, arguments):
     """Train every size and change with every seed, print the results, and return the exit code.
 
-    Each size is trained without and with each change. The new rows of the table are appended to
-    results.tsv in the parent folder of options.out. The exit code is 1 if every run has crashed.
+    Each size is trained without and with each change. The exit code is 1 if every run has crashed.
     Raises UserError like split_settings(), and for a configuration without evaluations.
     """
     config = load_argv(arguments)  # of run_train.py
@@ -150,13 +146,7 @@ def repeat(options, arguments):
             by_seed[seed] = run
             in_order.append(run)
     train_all(in_order, config.early_stopping_metric, options.out, options.jobs)
-    table = make_table(runs, options.seeds, config)
-    echo(format_table(table))
-    path = Path(options.out).absolute().parent / "results.tsv"
-    old = path.read_text("utf-8").splitlines() if path.exists() else ()
-    with open(path, "a", encoding="utf-8") as f:
-        f.writelines(f"{line}\n" for line in map("\t".join, table) if line not in old)
-    echo(f"Also in {os.path.relpath(path)}")
+    echo(format_table(make_table(runs, options.seeds, config)))
     if len(tested := make_test_table(runs)) > 1:
         echo(format_table(tested))
     return int(all(run.value is None for run in in_order))

@@ -32,7 +32,6 @@ from train.tools.child_runs import ChildRun, train_all
 MIN_RUNS = 6        # for a fit of five parameters
 MAX_DEPTH = 48      # of the larger run
 HUBER_DELTA = 1e-3  # larger errors of log L count linearly
-BOOTSTRAP_FITS = 200
 
 
 # -----------------------------------------------------------------------------
@@ -74,23 +73,6 @@ def fit_law(n, d, loss):
     p = least_squares(errors, start, loss="huber", f_scale=HUBER_DELTA, bounds=bounds).x
     E, A, B = np.exp(p[:3] + np.append(0, p[3:]) * mean[:, 0])
     return Law(*map(float, (E, A, B, *p[3:])))
-
-
-def prediction_interval(law, n, d, loss, at):
-    """Return the 95% interval of the loss of one more run, an array (low, high), by bootstrap.
-
-    law: fit_law(n, d, loss) of P > 5 runs. at: (N, D) of the run to predict.
-    The fit is repeated with errors that are sampled from the residuals of the P runs, scaled up
-    because five parameters are fitted; an error of this kind is also added to each prediction.
-    """
-    rng = np.random.default_rng(0)
-    fitted = law.loss(n, d)
-    errors = np.log(loss / fitted) * math.sqrt(len(n) / (len(n) - 5))
-    predictions = []
-    for _ in range(BOOTSTRAP_FITS):
-        drawn = fit_law(n, d, fitted * np.exp(rng.choice(errors, len(n))))
-        predictions.append(drawn.loss(*at) * np.exp(rng.choice(errors)))
-    return np.quantile(predictions, (0.025, 0.975))
 
 
 # -----------------------------------------------------------------------------
@@ -172,14 +154,13 @@ class ScalingOptions:
     width: int = key(32, "width per block, which is also the head size", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/scaling", "folder of the runs", aliases="out_dir", path=True)
-    check: bool = key(False, "train the larger run as well")
 
 
 def scaling(options, arguments):
     """Train a run per budget and depth, fit and print the law, and predict a larger run's loss.
 
-    Return the exit code: 1 if options.check is set and the larger run crashed. Raises UserError for
-    fewer than two budgets, fewer than MIN_RUNS (6) runs with a loss, or if these determine no law.
+    Return the exit code, 0. Raises UserError for fewer than two budgets, fewer than MIN_RUNS (6)
+    runs with a loss, or if these determine no law.
     """
     config = load_argv(arguments)  # of run_train.py
     budgets = sorted(set(options.budgets))
@@ -203,15 +184,9 @@ def scaling(options, arguments):
             candidates.append(plan(larger_budget, depth))
     larger = min(candidates, key=lambda r: law.loss(r.n, r.d))
     expected = law.loss(larger.n, larger.d)
-    low, high = prediction_interval(law, n, d, loss, (larger.n, larger.d))
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
-         f"tokens: expected {expected:.4f}, 95% from {low:.4f} to {high:.4f}\n  "
+         f"tokens: expected {expected:.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
-    if options.check:
-        reached, = train_runs([larger], options)
-        if reached is None:
-            return 1
-        echo(f"It reached {reached:.4f}, {reached / expected - 1:+.2%}")
     return 0
 
 
