@@ -199,7 +199,7 @@ def test_synthetic_needs_every_modality():
 
 @pytest.mark.parametrize("case, words", [
     ("lengths", "different lengths: {'a': 30, 'target': 29"), ("two runs", "'runs': 60"),
-    ("huge", "a: row 7, column 1: -1e+300"), ("val", "a: row 16, column 0: inf"),
+    ("huge", "a: a value in rows 0 to"), ("val", "is infinite; expected numbers"),
     ("cube", "of up to 64 bits, (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("long", "float128 of shape"), ("name", "expected files with different names"), ("one run",
     "nothing can be held out"), ("other", "not prepared from these sources")])

@@ -4,7 +4,6 @@ and a model that learns to answer questions it has not met."""
 import itertools
 import json
 import random
-import re
 import sys
 import types
 from collections import Counter
@@ -217,14 +216,6 @@ def test_long_chats_are_cut_between_exchanges():
     start, _ = data_chat.cut(ids, mask, len(ids) // 2 + 3)
     assert BYTES.decode(start).endswith("a1<|endoftext|>")
     assert len(data_chat.cut(ids, mask, 10)[0]) == 0
-
-
-def test_a_first_prompt_of_most_chats_is_told(tmp_path, capsys):
-    """All of them are in one split."""
-    source = write_jsonl(tmp_path / "a.jsonl", [
-        {"prompt": "Hi" if i % 50 else f"{i}?", "response": f"{i}"} for i in range(300)])
-    assert data_chat.main([source, "--out", str(tmp_path / "out"), "--val_fraction", "0.2"]) == 0
-    assert re.search(r"warning: (\d|9\d)% of the chats .*, not 20%:", capsys.readouterr().out)
 
 
 def test_what_follows_the_first_prompt_that_is_too_long_takes_no_time(monkeypatch):

@@ -334,7 +334,7 @@ def test_a_full_disk_is_no_problem_of_the_source(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     documents.file = types.SimpleNamespace(write=fail, seek=print)
     with pytest.raises(OSError, match="No space left on device"):
-        documents.add_file(str(tmp_path / "a.txt"), types.SimpleNamespace(separator=None))
+        documents.add_file(str(tmp_path / "a.txt"), types.SimpleNamespace())
 
 
 def test_one_at_a_time_is_alone_in_a_folder(tmp_path):

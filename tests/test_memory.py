@@ -30,7 +30,6 @@ from model.core.adapters import is_adapter
 from model.core.load import load_model
 from model.core.weights import check_must_match, read_backbone
 from model.memory import __main__ as command
-from model.memory import knn_lm
 from train.base.errors import ConfigError
 from train.checkpoint import load_checkpoint
 from train.config import load_config
@@ -504,41 +503,18 @@ def test_bad_old_text_is_named(tmp_path, data_dir, old_dir, backbone):
 # -----------------------------------------------------------------------------
 # beside baselines
 
-def test_knn_lm_by_hand(backbone):
-    """The mixture of both distributions, with neighbours found in a sorted list."""
-    model, (x, y) = load_model(str(backbone))[0], batch(rows=16)
-    (keys, tokens), = knn_lm.read_states(model, [(x, y)])
-    queries = batch(rows=2, seed=1)
-    grid = knn_lm.knn_losses(model, (keys, tokens), [queries])
-    states, targets = next(iter(knn_lm.read_states(model, [queries])))
-    own = model(queries[0]).softmax(-1).flatten(0, 1)
-    for i, j in ((0, 0), (2, 5)):
-        losses = []
-        for q, target, p in zip(states, targets, own):
-            near = sorted(((q - k).square().sum().item(), int(t)) for k, t in zip(keys, tokens))
-            near = near[:knn_lm.N_NEIGHBOURS]
-            weights = np.exp([-d / knn_lm.TEMPERATURES[i] for d, _ in near])
-            found = sum(w for w, (_, t) in zip(weights, near) if t == target) / weights.sum()
-            share = knn_lm.SHARES[j]
-            losses.append(-np.log((1 - share) * p[target].item() + share * found))
-        assert grid[i, j].item() == pytest.approx(np.mean(losses), rel=1e-3)
-
-
 def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, backbone, capsys):
-    settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4, learning_rate=0.01,
-                          min_lr=0.005)
+    settings = OWN | dict(backbone=str(backbone), max_iters=4, eval_interval=4, learning_rate=0.01)
     history = go(data_dir, tmp_path / "a", **settings, old_data_dir=str(old_dir))["history"]
     assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
     table = {line[:30].strip(): line[30:].split() for line in capsys.readouterr().out.splitlines()
-             if line.startswith(("backbone", "memory", "LoRA", "kNN-LM"))}
+             if line.startswith(("backbone", "memory", "LoRA"))}
     losses = {name: [*map(float, cells[-2:])] for name, cells in table.items()}
     assert losses["memory"] == pytest.approx([history[-1]["val_loss"],
                                               history[-1]["val_old_loss"]], abs=1e-4)
     assert losses["backbone"] == pytest.approx([history[0]["val_loss"],
                                                 history[0]["val_old_loss"]], abs=1e-4)
-    assert len(losses) == 5 and losses["kNN-LM"][0] < losses["backbone"][0]
-    config = load_checkpoint(tmp_path / "a/lora_0/ckpt.pt")["config"]  # the memory's schedule
-    assert config["min_lr"] == pytest.approx(config["learning_rate"] / 2) == 0.0015
+    assert len(losses) == 4
     go(data_dir, tmp_path / "scratch", **settings | dict(backbone="", n_head=2))
     assert command.main(["--ckpt", str(tmp_path / "scratch/ckpt.pt")]) == 2
     assert "without a backbone" in capsys.readouterr().err
@@ -546,64 +522,25 @@ def test_baselines_are_printed_beside_the_memory(tmp_path, data_dir, old_dir, ba
     assert "a checkpoint of --model gpt; expected one of --model memory" in capsys.readouterr().err
 
 
-def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys,
-                                                 monkeypatch):
-    """on the validation data, and with fewer stored tokens than neighbours"""
+def test_comparison_of_a_run_without_evaluations(tmp_path, data_dir, old_dir, backbone, capsys):
+    """on the validation data, also of a mixture"""
     go(data_dir, tmp_path / "a", **OWN | dict(backbone=str(backbone), max_iters=1, eval_interval=0),
        old_data_dir=str(old_dir))
-    assert command.main(["--ckpt", str(tmp_path / "a/ckpt.pt"), "--baseline"]) == 0
-    assert "kNN-LM" in capsys.readouterr().out
     go(f"{data_dir}:9,{old_dir}:1", tmp_path / "mixture", **OWN | dict(max_iters=1),
        backbone=str(backbone))
-    monkeypatch.setattr(knn_lm, "SHARES", (0.0,))  # the backbone alone
-    capsys.readouterr()
-    assert command.main(["--ckpt", str(tmp_path / "mixture/ckpt.pt"), "--baseline"]) == 0
-    rows = {line.split()[0]: line.split()[2] for line in capsys.readouterr().out.splitlines()
-            if line.startswith(("backbone", "kNN-LM"))}
-    assert float(rows["kNN-LM"]) == pytest.approx(float(rows["backbone"]), abs=2e-4)
-    shutil.copytree(old_dir, tmp_path / data_dir.name)  # two folders of one name are no mixture
-    go(data_dir, tmp_path / "b", **OWN | dict(backbone=str(backbone), max_iters=1),
-       old_data_dir=str(tmp_path / data_dir.name))
-    capsys.readouterr()
-    assert command.main(["--ckpt", str(tmp_path / "b/ckpt.pt"), "--baseline"]) == 2
-    shown = capsys.readouterr()
-    assert "expected different names" in shown.err and "LoRA, rank" in shown.out.splitlines()[-1]
+    for name in ("a", "mixture"):
+        capsys.readouterr()
+        assert command.main(["--ckpt", str(tmp_path / name / "ckpt.pt")]) == 0
+        assert "backbone" in capsys.readouterr().out
 
 
-def test_old_validation_batches_are_spread_over_all_of_the_old_text():
-    """2 batches of new text, 10 of old text: numbers 0 and 1 of 2, not of 10."""
-    def loader(n):
-        return types.SimpleNamespace(
-            samples=n, unit="tok", units_per_sample=1, calls_per_chunk=1, locate=None,
-            n_fixed=lambda count: min(n, count),
-            fixed_batch=lambda index, count, device: ((n, index, count), torch.tensor([n])))
-    pair = memory.PairedLoader(loader(2), loader(10))
-    assert not hasattr(pair, "n_tokens")  # of conversations
-    assert [pair.fixed_batch(i, 10)[2:] for i in range(2)] == [((10, 0, 2), 10), ((10, 1, 2), 10)]
-    pair = memory.PairedLoader(loader(5), loader(3))  # less old text than new: counted once
-    assert [pair.fixed_batch(i, 10)[2:] for i in range(5)] == [
-        ((3, 0, 5), 3), ((3, 1, 5), 3), ((3, 2, 5), 3), ((3, 0, 5), -1), ((3, 1, 5), -1)]
-
-
-def test_the_loss_on_little_old_text_is_that_of_each_batch_once(data_dir, old_dir, backbone):
-    """In an evaluation with more batches of new text."""
+def test_with_little_old_text_both_losses_are_of_as_many_batches(data_dir, old_dir, backbone):
+    """Spread over all of each text."""
     model, data = opened(data_dir, backbone, old_data_dir=str(old_dir))
-    old = data.val.old
+    new, old = data.val.new, data.val.old
     old.val_samples = 2 * old.val_batch_size
     found = evaluate(model.eval(), model, data.val, 3, Ranks(), contextlib.nullcontext)
-    alone = evaluate(model, model, old, 3, Ranks(), contextlib.nullcontext)
-    assert data.val.n_fixed(3) == 3 and old.n_fixed(3) == 2
-    assert found["val_old_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
-
-
-def test_knn_lm_stores_no_window_twice(data_dir, backbone, monkeypatch):
-    _, data = opened(data_dir, backbone)
-    data.train.samples = 5
-    model, _ = load_model(str(backbone))
-    monkeypatch.setattr(command, "knn_losses", lambda model, stored, batches: (
-        torch.tensor([len(stored[1])])))
-    assert command.evaluate_knn(model, data.train, [data.val], tiny(
-        backbone, block_size=8, max_iters=100)) == [5 * 8]
-    monkeypatch.setattr(command, "N_STORED", 4 * 8)  # tokens, whatever block_size the key has: the
-    assert command.evaluate_knn(model, data.train, [data.val], tiny(  # windows are the backbone's
-        backbone, block_size=32, max_iters=100)) == [4 * 8]
+    assert new.n_fixed(3) == 3 and data.val.n_fixed(3) == old.n_fixed(3) == 2
+    for name, loader in (("val_loss", new), ("val_old_loss", old)):
+        alone = evaluate(model, model, loader, 2, Ranks(), contextlib.nullcontext)
+        assert found[name] == pytest.approx(alone["val_loss"], rel=1e-6)

@@ -708,31 +708,6 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         quiet(["hf:nobody/nothing"], tmp_path / "o9")
 
 
-def test_separator(tmp_path):
-    (tmp_path / "a.txt").write_text("Once.\n<|endoftext|>\nTwice,\n\nno.\n<|endoftext|>\n\nx\n")
-    (tmp_path / "b.jsonl").write_text(LINES)
-    args = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "o")]
-    for separator in ("<|endoftext|>", " <|endoftext|> "):
-        assert main([*args, "--separator", separator]) == 0
-        assert text_of(tmp_path / "o") == "Once.|Twice,\n\nno.|x|one|two, three|four\nfive|"
-
-
-@pytest.mark.parametrize("separator", ["\f", "\x1e"])
-def test_a_separator_that_python_takes_for_white_space(tmp_path, separator):
-    (tmp_path / "a.txt").write_text(f"Once,\n\nno.\n{separator}\nTwice\n \nx\n{separator}\r\nyes")
-    args = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", separator]
-    assert main(args) == 0
-    assert text_of(tmp_path / "o") == "Once,\n\nno.|Twice\n \nx|yes|"
-
-
-def test_blank_lines_part_documents(tmp_path):
-    (tmp_path / "a.txt").write_text("Once,\nno.\n\nTwice\n\xa0\n\n\nx\n\n", "utf-8")
-    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--separator", ""]) == 0
-    assert text_of(tmp_path / "o") == "Once,\nno.|Twice|x|"
-    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), "--force"]) == 0
-    assert text_of(tmp_path / "o").count("|") == 1  # a file is one document
-
-
 # --- downloads
 
 def shards(folder, corpus, count):
@@ -900,9 +875,7 @@ def test_too_little_text(tmp_path, capsys, content, message):
 
 @pytest.mark.parametrize("args, message", [
     ([], "give one or more SOURCEs"), (["a.txt", "--dataset", "stdlib"], "give one or more"),
-    (["--dataset", "stdlib", "--shards=1"], "--shards goes with"),
-    (["--dataset", "fineweb10B", "--tokenizer=byte"], "already split: leave out --tokenizer"),
-    (["--dataset", "fineweb10B", "--shards=104"], "--shards 104: it has 103 files")])
+    (["--dataset", "fineweb10B", "--tokenizer=byte"], "already split: leave out --tokenizer")])
 def test_wrong_command_lines(args, message, capsys):
     assert main(args) == 2 and message in capsys.readouterr().err
 
@@ -1000,7 +973,7 @@ def writing(process, folder):
 
 
 @linux
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)])
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGKILL", -9)])
 def test_stopped_midway(big, tmp_path, name, code):
     process = start(big, "--out", tmp_path / "o")
     writing(process, tmp_path)
@@ -1055,8 +1028,8 @@ def test_stdlib_on_first_use(tmp_path, capsys):
     start_time = time.monotonic()
     ensure_dataset(data_dir)
     assert time.monotonic() - start_time < 20
-    line, = capsys.readouterr().out.splitlines()
-    assert "standard library" in line and " s" in line
+    first, last = capsys.readouterr().out.splitlines()
+    assert "standard library" in first and f"Prepared {data_dir} in " in last
     meta = json.loads(Path(data_dir, "meta.json").read_text())
     assert meta["splits"]["train"]["tokens"] > 2e6 and meta["splits"]["val"]["tokens"] > 2e5
     assert meta["val"]["by"] == "document" and meta["tokenizer"] == {"kind": "byte"}
@@ -1122,7 +1095,7 @@ def test_help_names_every_option(capsys):
     out = capsys.readouterr().out
     assert e.value.code == 0
     for name in ("out", "tokenizer", "val_fraction", "field", "num_samples", "dataset",
-                 "force", "vocab_size", "separator", "shards"):
+                 "force", "vocab_size", "shards"):
         assert f"--{name}" in out
 
 

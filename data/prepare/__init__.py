@@ -21,7 +21,7 @@ from data.rows import id_dtype
 from data.tokenizer import open_tokenizer, write_tokenizer
 from data.tokenizer_types import MAX_VOCAB, CharTokenizer
 from train.base.cli import command
-from train.base.errors import DataError, UserError, echo, require
+from train.base.errors import DataError, UserError, echo
 from train.base.fields import key
 from train.base.files import exclusive_lock
 
@@ -36,9 +36,6 @@ class PrepareOptions(FolderOptions):
                              "text", positional=True, metavar="SOURCE")
     field: list[str] = key([], "field of records with the text (default: text); the texts of "
                            "several fields are joined by newlines", text=True)
-    separator: str = key(None, "the line between documents in text files, e.g. "
-                         "--separator=---; \"\": blank lines (default: a file is one document)",
-                         metavar="LINE", text=True)
     num_samples: int | None = key(None, "use the first N documents only", ge=1)
     val_fraction: float | None = key(
         None, "fraction of the text for validation: documents chosen by a hash, or the end of the "
@@ -55,18 +52,6 @@ class PrepareOptions(FolderOptions):
 
 # -----------------------------------------------------------------------------
 # preparing text
-
-def choose_tokenizer(o):
-    """Return the Tokenizer that o.tokenizer names; None for char and bpe, which need the text.
-
-    Raises UserError if it cannot be read, or unless o.vocab_size is set for bpe and only for bpe.
-    """
-    if (o.tokenizer == "bpe") != (o.vocab_size is not None):
-        raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
-    if o.tokenizer == "bpe":
-        require("rustbpe", "tokenizer bpe")
-    return None if o.tokenizer in ("char", "bpe") else open_tokenizer(o.tokenizer)
-
 
 def make_tokenizer(o, documents):
     """Return a bpe or char tokenizer made from the text of `documents`, a Documents.
@@ -87,14 +72,16 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
 
     sources: names of files, folders or data sets. tokenizer, options: fields of PrepareOptions.
     log(line): called with each line of the report.
-    Raises UserError for sources that cannot be read, encoded or divided, and the errors of
-    choose_tokenizer and new_folder.
+    Raises UserError for sources that cannot be read, encoded or divided, for vocab_size without bpe
+    and bpe without it, and the errors of open_tokenizer and new_folder.
     """
     start = time.monotonic()
     o = PrepareOptions(sources=[os.path.expanduser(source) for source in sources],
                        out=os.path.expanduser(out), tokenizer=tokenizer or "byte", **options)
+    if (o.tokenizer == "bpe") != (o.vocab_size is not None):
+        raise UserError("--vocab_size goes with --tokenizer bpe, and with no other: give both")
     with new_folder(o.out, "gpt", o.sources, o.force) as folder:
-        tokenizer = choose_tokenizer(o)
+        tokenizer = None if o.tokenizer in ("char", "bpe") else open_tokenizer(o.tokenizer)
         documents, skipped = read_sources(o, os.path.join(folder, "text"))
         tokenizer = tokenizer or make_tokenizer(o, documents)
         fraction = o.val_fraction or min(0.1, MAX_VAL_BYTES / documents.size)
@@ -132,17 +119,15 @@ def ensure_dataset(data_dir):
     Several processes may call this at once: the first prepares, the others wait. Raises UserError
     if data_dir cannot be written, has other files, or has a damaged meta.json.
     """
-    start = time.monotonic()
     try:
         os.makedirs(data_dir, exist_ok=True)
         with exclusive_lock(data_dir):
             if is_prepared(data_dir):
                 return
-            prepare([STDLIB], data_dir, log=lambda line: None)
+            echo("Preparing this machine's Python standard library...")
+            prepare([STDLIB], data_dir)
     except OSError as error:
         raise DataError(f"{data_dir}: not prepared: {error}; choose another data_dir") from None
-    seconds = time.monotonic() - start
-    echo(f"Prepared {data_dir} from this machine's Python standard library in {seconds:.1f} s")
 
 
 # -----------------------------------------------------------------------------
@@ -152,8 +137,6 @@ def run(o):
     """Run the command: prepare o.sources or o.dataset in the folder o.out and print a summary."""
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
-    if o.shards and o.dataset not in CORPORA:
-        raise UserError(f"--shards goes with --dataset {', '.join(CORPORA)}")
     o.out = o.out or os.path.join("data", "bin", o.dataset or source_name(o.sources[0]))
     if o.dataset in CORPORA:
         splits = prepare_tokens(o)

@@ -44,17 +44,15 @@ def prepare_tokens(o):
 
     o: PrepareOptions; o.shards: number of training files (default: all).
     Returns {"train": {"tokens", "files"}, "val": {"tokens"}}. Removes files of an earlier
-    preparation. Raises DataError for a failed download, too many o.shards, options for text, e.g.
+    preparation. Raises DataError for a failed download, options for text, e.g.
     o.tokenizer, and a folder with data of other sources unless o.force is True; SetupError without
     the package huggingface_hub.
     """
-    names = ("field", "separator", "num_samples", "val_fraction", "tokenizer", "vocab_size")
+    names = ("field", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
         raise DataError(f"dataset {o.dataset} has GPT-2's tokens, already split: leave out "
                         f"--{unused[0]}")
     repo, start, n_files = CORPORA[o.dataset]
-    if (o.shards or 0) > n_files:  # before hours of downloads
-        raise DataError(f"dataset {o.dataset}: --shards {o.shards}: it has {n_files} files")
     sources = [f"{HUB}/datasets/{repo}/resolve/main/"]
     check_replaceable(o.out, "gpt", sources, o.force)
     os.makedirs(o.out, exist_ok=True)

@@ -12,10 +12,6 @@ training rows.
 Rows of several subjects follow one another; --subjects gives the subject of each row, written to
 train_subjects.npy and val_subjects.npy.
 
-Several files after --target are repeats: recordings of the same rows, e.g. of a film that was shown
-twice. The target is their mean. val_ceiling.npy (without validation rows: train_ceiling.npy) has
-the noise ceiling, (subjects, dims): the highest correlation with the target that can be expected.
-
 If the mean of a dimension is much larger than the standard deviation, float32 would lose precision:
 this mean is subtracted in float64 and stored as "shift" in meta.json.
 
@@ -25,7 +21,6 @@ subject in the same way.
 """
 
 import functools
-import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -60,56 +55,11 @@ def open_array(path):
     return array
 
 
-class Mean:
-    """The mean of several recordings of the same rows, computed when indexed; NaN is ignored.
-
-    repeats: arrays (rows, dims). mean[i] is the mean of the rows i only, in float64. Raises
-    DataError if the shapes of the repeats differ.
-    """
-
-    def __init__(self, repeats):
-        self.repeats = repeats
-        self.shape = repeats[0].shape
-        if any(array.shape != self.shape for array in repeats):
-            raise DataError(f"target: repeats of shapes {[array.shape for array in repeats]}; "
-                            "expected equal shapes, recordings of the same rows")
-
-    def __getitem__(self, rows):
-        return mean(np.stack([array[rows] for array in self.repeats]))
-
-
-def mean(x):
-    """Return the float64 mean over the first dimension, without NaN; NaN if all values are NaN."""
-    with np.errstate(invalid="ignore"):
-        return np.nansum(x, 0, dtype=np.float64) / (x == x).sum(0)
-
-
-def noise_ceiling(repeats, chosen):
-    """Return the noise ceiling (dims,) of the mean of n > 1 repeats (rows, dims).
-
-    chosen: indices (m,) of the rows to use. The ceiling is the correlation of the mean with the
-    signal that the repeats share: sqrt(n r / (1 + (n - 1) r)), the root of the reliability
-    (Spearman and Brown). r is the correlation of two repeats, averaged over all pairs, without rows
-    that are NaN in either. The ceiling is 0 if r is negative, NaN if a repeat is constant.
-    """
-    r = []
-    for pair in itertools.combinations(repeats, 2):
-        x = np.stack([array[chosen] for array in pair]).astype(np.float64)
-        x = x + 0 * x[::-1]  # NaN if either is
-        x = x - np.fmax.reduce(x, axis=1)[:, None]  # a constant becomes exactly 0
-        a, b = (part - mean(part) for part in x)
-        with np.errstate(invalid="ignore"):
-            r.append(np.nansum(a * b, 0) / np.sqrt(np.nansum(a * a, 0) * np.nansum(b * b, 0)))
-    n = len(repeats)
-    r = np.mean(r, axis=0).clip(0)
-    return np.sqrt(n * r / (1 + (n - 1) * r))
-
-
 def prepare_features(arrays, target, out, val_fraction, runs, force=False, sources=(),
                      subjects=None):
     """Write arrays for --model autoencoder to the folder `out`; return the Meta.extra written.
 
-    arrays: {name of a modality: (rows, dims)}. target: (rows, dims), a Mean, or None.
+    arrays: {name of a modality: (rows, dims)}. target: (rows, dims), or None.
     val_fraction: share of the runs for validation; 0: no validation rows.
     runs: (rows,) the number of each row's run, which is never divided between the splits. The files
     have other numbers: successive rows of a run have the same, counted from 0 over all rows.
@@ -128,8 +78,7 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
     lengths = {name: array.shape[0] for name, array in (arrays | numbers).items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
-    whose = numbers.get("subjects", np.zeros(len(runs), int))
-    in_val = rows_in_val(runs, whose, val_fraction)
+    in_val = rows_in_val(runs, numbers.get("subjects", np.zeros(len(runs), int)), val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     meta["rows"] = {split: len(chosen) for split, chosen in rows.items()}
     if subjects is not None:
@@ -148,11 +97,6 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
         for split, chosen in rows.items():
             save_arrays(folder, split, **{name: array[chosen].astype(np.uint32)
                                           for name, array in numbers.items()})
-        if isinstance(target, Mean):
-            split, chosen = ("val", in_val) if in_val.any() else ("train", ~in_val)
-            ceilings = [noise_ceiling(target.repeats, np.flatnonzero(chosen & (whose == subject)))
-                        for subject in np.unique(whose)]
-            save_arrays(folder, split, ceiling=np.stack(ceilings).astype(np.float32))
         write_meta(folder, Meta("autoencoder", sources=list(sources), extra=meta))
     return meta
 
@@ -190,11 +134,9 @@ def read_chunks(name, array, chosen):
         rows = chosen[start:start + CHUNK_ROWS]
         values = array[rows]
         with np.errstate(over="ignore", invalid="ignore"):
-            wrong = np.argwhere(np.isinf(values.astype(np.float32)))
-        if len(wrong):
-            i, column = wrong[0]
-            raise DataError(f"{name}: row {rows[i]:,}, column {column}: {values[i, column]}: "
-                            "expected numbers up to 3.4e38, or NaN for a missing value")
+            if np.isinf(values.astype(np.float32)).any():
+                raise DataError(f"{name}: a value in rows {rows[0]:,} to {rows[-1]:,} is infinite; "
+                                "expected numbers up to 3.4e38, or NaN for a missing value")
         yield values
 
 
@@ -258,8 +200,7 @@ class FeatureOptions(FolderOptions):
     """Prepare feature arrays for --model autoencoder."""
     arrays: list[str] = key([], "one modality each, named by the file: an array (rows, dims)",
                             positional=True, metavar="FILE.npy")
-    target: list[str] = key([], "signal to predict: an array (rows, dims); several: repeats, whose "
-                            "mean is the target", nargs="+", text=True, metavar="FILE.npy")
+    target: str = key("", "signal to predict: an array (rows, dims)", metavar="FILE.npy")
     val_fraction: float = key(0.1, "share of the runs for validation; 0: no split", ge=0, lt=1)
     runs: str = key("", "array (rows,): the number of each row's run, e.g. of a film (default: "
                     "about 20 equal runs)", metavar="FILE.npy")
@@ -271,24 +212,19 @@ class FeatureOptions(FolderOptions):
 def open_arrays(args):
     """Open the files that a FeatureOptions names; return (arrays, target, runs, subjects).
 
-    arrays: {name of a modality: (rows, dims)}. target: an array, a Mean or None. subjects: (rows,)
-    or None. runs: (rows,); default: about 20 equal runs, begun anew
-    where the subject changes; with many subjects about two of each.
-    Raises DataError for files that open_array does not accept, repeats of different shapes, and
-    names of modalities that are equal, reserved (target, runs, subjects, ceiling), or not a letter
-    followed by letters, digits and _.
+    arrays: {name of a modality: (rows, dims)}. target: an array or None. subjects: (rows,) or
+    None. runs: (rows,); default: about 20 equal runs, begun anew where the subject changes; with
+    many subjects about two of each.
+    Raises DataError for files that open_array does not accept, and names of modalities that are
+    equal, reserved (target, runs, subjects), or not a letter followed by letters, digits and _.
     """
     arrays = {source_name(path): open_array(path) for path in args.arrays}
-    names = r"(?!(target|runs|subjects|ceiling)$)[A-Za-z]\w*"
+    names = r"(?!(target|runs|subjects)$)[A-Za-z]\w*"
     wrong = [name for name in arrays if not re.fullmatch(names, name)]
     if wrong or len(arrays) < len(args.arrays):
         raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
-                        "letters, digits and _, except target, runs, subjects and ceiling; rename "
-                        "them")
-    repeats = [open_array(path) for path in args.target]
-    target = None
-    if repeats:
-        target = Mean(repeats) if len(repeats) > 1 else repeats[0]
+                        "letters, digits and _, except target, runs and subjects; rename them")
+    target = open_array(args.target) if args.target else None
     subjects = open_array(args.subjects).ravel() if args.subjects else None
     n = len(next(iter(arrays.values())))
     if args.runs:
@@ -308,7 +244,7 @@ def run(args):
         raise UserError("give one or more FILE.npy, or --synthetic without --target, --runs and "
                         "--subjects")
     arrays, target, runs, subjects = (*synthetic(), None) if args.synthetic else open_arrays(args)
-    sources = ["--synthetic"] if args.synthetic else args.arrays + args.target
+    sources = [path for path in (*args.arrays, args.target) if path] or ["--synthetic"]
     out = args.out or os.path.join("data", "bin", source_name(sources[0]).strip("-"))
     meta = prepare_features(arrays, target, out, args.val_fraction, runs, args.force,
                             sources, subjects)

@@ -76,14 +76,13 @@ def prepare_labels(args):
         if n_with_spans:
             task = "joint" if classes else "span"
         splits = split_rows(rows, args.val_fraction)
-        lengths = []
+        width = 0
         n_lost = n_with_spans
         for split, part in splits.items():
             arrays = to_arrays(part, tokenizer, classes, args.max_tokens)
             save_arrays(folder, split, **arrays)
-            lengths += arrays["lengths"].tolist()
+            width = max(width, int(arrays["lengths"].max()))
             n_lost -= (arrays["spans"][:, 0] >= 0).sum()
-        width = max(lengths)
         counts = [sum(row.label == name for row in splits["train"]) for name in classes]
         write_meta(folder, Meta(
             "classifier", **write_tokenizer(folder, tokenizer), sources=args.files,
@@ -91,9 +90,6 @@ def prepare_labels(args):
                        frame=[len(tokenizer.start), len(tokenizer.end)])))
     echo(f"Prepared {out}: task {task}, rows of up to {width} tokens, training rows per class: "
          f"{dict(zip(classes, counts))}")
-    if n_long := lengths.count(args.max_tokens):
-        echo(f"{n_long:,} texts have --max_tokens {args.max_tokens} tokens or more; the rest of "
-             "each is cut off")
     if n_lost:
         echo(f"{n_lost:,} rows lost their evidence, which has no token or is beyond --max_tokens "
              f"{args.max_tokens}")

@@ -99,7 +99,6 @@ class PairWriter(SampleWriter):
     """
     noun = "pair"
     model = "dpo"
-    suffix = "-pairs"
 
     def __init__(self, args):
         from model.core.formulas import edited

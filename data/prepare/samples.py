@@ -71,15 +71,13 @@ class SampleWriter:
         write_split(folder, split, samples)
                                 write results of encode(); return {name: number}, for meta.json
     """
-    suffix = ""  # of the default folder
-    config = ""  # of the next command (default: that of the model type), and options
-    options = " --init_from CKPT.pt"
+    config = ""  # of the next command (default: that of the model type)
 
     def __init__(self, args):
         self.args = args
         source = args.tokenizer
         start = start_option(source)
-        self.options = start or self.options
+        self.options = start or " --init_from CKPT.pt"  # of the next command
         if self.model == "chat" and start and not source.endswith(".pt"):
             self.config = "configs/finetune"
             self.options = f" --backbone {quote_path(source)}"
@@ -93,8 +91,7 @@ class SampleWriter:
     def run(self):
         """Run the command: write the folder of prepared samples and print a summary."""
         args = self.args
-        name = source_name(args.sources[0]) + self.suffix
-        out = args.out or os.path.join("data", "bin", name)
+        out = args.out or os.path.join("data", "bin", source_name(args.sources[0]))
         if self.tokenizer.eot_token is None:
             raise DataError(f"a {self.tokenizer.kind} tokenizer has no end-of-text token to end an "
                             "answer with; start from a model with another tokenizer")
@@ -130,10 +127,6 @@ class SampleWriter:
         if empty := [split for split, samples in splits.items() if not samples]:
             raise DataError(f"{', '.join(args.sources)}: no {self.noun} for {' and '.join(empty)}; "
                             "give more, a larger --block_size or a different --val_fraction")
-        share = len(splits["val"]) / sum(map(len, splits.values()))
-        if not args.val_fraction / 2 <= share <= args.val_fraction * 2:
-            print(f"warning: {share:.0%} of the {self.noun}s are for validation, not "
-                  f"{args.val_fraction:.0%}: those with the same first prompt are in one split")
         return splits
 
     def pad_tokens(self, ids, width):

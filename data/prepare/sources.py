@@ -8,7 +8,6 @@ import io
 import os
 import sysconfig
 from array import array
-from itertools import groupby
 from pathlib import Path
 
 from data import records
@@ -19,7 +18,6 @@ from train.base.files import FULL_DISK
 READ_BYTES = 1 << 20
 STDLIB = "dataset:stdlib"  # a source that is no path: the library of this Python
 MIN_BYTES = 4  # of text: two for each split
-BLANKS = " \t\r\n"
 
 
 # -----------------------------------------------------------------------------
@@ -49,26 +47,18 @@ def source_name(source):
 # -----------------------------------------------------------------------------
 # reading documents
 
-def read_text(path, separator):
-    """Yield (text, whether a document ends here) of a text file, and at the end ("", True).
+def read_text(path):
+    """Yield (text, whether a document ends here) of a text file, one document in several texts.
 
-    separator: the line between two documents ("": blank lines); a document is one text. None: the
-    file is one document in several texts. Raises ValueError if the file is binary or not UTF-8.
+    Raises ValueError if the file is binary or not UTF-8.
     """
     with records.open_bytes(path) as stream:
         if b"\0" in stream.peek(READ_BYTES):
             raise ValueError("a binary file or UTF-16, expected UTF-8 text")
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         try:
-            if separator is None:
-                while block := text.read(READ_BYTES):
-                    yield block, False
-            else:
-                mark = separator.strip() or separator.strip(BLANKS)  # e.g. a form feed
-                for is_mark, lines in groupby(
-                        text, lambda line: mark in (line.strip(), line.strip(BLANKS))):
-                    if not is_mark:
-                        yield "".join(lines).strip("\r\n"), True
+            while block := text.read(READ_BYTES):
+                yield block, False
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text; give text, or convert it (iconv -f ENCODING -t utf-8)"
                              ) from None
@@ -116,7 +106,7 @@ class Documents:
         self.file.seek(size)  # over the documents of a file with problems
         is_record = (os.path.isdir(path) or records.is_hub_name(path)
                      or records.has_record_extension(path))
-        texts = read_text(path, o.separator)
+        texts = read_text(path)
         if is_record:
             names = o.field or ["text"]
             stream = records.records(path, names)

@@ -1,7 +1,7 @@
 """A trained GPT with additional memory layers, which learn other text or conversations.
 
     python run_train.py --config train/configs/memory.yaml
-    python -m model.memory --ckpt out/memory/ckpt.pt --baseline      # compared with LoRA and kNN-LM
+    python -m model.memory --ckpt out/memory/ckpt.pt --baseline      # compared with LoRA
     python -m model.convert --ckpt out/memory/ckpt.pt --to merged.pt
 
 Each block of a frozen backbone gets a memory of n_chapters chapters; a chapter is a group of
@@ -243,13 +243,12 @@ class MemoryGPT(HasTeachers, PartialStateDict, WithAdapters, ChatGPT, RoutedGPT)
 class PairedLoader:
     """Loader of two data sets: a batch is the tuple of `new`, then that of `old` for the same step.
 
-    Samples per epoch and validation batches are as many as in `new`. If `old` has fewer validation
-    batches, they repeat with all targets -1, so that each is counted once.
+    Samples per epoch are as many as in `new`, validation batches as many as both have.
     """
 
     def __init__(self, new, old):
         self.new, self.old = new, old
-        for name in ("samples", "unit", "units_per_sample", "calls_per_chunk", "n_fixed", "locate",
+        for name in ("samples", "unit", "units_per_sample", "calls_per_chunk", "locate",
                      "n_tokens"):
             if hasattr(new, name):
                 setattr(self, name, getattr(new, name))
@@ -257,13 +256,12 @@ class PairedLoader:
     def get_batch(self, device="cpu", step=None):
         return self.new.get_batch(device, step) + self.old.get_batch(device, step)
 
+    def n_fixed(self, count):
+        return min(self.new.n_fixed(count), self.old.n_fixed(count))
+
     def fixed_batch(self, index, count, device="cpu"):
-        n = self.n_fixed(count)  # the old batches are spread over all of the old text
-        n_old = self.old.n_fixed(n)
-        idx, targets = self.old.fixed_batch(index % n_old, n, device)
-        if index >= n_old:  # each one is counted once
-            targets = torch.full_like(targets, IGNORE)
-        return (*self.new.fixed_batch(index, count, device), idx, targets)
+        n = self.n_fixed(count)  # both are spread over all of their text
+        return self.new.fixed_batch(index, n, device) + self.old.fixed_batch(index, n, device)
 
     def fingerprint(self):
         return dict(self.new.fingerprint(), old=self.old.fingerprint())

@@ -1,4 +1,4 @@
-"""Compare a memory with the backbone, LoRA and kNN-LM by the losses on new and old text.
+"""Compare a memory with the backbone and LoRA by the losses on new and old text.
 
     python -m model.memory --ckpt out/memory/ckpt.pt --baseline
 """
@@ -7,13 +7,10 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-import torch
-
 from model import chat, lora
 from model.core.adapters import find_layers
 from model.core.load import BACKBONE, load_model, saved_config
-from model.memory import first_batch, freeze
-from model.memory.knn_lm import N_STORED, knn_losses, read_states
+from model.memory import freeze
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import CheckpointError, echo
@@ -30,18 +27,16 @@ class EvaluationOptions:
     """Evaluate a memory on the new and the old text of its run, and compare it with baselines."""
     ckpt: str = key("out/memory/ckpt.pt", "checkpoint", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
-    baseline: bool = key(False, "also train LoRA with as many parameters for as many steps (with "
-                         "old text: also on both, in equal parts), and evaluate kNN-LM; of "
-                         "conversations only the first")
+    baseline: bool = key(False, "also train LoRA with as many parameters for as many steps; with "
+                         "old text (no conversations) also on both, in equal parts")
     lora_learning_rate: float = key(3e-3, "rate of LoRA, whose optimizer is AdamW", gt=0)
 
 
 def print_comparison(args):
     """Print a table of validation losses on new and old text (data_dir, old_data_dir).
 
-    The rows: the backbone, the memory and, with args.baseline, LoRA, see train_lora(), and, except
-    for conversations, kNN-LM. Raises CheckpointError if the model has no backbone, DataError
-    without validation data.
+    The rows: the backbone, the memory and, with args.baseline, LoRA, see train_lora(). Raises
+    CheckpointError if the model has no backbone, DataError without validation data.
     """
     model, _ = load_model(args.ckpt, backbone=args.backbone, expect="memory")
     values = load_checkpoint(args.ckpt)["config"]
@@ -51,30 +46,21 @@ def print_comparison(args):
     config = saved_config(values | dict(eval_interval=1))  # 0 would leave out the validation data
     data = open_data(config, Ranks())
     loaders = [data.val.new, data.val.old] if config.old_data_dir else [data.val]
-    table = [["", "trained", "new text", "old text"]]
+    table = [["", "trained", "new text", "old text"][:2 + len(loaders)]]
 
-    def add_row(name, losses, n_trained=0):
-        numbers = [f"{loss:.4f}" for loss in losses] + ["-"] * (2 - len(losses))
-        table.append([name, f"{n_trained:,}", *numbers])
+    def add_row(name, model, n_trained=0):
+        losses = [evaluate(model, model, loader, config.eval_iters, Ranks(),
+                           contextlib.nullcontext)["val_loss"] for loader in loaders]
+        table.append([name, f"{n_trained:,}", *(f"{loss:.4f}" for loss in losses)])
     shape, weights = lora.load_backbone(config, data)
     backbone = freeze(weights, shape, data, chat)
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    add_row("backbone", evaluate_on(backbone, loaders, config))
-    add_row("memory", evaluate_on(model, loaders, config), n_trained)
+    add_row("backbone", backbone)
+    add_row("memory", model, n_trained)
     runs = train_lora(args, values, backbone, n_trained) if args.baseline else ()
-    try:
-        for name, path, size in runs:
-            add_row(name, evaluate_on(load_model(path)[0], loaders, config), size)
-        if args.baseline and "template" not in data.spec:
-            add_row("kNN-LM", evaluate_knn(backbone, data.train, loaders, config))
-    finally:  # the rows so far, if a later run fails or is stopped
-        echo(format_table(table))
-
-
-def evaluate_on(model, loaders, config):
-    """Return the mean validation loss of a model in eval mode on each of `loaders`, as floats."""
-    return [evaluate(model, model, loader, config.eval_iters, Ranks(),
-                     contextlib.nullcontext)["val_loss"] for loader in loaders]
+    for name, path, size in runs:
+        add_row(name, load_model(path)[0], size)
+    echo(format_table(table))
 
 
 def train_lora(args, values, backbone, n_trained):
@@ -95,38 +81,14 @@ def train_lora(args, values, backbone, n_trained):
     for i, (name, changes) in enumerate(runs.items()):
         folder = os.path.join(values["out_dir"], f"lora_{i}")
         own = {name: values[name] for name in fields_by_name(TrainConfig) if name in values}
-        share = own["min_lr"] and own["min_lr"] / own["learning_rate"]
         own |= dict(model="lora", backbone=values["backbone"], lora_rank=rank,
                     lora_alpha=2.0 * rank, optimizer="adamw", resume="never", out_dir=folder,
-                    learning_rate=args.lora_learning_rate, lr_groups={}, init_from="scratch",
-                    min_lr=share and share * args.lora_learning_rate,
-                    max_epochs=None, eval_epochs=None, warmup_epochs=None, save_epochs=None,
-                    mirror=None, tracker=[], early_stopping_metric="val_loss",
+                    learning_rate=args.lora_learning_rate, min_lr=0.0, lr_groups={},
+                    init_from="scratch", max_epochs=None, eval_epochs=None, warmup_epochs=None,
+                    save_epochs=None, mirror=None, tracker=[], early_stopping_metric="val_loss",
                     early_stopping_mode="min")
         train(saved_config(own | changes))
         yield name, os.path.join(folder, "ckpt.pt"), rank * size
-
-
-def evaluate_knn(backbone, train_loader, loaders, config):
-    """Return the mean losses of kNN-LM, a list of floats, one for each of `loaders`.
-
-    train_loader: of the memory's training text, of which at most N_STORED tokens are searched. The
-    temperature and the share of the neighbours are those with the lowest loss on the first loader.
-    """
-    n = min(config.max_iters * config.samples_per_step, N_STORED // train_loader.units_per_sample,
-            train_loader.samples)  # no window twice
-    windows = zip(*(t.split(config.batch_size) for t in first_batch(train_loader, n)))
-    stored = [torch.cat(parts) for parts in zip(*read_states(backbone, windows))]
-    count = config.eval_iters
-
-    def losses_on(loader):  # of a mixture, weighted by the shares, as in evaluate()
-        if hasattr(loader, "shares"):
-            return sum(loader.shares[name] * losses_on(x) for name, x in loader.loaders.items())
-        batches = (loader.fixed_batch(i, count) for i in range(loader.n_fixed(count)))
-        return knn_losses(backbone, stored, batches)
-    grids = [*map(losses_on, loaders)]
-    best = grids[0].argmin()
-    return [grid.flatten()[best].item() for grid in grids]
 
 
 main = command(EvaluationOptions, print_comparison)
