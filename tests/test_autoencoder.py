@@ -4,9 +4,7 @@ import json
 import math
 import shlex
 import shutil
-import sys
 from pathlib import Path
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -33,8 +31,8 @@ from runs import (
 from data.meta import read_meta
 from data.prepare import features
 from data.rows import runs_in_val
-from model.autoencoder import MultimodalAutoencoder, __main__, open_data
-from model.autoencoder.__main__ import draw, evaluate_rows, main
+from model.autoencoder import MultimodalAutoencoder, open_data
+from model.autoencoder.__main__ import evaluate_rows, main
 from model.autoencoder.data import (
     add_delays,
     fit_linear_path,
@@ -49,6 +47,7 @@ from model.autoencoder.losses import (
     reconstruction_losses,
     row_correlation,
 )
+from model.core.load import saved_config
 from model.core.ridge import fit_ridge
 from model.sample import load_model
 from train.base.errors import UserError
@@ -540,8 +539,6 @@ def test_delays_end_at_the_start_of_a_run():
 RIDGE = SYSTEM | dict(linear_path=True, dropout=0.2, modality_dropout=0.2, delays=2,
                       early_stopping_metric="val_match")
 
-TIME = dict(time_layers=2)
-
 
 @pytest.fixture(scope="module")
 def holes(tmp_path_factory):
@@ -570,12 +567,6 @@ def holes(tmp_path_factory):
 def linear(holes, tmp_path_factory):
     out = tmp_path_factory.mktemp("linear")
     return out, go(holes / "data", out, **RIDGE | dict(max_iters=40, eval_interval=10))
-
-
-@pytest.fixture(scope="module")
-def over_time(holes, tmp_path_factory):
-    out = tmp_path_factory.mktemp("over_time")
-    return out, go(holes / "data", out, **RIDGE | TIME | dict(max_iters=40, eval_interval=10))
 
 
 @pytest.fixture(scope="module")
@@ -666,13 +657,12 @@ def test_initial_weights_have_the_linear_path_of_the_data(tmp_path, folder):
 
 @pytest.mark.ci
 @pytest.mark.matrix(134)
-@pytest.mark.parametrize("data, undisturbed, more", [
-    slow("data", "linear", {}), ("subjects", "of_subjects", {}), ("data", "over_time", TIME)],
-    ids=str)
-def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed, more):
-    """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject,
-    with layers over time -> the end is exact"""
-    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7) | more
+@pytest.mark.parametrize("data, undisturbed", [slow("data", "linear"),
+                                               ("subjects", "of_subjects")], ids=str)
+def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undisturbed):
+    """kill -9 while an autoencoder learns what ridge regression leaves, with a head per subject ->
+    the end is exact"""
+    options = RIDGE | dict(max_iters=40, eval_interval=10, save_interval=7)
     code, text = run_program(holes / data, tmp_path, env={"FAULT": "before_opt@33=kill9"},
                              **options)
     assert code == -9, text
@@ -681,9 +671,9 @@ def test_kill_and_resume_with_a_linear_path(tmp_path, holes, request, data, undi
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("data, more", [("data", {}), ("subjects", {}), ("data", TIME)], ids=str)
-def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data, more):
-    settings = more | SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
+@pytest.mark.parametrize("data", ["data", "subjects"])
+def test_two_ranks_with_a_linear_path(tmp_path, holes, way, data):
+    settings = SMALL | RIDGE | dict(data_dir=str(holes / data), max_iters=6, eval_interval=3,
                                     lr_decay_iters=6, dropout=0.0, modality_dropout=0.0)
     assert_two_ranks_equal_one(tmp_path, settings, way, val_loss=1e-5, val_correlation=1e-5,
                                val_ridge=1e-5)
@@ -736,66 +726,22 @@ def test_the_baseline_of_a_checkpoint(tmp_path, trained, linear, capsys):
             assert numbers["ridge"] == pytest.approx(history[-1]["val_ridge"], abs=1e-6)
 
 
-# -----------------------------------------------------------------------------
-# layers over time
-
-def test_rows_without_features_are_masked(over_time, holes):
-    """A window that starts with the run has the bottleneck of a shorter window; the other rows
-    count."""
-    model, _ = load_model(over_time[0] / "ckpt.pt")
-    arrays = [torch.from_numpy(np.array(a[:120]))
-              for a in open_features(str(holes / "data"), "train", delays=2)]
-    starts = arrays[0].isnan().all(-1) & arrays[1].isnan().all(-1)
-    first, later = starts[:, 1].nonzero()[:, 0], (~starts).all(1).nonzero()[:, 0]
-    assert len(first) >= 3 and len(later) > 90
-    x = model.standardise(arrays)
-    z = model.encode(x)
-    cut = {name: value[:, :1] for name, value in x.items() if name != "target"}
-    positions, model.positions = model.positions, torch.nn.Parameter(model.positions[:1])
-    short = model.encode(cut)
-    model.positions = positions
-    torch.testing.assert_close(z[first], short[first], atol=1e-5, rtol=1e-4)
-    assert (z[later] - short[later]).abs().amax(1).min() > 1e-4
-    for k in (1, 2):  # the order of the rows counts, and each of them
-        swapped = {n: v if n == "target" else v[:, [0, 2, 1]] for n, v in x.items()}
-        one = {n: v.clone() for n, v in x.items()}
-        one["b"][:, k] += 1
-        for other in (swapped, one):
-            assert (model.encode(other) - z)[later].abs().amax(1).min() > 1e-6
-    for part in ((..., 0, slice(None)), (..., 1, 0)):  # the present row; a dimension of another
-        known, unknown = ({n: v.clone() for n, v in x.items()} for _ in range(2))
-        for name in "ab":
-            known[name][part], unknown[name][part] = 0, np.nan
-        torch.testing.assert_close(model.encode(unknown)[later], model.encode(known)[later])
-    x["a"][:], x["b"][:] = np.nan, np.nan
-    assert model.encode(x).isfinite().all()
-
-
 def test_a_modality_is_hidden_from_the_whole_window(holes):
-    config = configure(holes / "data", "unused", **RIDGE | TIME | dict(
-        modality_dropout=0.5, dropout=0))
+    config = configure(holes / "data", "unused", **RIDGE | dict(modality_dropout=0.5, dropout=0))
     data = open_data(config, Ranks())
     model = MultimodalAutoencoder(config, data.spec, data.linear_path)
     seen = []
     model.encoder["a"].register_forward_hook(lambda m, args, out: seen.append(args[0]))
     x = model.standardise(data.train.tensors(data.train.rows(np.arange(200)), torch.device("cpu")))
     model.encode(x)
-    rows = x["a"].nan_to_num().any(-1).all(1)
-    hidden = ~seen[0][rows].any(-1)
-    assert 0.3 < hidden.float().mean() < 0.7 and torch.equal(hidden.all(1), hidden.any(1))
+    windows = x["a"].nan_to_num().flatten(1)
+    hidden = ~seen[0].any(1)
+    assert 0.3 < hidden.float().mean() < 0.7
+    assert torch.equal(seen[0][~hidden], 2 * windows[~hidden])
 
 
-def test_the_initial_values_of_layers_over_time(holes):
-    config = configure(holes / "data", "unused", **RIDGE | TIME)
-    data = open_data(config, Ranks())
-    model = MultimodalAutoencoder(config, data.spec, data.linear_path)
-    state = {n: p for n, p in model.named_parameters() if n.startswith(("time", "positions"))}
-    assert state["positions"].shape == (3, 32) and len(state) == 1 + 2 * 6 + 2
-    for name, p in state.items():
-        if "norm" in name or "bias" in name:
-            assert torch.equal(p, torch.full_like(p, float("bias" not in name))), name
-        else:
-            assert p.std().item() == pytest.approx(p.shape[1] ** -0.5, rel=0.2), name
+def test_the_configuration_of_an_earlier_version_is_read():
+    assert saved_config(dict(model="autoencoder", time_layers=0, delays=3)).delays == 3
 
 
 # -----------------------------------------------------------------------------
@@ -890,14 +836,12 @@ def test_the_command_with_subjects(tmp_path, holes, of_subjects, capsys):
     for s in (2, 5):  # the middle run of each
         val |= runs == np.unique(runs[np.load(holes / "subjects.npy") == s])[3]
     val &= np.load(holes / "subjects.npy") == 5
-    repeats = features.Mean([np.load(holes / "target.npy")[val]] * 2)
-    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"}, repeats,
-                              str(alone), 0, runs[val], subjects=np.full(val.sum(), 5))
+    features.prepare_features({n: np.load(holes / f"{n}.npy")[val] for n in "ab"},
+                              np.load(holes / "target.npy")[val], str(alone), 0, runs[val],
+                              subjects=np.full(val.sum(), 5))
     more = ["--data_dir", str(alone), "--split", "train", "--arrays", str(out), "--to", str(path)]
     assert main([*ckpt, *more]) == 0
-    assert (alone / "train_ceiling.npy").exists()
-    numbers = json.loads(path.read_text())  # the ceiling of one subject is not that of two
-    assert "ceiling" not in numbers and numbers["subject 2"] is None
+    assert json.loads(path.read_text())["subject 2"] is None
     with np.load(npz) as a, np.load(out) as b:
         np.testing.assert_allclose(a["prediction"][rows], b["prediction"], atol=1e-5)
     for subjects, words in ((np.full(val.sum(), 7), "train has rows that are not of the subjects "
@@ -978,128 +922,8 @@ def test_weights_of_other_subjects_are_refused(tmp_path, holes, of_subjects):
     assert code == 2 and "subjects" in text and "Traceback" not in text
 
 
-# -----------------------------------------------------------------------------
-# repeats, the noise ceiling and the picture
-
-@pytest.fixture(scope="module")
-def repeats(tmp_path_factory):
-    """Three recordings of a signal in a folder: noise of different strength, missing values, a
-    constant dimension and one of noise only."""
-    rng = np.random.default_rng(4)
-    out = tmp_path_factory.mktemp("repeats")
-    x = rng.normal(size=(4000, 6))
-    signal = x @ rng.normal(size=(6, 6)) / 6 ** 0.5
-    signal /= signal.std(0)
-    signal[:, 4], signal[:, 5] = 0.1, 0
-    noise = np.array([0.1, 0.5, 1, 2, 0, 1])
-    files = []
-    for i in range(3):
-        y = signal + noise * rng.normal(size=signal.shape) + 1e4
-        y[rng.random(4000) < 0.05] = np.nan
-        y[rng.random(4000) < 0.05, 2] = np.nan
-        files.append(out / f"y{i}.npy")
-        np.save(files[-1], y)
-    for name, array in dict(x=x, runs=np.arange(4000) // 80, s=np.arange(4000) // 2000,
-                            signal=signal).items():
-        np.save(out / f"{name}.npy", array)
-    assert command(out / "x.npy", "--target", *files, "--runs", out / "runs.npy", "--val_fraction",
-                   "0.4", "--out", out / "data") == (0, ANY)
-    return out
-
-
-def ceiling_of(y):
-    """The noise ceiling of each dimension of y (repeats, rows, dims), one pair after the other."""
-    n, r = len(y), []
-    for i in range(n):
-        for j in range(i):
-            both = ~np.isnan(y[i] + y[j])
-            r.append([np.corrcoef(a[m], b[m])[0, 1] for a, b, m in zip(y[i].T, y[j].T, both.T)])
-    r = np.maximum(np.mean(r, axis=0), 0)
-    return np.sqrt(n * r / (1 + (n - 1) * r))
-
-
-@pytest.mark.parametrize("subjects", [False, True])
-def test_the_noise_ceiling(repeats, tmp_path, subjects):
-    """Of the rows for validation; near the correlation of the mean with the signal. The target is
-    the mean of what was recorded."""
-    y = np.stack([np.load(repeats / f"y{i}.npy") for i in range(3)])
-    runs, s = np.load(repeats / "runs.npy"), np.load(repeats / "s.npy")
-    out, rows = repeats / "data", [runs_in_val(runs, 0.4)]
-    if subjects:  # and no split: of the training rows
-        out, rows = tmp_path, [s == 0, s == 1]
-        features.prepare_features(dict(x=np.load(repeats / "x.npy")), features.Mean(list(y)),
-                                  str(out), 0, runs, subjects=s)
-    ceiling = np.load(out / f"{'train' if subjects else 'val'}_ceiling.npy")
-    assert ceiling.dtype == np.float32 and ceiling.shape == (len(rows), 6)
-    assert not (out / f"{'val' if subjects else 'train'}_ceiling.npy").exists()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        wanted = np.stack([ceiling_of(y[:, part]) for part in rows])
-    wanted[:, 4] = np.nan  # numpy divides the rounding of a constant by itself
-    np.testing.assert_allclose(ceiling, wanted, rtol=1e-5, atol=1e-6)
-    mean = np.load(out / "train_target.npy")
-    kept = np.flatnonzero(~rows[0]) if not subjects else np.arange(4000)
-    shift = np.array(read_features_meta(out).get("shift", {}).get("target", 0.0))
-    with np.testing.suppress_warnings() as quiet:
-        quiet.filter(RuntimeWarning)
-        np.testing.assert_allclose(mean + shift, np.nanmean(y[:, kept], 0), rtol=1e-6)
-    truth = np.load(repeats / "signal.npy")
-    for c, part in zip(ceiling, rows):
-        for i in range(4):
-            known = ~np.isnan(y[:, part, i]).all(0)
-            p = np.nanmean(y[:, part, i][:, known], 0)
-            assert c[i] == pytest.approx(np.corrcoef(p, truth[part, i][known])[0, 1], abs=0.05)
-        assert c[5] < 0.6 and np.isnan(c[4])
-
-
-def test_a_negative_correlation_of_repeats_is_a_ceiling_of_0():
-    x = np.random.default_rng(0).normal(size=(50, 1))
-    assert features.noise_ceiling([x, -x, x * 0.1 - 1e-3 * x ** 2], np.arange(50)) == [0]
-    assert features.noise_ceiling([x, x], np.arange(50)) == pytest.approx([1])
-
-
-@pytest.mark.ci
-def test_numbers_and_picture_of_a_model_with_a_ceiling(repeats, tmp_path, capsys, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    go(repeats / "data", tmp_path / "out", **SYSTEM | dict(max_iters=60, match_weight=9.0))
-    argv = ["--ckpt", str(tmp_path / "out/ckpt.pt"), "--to", str(tmp_path / "n.json")]
-    drawn = []
-    monkeypatch.setattr(__main__, "draw", lambda *args: (drawn.extend(args[1:]), draw(*args)))
-    assert main([*argv, "--plot", str(tmp_path / "r.png")]) == 0
-    numbers = json.loads((tmp_path / "n.json").read_text())
-    ceiling = np.load(repeats / "data/val_ceiling.npy")[0]
-    assert numbers["ceiling"] == pytest.approx(np.nanmean(ceiling), abs=1e-6)
-    assert numbers["ceiling_targets"][4] is None  # constant
-    assert numbers["ceiling_targets"][:4] == pytest.approx(ceiling[:4].tolist())
-    assert numbers["ridge"] > 0.5 and f"ceiling        {numbers['ceiling']:.4f}" in (
-        capsys.readouterr().out)
-    picture = (tmp_path / "r.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    figure = matplotlib.figure.Figure()
-    r, ridge = (np.array(numbers[n], float) for n in ("targets", "ridge_targets"))
-    for array, values in zip(drawn, (r, ridge, ceiling), strict=True):
-        np.testing.assert_allclose(array, values, rtol=1e-6)
-    assert np.isnan(r[4]) and np.isfinite(r[:4]).all()
-    draw(figure, r, ridge, ceiling)
-    left, right = figure.axes
-    n_better = sum(r[i] > ridge[i] for i in (*range(4), *range(5, len(r))))
-    assert left.get_title() == f"better for {n_better / (len(r) - 1):.0%} of {len(r) - 1} targets"
-    np.testing.assert_array_equal(left.collections[0].get_offsets().filled(np.nan),
-                                  np.stack([ridge, r], 1))
-    lines = {line.get_label(): line.get_ydata() for line in right.lines}
-    order = np.argsort(r)
-    for name, values in {"model": r, "ridge regression": ridge, "noise ceiling": ceiling}.items():
-        np.testing.assert_array_equal(lines[name], values[order])
-    assert main([*argv, "--split", "train"]) == 0  # the ceiling is of the other rows
-    assert "ceiling" not in json.loads((tmp_path / "n.json").read_text())
-    assert main([*argv, "--plot", str(tmp_path / "r.txt")]) == 2
-    assert "Format 'txt' is not supported" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option, name", [("--to", "n.json"), ("--arrays", "a.npz"),
-                                          ("--plot", "r.png")])
+@pytest.mark.parametrize("option, name", [("--to", "n.json"), ("--arrays", "a.npz")])
 def test_a_full_disk_keeps_the_file_of_before(tmp_path, trained, capsys, option, name):
-    if option == "--plot":
-        pytest.importorskip("matplotlib.backends.backend_agg")
     file = tmp_path / name
     file.write_text("before")
     with full_disk(1000):
@@ -1107,28 +931,6 @@ def test_a_full_disk_keeps_the_file_of_before(tmp_path, trained, capsys, option,
     error = capsys.readouterr().err
     assert str(file) in error and "File too large" in error
     assert [file.read_text(), *tmp_path.iterdir()] == ["before", file]
-
-
-def test_a_picture_needs_matplotlib_and_a_target(linear, tmp_path, monkeypatch, capsys):
-    argv = ["--ckpt", str(linear[0] / "ckpt.pt"), "--plot", str(tmp_path / "r.png")]
-    features.prepare_features(dict(a=np.zeros((40, 4)), b=np.zeros((40, 3))), None,
-                              str(tmp_path / "d"), 0, np.arange(40) // 5)
-    pytest.importorskip("matplotlib")
-    assert main([*argv, "--data_dir", str(tmp_path / "d"), "--split", "train"]) == 2
-    assert "train has no correlation to --plot" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(argv) == 2
-    said = capsys.readouterr()
-    assert "--plot needs the package matplotlib: pip install matplotlib" in said.err
-    assert not said.out and not (tmp_path / "r.png").exists()
-
-
-def test_repeats_of_other_shapes(tmp_path, repeats):
-    np.save(tmp_path / "short.npy", np.zeros((999, 6)))
-    code, text = command(repeats / "x.npy", "--target", repeats / "y0.npy", tmp_path / "short.npy",
-                         "--out", tmp_path / "out")
-    assert code == 2 and "repeats of shapes [(4000, 6), (999, 6)]; expected equal" in text
 
 
 @pytest.mark.parametrize("case, words", [
@@ -1148,7 +950,6 @@ def test_what_a_linear_path_needs(tmp_path, case, words):
     (dict(modality_weights={"smell": 2.0}), "modality_weights: smell"),
     (dict(modality_weights={"video": -1.0}), "modality_weights: expected numbers of at least 0"),
     (dict(modality_weights={"video": {"weight": 2}}), "modality_weights: expected numbers"),
-    (dict(time_layers=1), "time_layers: there is no time without delays"),
     (dict(matching="cosine"), "must be one of mse, correlation")], ids=str)
 def test_bad_configuration(tmp_path, folder, changes, words):
     options = SYSTEM | dict(data_dir=folder) | changes

@@ -421,7 +421,7 @@ def test_keys_without_effect_are_those_that_the_user_set(tmp_path):
         plateau_patience="lr_schedule=plateau", eval_task_rows="eval_tasks")
     (tmp_path / "c.yaml").write_text(to_yaml(load_config(None, ["wsd_decay=0.9"])))  # every key
     assert load_config(tmp_path / "c.yaml").unused_keys() == dict(wsd_decay="lr_schedule=wsd")
-    assert load_config(None, ["model=sae", "l1=1"]).unused_keys() == dict(l1="sae=relu")
+    assert load_config(None, ["model=sae", "l0=1"]).unused_keys() == dict(l0="sae=jumprelu")
     for path in (REPO / "train" / "configs").glob("[!h]*.yaml"):
         assert not load_config(path).unused_keys(), path
 

@@ -474,7 +474,7 @@ def find_differences(old, new, known=FIELDS):
 
     old, new: {key: value}; known: {key: dataclass field}, the keys to compare.
     Ignored are keys that only one dict has, and batch_size and gradient_accumulation_steps if the
-    product of the two is equal. An old value x equals the new value [x]; dicts with a different key
+    product of the two is equal. An old value [x] equals the new value x; dicts with a different key
     order differ.
     """
     batch = ("batch_size", "gradient_accumulation_steps")
@@ -485,9 +485,9 @@ def find_differences(old, new, known=FIELDS):
         if is_free or name not in old or name not in new:
             continue
         a, b = old[name], new[name]
-        # Some keys were not lists in earlier versions. The order of a dict counts: in lr_groups the
+        # The key layer was a list in earlier versions. The order of a dict counts: in lr_groups the
         # last matching pattern is used.
-        if b not in (a, [a]) or isinstance(b, dict) and list(a) != list(b):
+        if a not in (b, [b]) or isinstance(b, dict) and list(a) != list(b):
             differences.append((name, a, b))
     return differences
 

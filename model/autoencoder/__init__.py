@@ -6,11 +6,10 @@ e.g. fMRI. The bottleneck limits the rank of the head, which regularises targets
 voxels.
 
 The signal may be delayed: with the key delays, a sample is a window, i.e. a row and the `delays`
-rows before it. With time_layers, the encoders read one row at a time, and a transformer reads the
-window of encoded rows. With linear_path, a fixed ridge regression is added to the prediction, and
-the network learns the rest. With data of several subjects, each subject has a separate head and
-ridge regression. NaN is a missing value: as an input it is replaced by the mean, and in losses it
-counts as predicted exactly.
+rows before it. With linear_path, a fixed ridge regression is added to the prediction, and the
+network learns the rest. With data of several subjects, each subject has a separate head and ridge
+regression. NaN is a missing value: as an input it is replaced by the mean, and in losses it counts
+as predicted exactly.
 
     python -m data.prepare.features --synthetic
     python run_train.py --config train/configs/autoencoder.yaml
@@ -22,10 +21,9 @@ command that evaluates a checkpoint.
 
 Shapes: N rows, K rows of a window (delays + 1; without delays, batches lack this dimension), D
 columns of an array, P columns of all modalities together, T columns of the target, S subjects, H
-the key d_hidden, W d_hidden times the number of modalities, Z the key d_latent.
+the key d_hidden, Z the key d_latent.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -53,17 +51,13 @@ class Keys:
     matching: str = key("mse", "matching loss: mean squared error, or 1 - correlation per row",
                         choices=["mse", "correlation"])
     delays: int = key(0, "rows before a row, of the same run, that its prediction uses", ge=0)
-    time_layers: int = key(0, "layers of a transformer over a row and the delays; 0: none", ge=0)
     linear_path: bool = key(False, "predict by a fixed ridge regression plus the network")
     modality_dropout: float = key(0.0, "training: share of rows without a modality", ge=0, lt=1)
 
     def problems(self):
         valid = all(isinstance(w, (int, float)) and w >= 0 for w in self.modality_weights.values())
-        problems = [] if valid else [f"modality_weights: expected numbers of at least 0, got "
-                                     f"{self.modality_weights}"]
-        if self.time_layers and not self.delays:
-            problems.append("time_layers: there is no time without delays; expected delays above 0")
-        return problems
+        return [] if valid else [f"modality_weights: expected numbers of at least 0, got "
+                                 f"{self.modality_weights}"]
 
 
 class MultimodalAutoencoder(nn.Module):
@@ -76,7 +70,7 @@ class MultimodalAutoencoder(nn.Module):
     arrays: a batch of N rows, as from open_features(): one array per modality, (N, D) or with the
     key delays (N, delays + 1, D), see add_delays(); then the target (N, T), if the data have one;
     then, if `spec` has subjects, (N, S) with 1 for the row's subject and 0 elsewhere.
-    As an input, NaN counts as the mean; with time_layers, earlier rows that are all NaN are masked.
+    As an input, NaN counts as the mean.
     """
 
     def __init__(self, config, spec, linear_path=None):
@@ -88,16 +82,8 @@ class MultimodalAutoencoder(nn.Module):
         self.names = list(array_dims(spec))
         outputs = len(spec.get("subjects", [0])) * (spec["target"] or 0)
         k = c.delays + 1
-        w = h * len(dims)
-        rows = 1 if c.time_layers else k  # that an encoder reads at once
-        self.encoder = nn.ModuleDict({name: nn.Linear(rows * d, h) for name, d in dims.items()})
-        if c.time_layers:
-            self.positions = nn.Parameter(torch.empty(k, w))
-            # Without biases: the gradient of a key's bias is 0, and rounding would train it.
-            layer = nn.TransformerEncoderLayer(w, math.gcd(w, 8), 4 * w, c.dropout, F.gelu,
-                                               batch_first=True, norm_first=True, bias=False)
-            self.time = nn.TransformerEncoder(layer, c.time_layers, nn.LayerNorm(w), False)
-        self.bottleneck = nn.Linear(w, c.d_latent)
+        self.encoder = nn.ModuleDict({name: nn.Linear(k * d, h) for name, d in dims.items()})
+        self.bottleneck = nn.Linear(h * len(dims), c.d_latent)
         self.expand = nn.ModuleDict({name: nn.Linear(c.d_latent, h) for name in dims})
         self.decoder = nn.ModuleDict({name: nn.Linear(h, d) for name, d in dims.items()})
         self.head = nn.Linear(c.d_latent, outputs) if outputs else None
@@ -117,8 +103,6 @@ class MultimodalAutoencoder(nn.Module):
         layer, _, part = name.rpartition(".")
         if layer == "linear":
             return self.linear_path[part == "bias"]
-        if len(shape) == 1 and part == "weight":  # of a layer norm
-            return torch.ones(shape)
         is_zero = part == "bias" or layer == "head" and self.linear is not None
         return normal(name, shape, 0.0 if is_zero else shape[1] ** -0.5, seed)
 
@@ -147,20 +131,8 @@ class MultimodalAutoencoder(nn.Module):
         for name in self.spec["modalities"]:
             rows = x[name].nan_to_num().flatten(1)  # (N, K * D)
             rows = F.dropout1d(rows[:, None], c.modality_dropout, self.training)[:, 0]
-            rows = rows.view_as(x[name]) if c.time_layers else rows
             hidden.append(F.dropout(F.gelu(self.encoder[name](rows)), c.dropout, self.training))
-        h = torch.cat(hidden, dim=-1)  # (N, W) or, with time_layers, (N, K, W)
-        return self.bottleneck(self.attend(h, x) if c.time_layers else h)
-
-    def attend(self, h, x):
-        """Return the time transformer's output (N, W) at the present row of each window.
-
-        h (N, K, W): encoded rows, the present one at index 0.
-        x: the dict of standardise(); earlier rows that are NaN in all modalities are masked.
-        """
-        missing = torch.stack([x[name].isnan().all(-1) for name in self.spec["modalities"]]).all(0)
-        missing[:, 0] = False  # attention to no row at all is not defined
-        return self.time(h + self.positions, src_key_padding_mask=missing)[:, 0]
+        return self.bottleneck(torch.cat(hidden, dim=-1))
 
     def predict(self, x, z):
         """Return the prediction (N, T) of the standardised target, for x and z = encode(x)."""

@@ -1,7 +1,6 @@
 """Evaluation of a checkpoint of --model autoencoder, and predictions of rows."""
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from model.autoencoder import data, losses
 from model.core.load import load_model
 from train.base.cli import command
-from train.base.errors import DataError, echo, require
+from train.base.errors import echo
 from train.base.fields import key
 from train.base.files import atomic_write, write_text
 from train.evaluate import pack, to_numbers, unpack
@@ -66,24 +65,6 @@ def evaluate_ridge(model, arrays):
     return losses.correlations(losses.correlation_sums(p, y, subjects))
 
 
-def draw(figure, r, ridge, ceiling=None):
-    """Plot correlations, arrays (n,), of model, ridge and noise ceiling in a matplotlib Figure."""
-    left, right = figure.subplots(1, 2)
-    known = np.isfinite(r - ridge)  # not of a constant target or prediction
-    share = np.mean(r[known] > ridge[known])
-    left.axline([np.nanmean(ridge)] * 2, slope=1, color="gray", linewidth=1)
-    left.scatter(ridge, r, s=12, alpha=0.6, linewidth=0)
-    left.set(xlabel="r of ridge regression", ylabel="r of the model", aspect="equal",
-             adjustable="datalim", title=f"better for {share:.0%} of {known.sum()} targets")
-    order = r.argsort()
-    for name, values, style in (("noise ceiling", ceiling, "k--"), ("model", r, "C0"),
-                                ("ridge regression", ridge, "C1.")):
-        if values is not None:
-            right.plot(values[order], style, label=name, linewidth=1, markersize=3)
-    right.set(xlabel="target, sorted by r of the model", ylabel="r")
-    right.legend()
-
-
 @dataclass
 class EvaluationOptions:
     """Evaluate a checkpoint of a multimodal autoencoder, or predict rows with it."""
@@ -92,7 +73,6 @@ class EvaluationOptions:
                                metavar="FOLDER", path=True)
     split: str = key("val", "split to evaluate", choices=["train", "val"])
     baseline: bool = key(False, "also fit ridge regression to the training data, and evaluate it")
-    plot: str | None = key(None, "also draw r beside the baseline's", metavar="FILE.png", path=True)
     to: str | None = key(None, "also write metrics and correlations", metavar="FILE.json",
                          path=True)
     arrays: str | None = key(None, "also write latent (N, Z) and prediction (N, D)",
@@ -102,21 +82,16 @@ class EvaluationOptions:
 def evaluate_checkpoint(args):
     """Print a checkpoint's metrics on a split of features, and write the files that args names.
 
-    Raises UserError if the checkpoint or the data cannot be used, or if a package is missing.
+    Raises UserError if the checkpoint or the data cannot be used.
     """
-    fig = args.plot and require("matplotlib.figure", "--plot").Figure((10, 5), layout="constrained")
     model, _ = load_model(args.ckpt, expect="autoencoder")
     folder = args.data_dir or model.keys.data_dir
     arrays = data.open_features(folder, args.split, model.spec, model.keys.delays)
     metrics, r, outputs = evaluate_rows(model, arrays)
     tables = {} if r is None else dict(targets=r)  # correlations of each target
-    if args.baseline or args.plot:
+    if args.baseline:
         tables["ridge_targets"] = evaluate_ridge(model, arrays)
         metrics["ridge"] = losses.mean_correlation(tables["ridge_targets"])
-    ceiling = data.open_ceiling(folder, args.split, model.spec)
-    if ceiling is not None:
-        tables["ceiling_targets"] = ceiling
-        metrics["ceiling"] = losses.mean_correlation(ceiling)
     for subject, values in zip(model.spec.get("subjects", ()), tables.get("targets", ())):
         metrics[f"subject {subject}"] = losses.mean_correlation(values)
     for name, value in metrics.items():
@@ -129,13 +104,6 @@ def evaluate_checkpoint(args):
     if args.arrays:
         with atomic_write(args.arrays) as f:
             np.savez(f, **outputs)
-    if args.plot:
-        if metrics["correlation"] is None:
-            raise DataError(f"{folder}: {args.split} has no correlation to --plot: "
-                            "targets or predictions are constant, or not recorded")
-        draw(fig, *(values.flatten().numpy() for values in tables.values()))
-        with atomic_write(args.plot) as f:
-            fig.savefig(f, dpi=150, format=os.path.splitext(args.plot)[1][1:] or None)
 
 
 main = command(EvaluationOptions, evaluate_checkpoint)

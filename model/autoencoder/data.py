@@ -3,8 +3,6 @@
 Everywhere, spec has the content of read_features_meta(). Shapes: see model/autoencoder/__init__.py.
 """
 
-import os
-
 import numpy as np
 import torch
 import torch.nn as nn
@@ -125,19 +123,6 @@ def scale_of(spec, name):
     """Return (mean, std) of an array's training rows, float32 (D,) each; a std of 0 becomes 1."""
     mean, std = (np.array(spec[k][name], np.float32) for k in ("mean", "std"))
     return mean, np.where(std > 0, std, np.float32(1))
-
-
-def open_ceiling(folder, split, spec):
-    """Return the noise ceiling (S, T), float32: a perfect model's correlation with the target.
-
-    `None` if the split has no file with it, or if the subjects of `folder` and `spec` differ. For
-    repeated recordings, data.prepare.features writes it for "val", or for "train" without "val".
-    S is 1 without subjects. Raises DataError if the file is invalid.
-    """
-    own = read_features_meta(folder).get("subjects")
-    if not os.path.exists(f"{folder}/{split}_ceiling.npy") or own != spec.get("subjects"):
-        return None
-    return torch.tensor(open_rows(folder, split, ceiling=((spec["target"],), None, None))[0])
 
 
 def design(arrays, spec):

@@ -16,8 +16,9 @@ from model.core.formulas import warn_of_differences
 from model.core.shape import check_shape, check_size
 from train.base.checkpoint_file import load_checkpoint
 from train.base.errors import CheckpointError
+from train.base.fields import fields_by_name
 from train.base.sharded_file import is_sharded
-from train.config import load_config
+from train.config import config_class, load_config
 from train.distributed import convert_ddp_state
 from train.system import load_model_type
 
@@ -27,6 +28,9 @@ EMA = "use the running averages of the weights, from a run with the key ema"
 # Keys of older versions, or with other values than theirs, that only matter in training.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base", "max_minutes",
                 "eval_task_rows", "grpo_beta"}
+# The same of one model type; another one may use these names. Weights that other values than the
+# defaults gave do not fit.
+REMOVED_OF_TYPES = {"time_layers", "target", "l1"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
@@ -138,7 +142,11 @@ def build_empty_model(state):
 
 def saved_config(values):
     """Return the TrainConfig of a saved dict "config"; is_explicit() is false for every key."""
-    values = {k: v for k, v in upgrade_args(values).items() if k not in REMOVED_KEYS}
+    known = fields_by_name(config_class(values.get("model", "gpt")))
+    removed = REMOVED_KEYS | REMOVED_OF_TYPES - known.keys()
+    values = {k: v for k, v in upgrade_args(values).items() if k not in removed}
+    if isinstance(values.get("layer"), list) and known["layer"].type is int:  # an earlier version
+        values["layer"], = values["layer"]
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
     config = config.replace(world_size=None, distributed=values.get("distributed", "ddp"))

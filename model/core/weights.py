@@ -150,14 +150,14 @@ def check_must_match(state, config, spec, path):
 def check_same(pairs, path, allowed):
     """Raise CheckpointError if two values in `pairs` {name: (of the weights, of the run)} differ.
 
-    Not a difference: `None` (unknown), x in the weights and [x] in the run, equivalent tokenizers
+    Not a difference: `None` (unknown), [x] in the weights and x in the run, equivalent tokenizers
     (name "tokenizer"), and lists of different lengths, whose tensors are newly initialised.
     allowed: the value of --allow_change, names that may differ; "all": every name.
     """
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
     check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
-                     if None not in (old, new) and new not in (old, [old])
-                     and not (isinstance(old, list) and len(old) != len(new))
+                     if None not in (old, new) and old not in (new, [new])
+                     and not (isinstance(new, list) and len(old) != len(new))
                      and not (name == "tokenizer" and is_same_tokenizer(old, new))}, path, allowed)
 
 

@@ -3,37 +3,30 @@
 It reconstructs the residual stream after one block as a sum of few directions out of many
 (features), which are easier to interpret than single dimensions. The loader runs the frozen
 backbone, so that training sees rows of activations. An evaluation also measures the backbone's loss
-with the reconstruction in place of the activations. With several layers (layer: [0, 1, 2]) one
-forward pass of the backbone serves an autoencoder for each.
+with the reconstruction in place of the activations.
 
     python -m model.sae --ckpt out/sae/ckpt.pt                     # texts in which features fire
-    python -m model.sae --ckpt out/sae/ckpt.pt --html page.html    # the same as a page
     python -m model.sae --ckpt out/sae/ckpt.pt --baseline          # compare with random directions
     python -m model.sae --ckpt out/sae/ckpt.pt --to out/folder     # a folder for sae-lens
-    python -m model.sae --ckpt out/sae/ckpt.pt --layer 2           # of several layers, this one
 
 Activation functions, the key sae, which limit the features that are not zero:
 
-    relu       any number, with an L1 penalty (transformer-circuits.pub/2024/april-update)
     topk       the k largest features of each activation (arXiv:2406.04093)
     batchtopk  k features per activation on average (arXiv:2412.06410)
     jumprelu   features above a learned threshold each, with an L0 penalty (arXiv:2407.14435)
 
 With prefixes (Matryoshka, arXiv:2503.17547), batchtopk is trained so that the first features alone
-also reconstruct the activations, and become the most general ones. A transcoder (the key target,
-arXiv:2406.11944) reads activations and reconstructs different ones, e.g. input and output of an
-MLP.
+also reconstruct the activations, and become the most general ones.
 
 This file has the model, activations.py the data, __main__.py the command.
 
-Shapes: B windows, T tokens, N activations, C channels (d_in), D = C or, for a transcoder, 2C (input
-and target), L layers, F features (d_sae), P prefixes, the last of which is all features.
+Shapes: B windows, T tokens, N activations, C channels (d_in), F features (d_sae), P prefixes, the
+last of which is all features.
 """
 
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -44,12 +37,12 @@ from model.sae.activations import N_SKIPPED, OUTLIER_RATIO, Backbone
 from model.sae.activations import ActivationBuffer as ActivationBuffer  # a public name
 from model.sae.activations import open_data as open_data  # of the model interface
 from model.sae.sparse import ActiveFeatures, sum_rows
-from train.base.errors import CheckpointError, ConfigError
+from train.base.errors import CheckpointError
 from train.base.fields import key
 from train.base.tensors import digest
 
 USE = "python -m model.sae --ckpt {out}/ckpt.pt"
-MUST_MATCH_TO_INIT = ("backbone", "layer", "target")  # features belong to one layer of one model
+MUST_MATCH_TO_INIT = ("backbone", "layer")  # features belong to one layer of one model
 THRESHOLD_RATE = 0.05  # batchtopk: share of the newest step in the running mean of the threshold
 BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effect on it
 
@@ -58,16 +51,11 @@ BANDWIDTH = 0.5  # jumprelu: around a threshold, in which features have an effec
 class Keys:
     backbone: str | None = key("out/quick/ckpt.pt", "GPT whose activations are learned; null: "
                                "data_dir has activations", free=True, path=True, reads=True)
-    layer: list[int] = key([1], "block whose output is learned, from 0 (default: 1); several, "
-                           "0,1,2: an autoencoder for each", ge=0, needs="backbone")
-    target: str = key("input", "what is reconstructed: input; mlp: the output of the block's MLP "
-                      "from its input; N: the output of block N from that of block `layer`")
+    layer: int = key(1, "block whose output is learned, from 0", ge=0, needs="backbone")
     sae: str = key("topk", "topk: k features per token; batchtopk: k on average; jumprelu: those "
-                   "above learned thresholds; relu: any number",
-                   choices=["topk", "batchtopk", "jumprelu", "relu"])
+                   "above learned thresholds", choices=["topk", "batchtopk", "jumprelu"])
     d_sae: int = key(1024, "number of features", ge=1)
     k: int = key(32, "topk, batchtopk: features per token", ge=1, needs="sae=topk|batchtopk")
-    l1: float = key(0.02, "relu: weight of the L1 penalty", ge=0, needs="sae=relu")
     l0: float = key(1e-3, "jumprelu: weight of the L0 penalty", ge=0, needs="sae=jumprelu")
     prefixes: list[int] = key([], "batchtopk: for each N, the first N features also reconstruct "
                               "alone (Matryoshka)", ge=1, needs="sae=batchtopk")
@@ -83,13 +71,6 @@ class Keys:
         ends = [*self.prefixes, self.d_sae]
         if ends != sorted(set(ends)):
             found.append(f"prefixes: {self.prefixes}: expected ascending numbers below d_sae")
-        if not self.layer or self.layer != sorted(set(self.layer)):
-            found.append(f"layer: {self.layer}: expected one or several blocks, ascending")
-        if self.backbone is None and (len(self.layer) > 1 or self.target != "input"):
-            found.append("backbone: null: several layers and a target other than input need one")
-        is_block = self.target.isdecimal() and int(self.target) >= max(self.layer, default=0)
-        if self.target not in ("input", "mlp") and not is_block:
-            found.append(f"target: {self.target}: expected input, mlp or a block from layer on")
         return found
 
 
@@ -103,20 +84,18 @@ def keep_largest(x, k):
 
 
 class SparseAutoencoder(nn.Module):
-    """A sparse autoencoder, or a transcoder, of one layer's activations.
+    """A sparse autoencoder of activations.
 
-    spec: Data.spec, with d_in, mean and scale of this layer. forward(activations (N, D), group)
+    spec: Data.spec, with d_in, mean and scale. forward(activations (N, C), group)
     returns (mean loss, sums {name: tensor}, reconstruction (N, C) in the units of the activations).
-    D is C = d_in; for a transcoder 2 C, the input before the target.
     sums: the parts of the loss and statistics for numbers(), summed over N.
     group: only for batchtopk in training: each `group` consecutive rows together keep k features
-    per row
-    on average (default: all N rows). N must be a multiple. SAEModel passes the row count of one
-    window, so that the result does not depend on the batch size. Activations are centred and scaled
-    with the mean and scale in `spec`. The mean variance is then 1, and the squared error is about
-    the unexplained share of the variance. Outliers (in many published models the first newline or
-    comma) are replaced by the mean, as input and as target, also in the loss and in `sums`; in the
-    reconstruction, these rows are the target itself.
+    per row on average (default: all N rows). N must be a multiple. SAEModel passes the row count of
+    one window, so that the result does not depend on the batch size.
+    Activations are centred and scaled with the mean and scale in `spec`. The mean variance is then
+    1, and the squared error is about the unexplained share of the variance. Outliers (in many
+    published models the first newline or comma) are replaced by the mean, also in the loss and in
+    `sums`; in the reconstruction, these rows are the activations themselves.
     """
 
     def __init__(self, config, spec):
@@ -132,8 +111,8 @@ class SparseAutoencoder(nn.Module):
             self.threshold = nn.Parameter(torch.empty(d_sae))
         if config.sae == "batchtopk":  # for evaluations: a running mean of the batches' thresholds
             self.register_buffer("threshold", torch.empty(()))
-        self.register_buffer("mean", torch.empty(len(spec["mean"])))  # (D,)
-        self.register_buffer("scale", torch.empty(np.shape(spec["scale"])))  # () or (2,)
+        self.register_buffer("mean", torch.empty(d_in))
+        self.register_buffer("scale", torch.empty(()))
         # Steps since each feature last fired.
         self.register_buffer("silent", torch.empty(d_sae, dtype=torch.int64))
         self.may_have_dead = True  # updated after each step; True only costs time
@@ -141,9 +120,9 @@ class SparseAutoencoder(nn.Module):
     def initial(self, name, shape, seed):
         """Return the initial value of the parameter or buffer `name`; `None` for an unknown name.
 
-        W_dec: rows of random directions and length 1 (0.1 for relu). W_enc: the transpose, as in
-        sae-lens. Biases and `silent`: 0. Thresholds: 1. mean and scale: the values in spec. For a
-        given model a function of (seed, name).
+        W_dec: rows of random directions and length 1. W_enc: the transpose, as in sae-lens. Biases
+        and `silent`: 0. Thresholds: 1. mean and scale: the values in spec. For a given model a
+        function of (seed, name).
         """
         if name in ("mean", "scale"):
             return torch.tensor(self.spec[name])
@@ -155,37 +134,33 @@ class SparseAutoencoder(nn.Module):
             return None
         generator = torch.Generator().manual_seed(stable_hash(seed, "W_dec"))
         rows = torch.randn(self.keys.d_sae, self.spec["d_in"], generator=generator)
-        rows = F.normalize(rows, dim=1) * (0.1 if self.keys.sae == "relu" else 1.0)
+        rows = F.normalize(rows, dim=1)
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
-        """Return the decoder weights (F, C), float32, with rows of length 1 (except for relu)."""
-        W = self.W_dec.float()
-        return W if self.keys.sae == "relu" else F.normalize(W, dim=1)
+        """Return the decoder weights (F, C), float32, with rows of length 1."""
+        return F.normalize(self.W_dec.float(), dim=1)
 
     def normalise(self, activations):
-        """Return scaled (input (..., C), target (..., C), is_outlier (..., 1)); outliers are 0."""
-        c = self.spec["d_in"]
-        scale = self.scale.view(-1)
-        x = (activations[..., :c] - self.mean[:c]) * scale[0]
-        y = (activations[..., -c:] - self.mean[-c:]) * scale[-1]
+        """Return (scaled activations (..., C), is_outlier (..., 1)); outliers are 0."""
+        x = (activations - self.mean) * self.scale
         is_outlier = x.square().mean(-1, keepdim=True) > OUTLIER_RATIO**2
-        return x.masked_fill(is_outlier, 0.0), y.masked_fill(is_outlier, 0.0), is_outlier
+        return x.masked_fill(is_outlier, 0.0), is_outlier
 
     def encode(self, activations):
-        """Return the features (..., F) of activations (..., D) in the original units."""
+        """Return the features (..., F) of activations (..., C) in the original units."""
         return self.features(self.normalise(activations)[0])[1]
 
     def features(self, x):
         """Return features (..., F) of scaled x before and after the nonlinearity of evaluations."""
         c = self.keys
-        pre = (x - self.b_dec if c.target == "input" else x) @ self.W_enc + self.b_enc
+        pre = (x - self.b_dec) @ self.W_enc + self.b_enc
         if c.sae in ("batchtopk", "jumprelu"):
             z = F.relu(pre) * (pre > self.threshold)
             if c.sae == "jumprelu":  # the gradient of thresholds: arXiv:2407.14435, equation 11
                 z = z + self.threshold.detach() * self.step_estimate(pre)
             return pre, z
-        return pre, F.relu(keep_largest(pre, c.k) if c.sae == "topk" else pre)
+        return pre, F.relu(keep_largest(pre, c.k))
 
     def step_estimate(self, pre):
         """Return zeros (N, F) with an estimated gradient of (pre > threshold) for the threshold."""
@@ -195,10 +170,9 @@ class SparseAutoencoder(nn.Module):
     def batch_topk(self, x, group):
         """Encode and decode for batchtopk in training; return (pre, outs, counts).
 
-        x (N, C): centred and scaled input. group: see the class.
+        x (N, C): centred and scaled. group: see the class.
         pre (N, F): features before the nonlinearity, without gradient.
-        outs: reconstructions (N, C) of the scaled target, one per prefix, the last from all
-        features.
+        outs: reconstructions (N, C) of x, one per prefix, the last from all features.
         counts: {"fired": (F,) rows in which each feature fired, "threshold": the sum over all
         rows}.
         """
@@ -230,11 +204,11 @@ class SparseAutoencoder(nn.Module):
 
     def bias(self):
         """Return b (F,), with which x @ W_enc + b are the features before the nonlinearity."""
-        return self.b_enc - self.b_dec @ self.W_enc if self.keys.target == "input" else self.b_enc
+        return self.b_enc - self.b_dec @ self.W_enc
 
     def forward(self, activations, group=None):
         c = self.keys
-        x, y, is_outlier = self.normalise(activations)  # (N, C), (N, C), (N, 1)
+        x, is_outlier = self.normalise(activations)  # (N, C), (N, 1)
         if c.sae == "batchtopk" and self.training:
             pre, (*inner, out), counts = self.batch_topk(x, group or len(x))
             W = None
@@ -244,29 +218,25 @@ class SparseAutoencoder(nn.Module):
             inner = []
             out = (z @ W + self.b_dec).float()  # (N, C)
             counts = dict(fired=(z != 0).sum(0))
-        error = y - out
+        error = x - out
         losses = dict(mse=error.square().mean(1))  # (N,) each
-        weights = dict(mse=1.0, inner=1.0, l0=c.l0, l1=c.l1, auxk=c.auxk_weight)
+        weights = dict(mse=1.0, inner=1.0, l0=c.l0, auxk=c.auxk_weight)
         if inner:
-            losses["inner"] = sum((y - part).square().mean(1) for part in inner)
-        if c.sae == "relu":
-            losses["l1"] = z.float() @ W.norm(dim=1)
+            losses["inner"] = sum((x - part).square().mean(1) for part in inner)
         if c.sae == "jumprelu":
             losses["l0"] = ((z > 0) + self.step_estimate(pre)).sum(1)
         if c.auxk:
             losses["auxk"] = self.auxk_loss(x, pre, error.detach(), W)
         loss = sum(weights[name] * values for name, values in losses.items())
         sums = {name: values.sum() for name, values in losses.items()}
-        sums |= dict(x=y.sum(0), xx=y.square().sum(), **counts)
-        n = out.size(1)
-        out = out / self.scale.view(-1)[-1] + self.mean[-n:]
-        return loss.mean(), sums, torch.where(is_outlier, activations[:, -n:], out)
+        sums |= dict(x=x.sum(0), xx=x.square().sum(), **counts)
+        return loss.mean(), sums, torch.where(is_outlier, activations, out / self.scale + self.mean)
 
     def auxk_loss(self, x, pre, error, W):
         """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2).
 
-        x (N, C): scaled input. pre (N, F): features before the nonlinearity. error (N, C): target
-        minus reconstruction.
+        x (N, C): scaled. pre (N, F): features before the nonlinearity. error (N, C): x minus
+        reconstruction.
         W (F, C): of decoder(); `None`: pre and W are computed here, for the dead features only.
         Dead features have not fired for dead_after steps. The loss is the share of the squared
         error that remains if the auxk largest of them reconstruct the error. If fewer than auxk are
@@ -293,13 +263,13 @@ class SparseAutoencoder(nn.Module):
         l0: mean number of features that fire per activation.
         dead: number of features that have not fired for dead_after steps; in evaluations, that do
         not fire in the evaluation.
-        l1, auxk: parts of the loss, if used, without weights.
+        auxk: part of the loss, if used, without weight.
         In evaluations with a backbone also lm_loss, the backbone's loss; spliced_loss, the loss
         with the reconstruction in place of the activations; and loss_recovered: 1 if both are
         equal, 0 if the reconstruction is as bad as zeros, `None` if zeros change nothing.
         """
         means = {name: float(sums[name] / sums["count"])
-                 for name in ("l1", "auxk", "lm_loss", "spliced_loss") if name in sums}
+                 for name in ("auxk", "lm_loss", "spliced_loss") if name in sums}
         variance = sums["xx"] - sums["x"].square().sum() / sums["count"]
         unexplained = sums["mse"] * self.spec["d_in"]
         means["explained_variance"] = float(1 - unexplained / variance) if variance > 0 else None
@@ -313,13 +283,9 @@ class SparseAutoencoder(nn.Module):
 
 
 class SAEModel(nn.Module):
-    """The model of a run: a SparseAutoencoder for each layer in config.layer.
+    """The model of a run: the SparseAutoencoder `sae`, and in evaluations the backbone.
 
-    spec: Data.spec; with several layers, "mean" and "scale" have an element per layer.
-    loaded: the Backbone at config.backbone (default: backbone() loads it).
-    The submodule is `sae`, or with several layers `sae_N` for layer N. The loss is the sum over
-    layers, so that each autoencoder gets the same gradients as in a run with one layer; only
-    grad_clip limits the norm of all together.
+    spec: Data.spec. loaded: the Backbone at config.backbone (default: backbone() loads it).
     """
 
     def __init__(self, config, spec, loaded=None):
@@ -327,38 +293,22 @@ class SAEModel(nn.Module):
         self.keys = config
         self.spec = spec
         self.loaded = loaded
-        # Of the names of autoencoders, sums and metrics.
-        self.suffixes = [f"_{n}" for n in config.layer] if len(config.layer) > 1 else [""]
-        for i, suffix in enumerate(self.suffixes):
-            own = {name: spec[name][i] for name in ("mean", "scale") if suffix}
-            self.add_module("sae" + suffix, SparseAutoencoder(config, spec | own))
+        self.sae = SparseAutoencoder(config, spec)
         fill(self, config.seed)
 
     def initial(self, name, shape, seed):
-        module, own_name = name.split(".")
-        return getattr(self, module).initial(own_name, shape, seed)
+        return self.sae.initial(name.removeprefix("sae."), shape, seed)
 
     def compile(self, *args, **kwargs):
-        """Compile the autoencoders in place, except batchtopk's; see nn.Module.compile()."""
-        for sae in self.children():
-            if self.keys.sae != "batchtopk":
-                sae.compile(*args, **kwargs)
+        """Compile the autoencoder in place, except batchtopk's; see nn.Module.compile()."""
+        if self.keys.sae != "batchtopk":
+            self.sae.compile(*args, **kwargs)
 
     def flops_per_unit(self):
         c = self.keys
         # Of batchtopk, all products but the first are with k rows.
         rows = 2 * c.d_sae + 8 * c.k if c.sae == "batchtopk" else 12 * c.d_sae
-        return len(c.layer) * rows * self.spec["d_in"]
-
-    def of_layer(self, n):
-        """Return an SAEModel of layer n's autoencoder, not a copy, in eval mode; or ConfigError."""
-        if n not in self.keys.layer:
-            raise ConfigError([f"--layer: {n}: the checkpoint has no autoencoder of this layer; "
-                               f"expected one of {', '.join(map(str, self.keys.layer))}"])
-        sae = [*self.children()][self.keys.layer.index(n)]
-        model = SAEModel(self.keys.replace(layer=[n]), sae.spec)
-        model.sae = sae
-        return model.eval()
+        return rows * self.spec["d_in"]
 
     def backbone(self):
         """Return the Backbone at config.backbone, which the first call loads.
@@ -371,7 +321,7 @@ class SAEModel(nn.Module):
         if self.spec["backbone"] is None:
             raise CheckpointError("backbone: null: it was trained on activations; see --to")
         device = next(self.buffers()).device
-        backbone = Backbone(c.backbone, c.layer, device, c.dtype, c.target)
+        backbone = Backbone(c.backbone, c.layer, device, c.dtype)
         digests = [backbone.digest]
         if os.path.isfile(c.backbone):  # earlier versions identified it by the file
             digests.append(digest(c.backbone))
@@ -382,65 +332,40 @@ class SAEModel(nn.Module):
         return backbone
 
     def forward(self, x, targets=None):
-        """Return (sum of the layers' mean losses, sums {name: tensor}).
+        """Return (mean loss, sums {name: tensor}).
 
-        x: without `targets` (in training, or without a backbone), activations (B, T, L D), the D
-        channels of each of L layers; with `targets`, token ids (B, T).
+        x: without `targets` (in training, or without a backbone), activations (B, T, C); with
+        `targets`, token ids (B, T).
         targets (B, T): the next token ids (evaluation); the backbone then computes the activations,
         and sums also has "count" and the losses of the backbone, multiplied by the count: lm_loss
         (unchanged), spliced_loss (with the reconstruction in place of the activations) and
         zeroed_loss (with zeros).
-        With several layers, names other than count and lm_loss have the suffix _N of the layer.
         """
-        total = 0.0
-        sums = {}
-        rows = x
-        if targets is not None:
-            backbone = self.backbone()
-            targets = targets.clone()
-            targets[:, :N_SKIPPED] = IGNORE
-            rows = backbone.activations(x)  # (B, T - N_SKIPPED, L D)
-            count = torch.tensor(rows[..., 0].numel(), device=rows.device)
-            lm_loss = backbone.loss(x, targets, lambda values: values)
-            sums = dict(count=count, lm_loss=lm_loss * count)
-        parts = rows.chunk(len(self.suffixes), dim=-1)
-        for i, (suffix, sae, part) in enumerate(zip(self.suffixes, self.children(), parts)):
-            loss, own, out = sae(part.flatten(0, 1), part.size(1))
-            total = total + loss
-            if targets is not None:
-                out = out.view(*part.shape[:2], -1)
-                own["spliced_loss"] = count * backbone.loss(x, targets, lambda _, out=out: out, i)
-                own["zeroed_loss"] = count * backbone.loss(x, targets, torch.zeros_like, i)
-            sums |= {name + suffix: value for name, value in own.items()}
-        return total, sums
+        if targets is None:
+            return self.sae(x.flatten(0, 1), x.size(1))[:2]
+        backbone = self.backbone()
+        targets = targets.clone()
+        targets[:, :N_SKIPPED] = IGNORE
+        rows = backbone.activations(x)  # (B, T - N_SKIPPED, C)
+        loss, sums, out = self.sae(rows.flatten(0, 1), rows.size(1))
+        count = torch.tensor(rows[..., 0].numel(), device=rows.device)
+        out = out.view(*rows.shape[:2], -1)
+        edits = dict(lm_loss=lambda values: values, spliced_loss=lambda _: out,
+                     zeroed_loss=torch.zeros_like)
+        return loss, sums | dict(count=count) | {
+            name: count * backbone.loss(x, targets, edit) for name, edit in edits.items()}
 
     def numbers(self, sums):
-        """Return the metrics of a log line, see SparseAutoencoder.numbers().
-
-        With several layers: the means over the layers (`None` if a layer has `None`) and, with the
-        suffix _N, the metrics of layer N, except lm_loss.
-        """
-        parts = [sae.numbers(own) for sae, own in self.split(sums)]
-        columns = {name: [part[name] for part in parts] for name in parts[0]}
-        means = {name: None if None in values else sum(values) / len(values)
-                 for name, values in columns.items()}
-        # The backbone's loss is that of all layers.
-        return means | {name + suffix: value for name in columns if name != "lm_loss"
-                        for suffix, value in zip(self.suffixes, columns[name])}
+        return self.sae.numbers(sums)
 
     def after_step(self, it, sums):
-        for sae, own in self.split(sums):
-            fired = own["fired"].to(sae.silent.device) > 0
-            sae.silent.copy_(torch.where(fired, 0, sae.silent + 1))
-            sae.may_have_dead = bool((sae.silent >= self.keys.dead_after).any())
-            if self.keys.sae == "batchtopk":
-                mean = (own["threshold"] / own["count"]).to(sae.threshold)
-                sae.threshold.lerp_(mean, THRESHOLD_RATE)
-
-    def split(self, sums):
-        """Return [(autoencoder, sums)] of the layers, with the suffix _N removed for layer N."""
-        return [(sae, {name.removesuffix(suffix): value for name, value in sums.items()})
-                for sae, suffix in zip(self.children(), self.suffixes)]
+        sae = self.sae
+        fired = sums["fired"].to(sae.silent.device) > 0
+        sae.silent.copy_(torch.where(fired, 0, sae.silent + 1))
+        sae.may_have_dead = bool((sae.silent >= self.keys.dead_after).any())
+        if self.keys.sae == "batchtopk":
+            mean = (sums["threshold"] / sums["count"]).to(sae.threshold)
+            sae.threshold.lerp_(mean, THRESHOLD_RATE)
 
 
 def build_model(config, data):

@@ -1,7 +1,6 @@
 """Features of a sparse autoencoder: their texts, a baseline, and the export to sae-lens."""
 
 import contextlib
-import html
 import json
 import os
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from data.tokenizer import is_same_tokenizer, load_dataset_tokenizer
 from model.core.load import BACKBONE, load_model
 from model.sae.activations import N_SKIPPED
 from train.base.cli import command, format_table
-from train.base.errors import ConfigError, DataError, echo, quote_path
+from train.base.errors import DataError, echo, quote_path
 from train.base.fields import key
 from train.base.files import write_text
 from train.base.tensors import write_safetensors
@@ -21,53 +20,32 @@ from train.dataloader import DataLoader
 from train.distributed import Ranks
 from train.evaluate import evaluate
 
-# sae-lens's name of an autoencoder and of a transcoder; for all others those of jumprelu.
-SAE_LENS = dict(topk=("topk", None), relu=("standard", "transcoder"))
 NUMBERS = ("explained_variance", "l0", "spliced_loss", "loss_recovered")  # beside the baseline
-PAGE = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<title>Features of {0}</title>
-<h1>Features of {0}</h1>
-<pre style="font-size: 14px; line-height: 1.6; white-space: pre-wrap; overflow-wrap: anywhere">{1}
-</pre>
-"""
 
 
 # -----------------------------------------------------------------------------
 # sae-lens
 
 def export_sae_lens(model, folder):
-    """Write a model of one layer to `folder` in the format of sae_lens.SAE.load_from_disk().
+    """Write a model to `folder` in the format of sae_lens.SAE.load_from_disk().
 
     Writes cfg.json and sae_weights.safetensors. Centring and scaling become part of the weights;
-    outliers are encoded there like all others. batchtopk is exported as jumprelu. Raises
-    ConfigError for a transcoder with topk, which sae-lens does not have.
+    outliers are encoded there like all others. batchtopk is exported as jumprelu.
     """
     sae, c, spec = model.sae, model.keys, model.spec
-    is_transcoder = c.target != "input"
-    architecture = SAE_LENS.get(c.sae, ("jumprelu", "jumprelu_transcoder"))[is_transcoder]
-    if architecture is None:
-        raise ConfigError(["sae-lens has no transcoder with topk; use batchtopk"])
-    scale, mean = sae.scale.view(-1), sae.mean
-    tensors = dict(W_enc=sae.W_enc * scale[0], b_enc=sae.b_enc, W_dec=sae.decoder() / scale[-1],
-                   b_dec=sae.b_dec / scale[-1] + mean[-spec["d_in"]:])
+    tensors = dict(W_enc=sae.W_enc * sae.scale, b_enc=sae.b_enc, W_dec=sae.decoder() / sae.scale,
+                   b_dec=sae.b_dec / sae.scale + sae.mean)
     if hasattr(sae, "threshold"):
         tensors["threshold"] = sae.threshold.expand(c.d_sae)
-    # Names of TransformerBridge. Not ln2.hook_normalized, which is before the weights of the norm.
-    hook, hook_out = f"blocks.{c.layer[0]}.hook_resid_post", f"blocks.{c.target}.hook_resid_post"
-    if c.target == "mlp":
-        hook, hook_out = (f"blocks.{c.layer[0]}.{name}" for name in ("mlp.hook_in", "hook_mlp_out"))
-    metadata = dict(model_name=model_name(c.backbone) if c.backbone else "", hook_name=hook,
-                    prepend_bos=False, context_size=spec["block_size"],
+    metadata = dict(model_name=model_name(c.backbone) if c.backbone else "",
+                    hook_name=f"blocks.{c.layer}.hook_resid_post", prepend_bos=False,
+                    context_size=spec["block_size"],
                     sae_lens_version="6.0.0")  # without it, the metadata would be discarded
-    cfg = dict(architecture=architecture, d_in=spec["d_in"], d_sae=c.d_sae, dtype="float32",
-               device="cpu", apply_b_dec_to_input=not is_transcoder, metadata=metadata,
-               normalize_activations="none", reshape_activations="none")
+    cfg = dict(architecture="topk" if c.sae == "topk" else "jumprelu", d_in=spec["d_in"],
+               d_sae=c.d_sae, dtype="float32", device="cpu", apply_b_dec_to_input=True,
+               normalize_activations="none", reshape_activations="none", metadata=metadata)
     if c.sae == "topk":
         cfg |= dict(k=c.k, rescale_acts_by_decoder_norm=False)
-    if is_transcoder:
-        tensors["b_enc"] = sae.b_enc - mean[:spec["d_in"]] @ tensors["W_enc"]  # not of x - b_dec
-        cfg["d_out"] = spec["d_in"]
-        metadata["hook_name_out"] = hook_out
     os.makedirs(folder, exist_ok=True)
     write_safetensors(os.path.join(folder, "sae_weights.safetensors"), tensors)
     write_text(os.path.join(folder, "cfg.json"), json.dumps(cfg, indent=1))
@@ -92,12 +70,10 @@ def random_directions(model, k):
 
 
 def compare_with_random(model, tokens, n_batches):
-    """Return a table, rows of texts, with NUMBERS of a one-layer model and of random_directions().
+    """Return a table, rows of texts, with NUMBERS of a model and of random_directions().
 
-    tokens: the loader, of which n_batches batches are used. Raises ConfigError for a transcoder.
+    tokens: the loader, of which n_batches batches are used.
     """
-    if model.keys.target != "input":
-        raise ConfigError(["--baseline: random directions cannot predict a transcoder's target"])
     table = [["", *NUMBERS]]
     for name in ("trained", "random directions"):
         numbers = evaluate(model, model, tokens, n_batches, Ranks(), contextlib.nullcontext)
@@ -111,7 +87,7 @@ def compare_with_random(model, tokens, n_batches):
 
 @torch.no_grad()
 def find_top_contexts(model, tokens, n_batches, n_contexts):
-    """Return (rates, values, windows, positions, ids): where the features of one layer are largest.
+    """Return (rates, values, windows, positions, ids): where the features are largest.
 
     tokens: the loader, of which n_batches validation batches are searched.
     rates (F,): the share of tokens at which each feature fires. values (F, n_contexts): the largest
@@ -130,19 +106,19 @@ def find_top_contexts(model, tokens, n_batches, n_contexts):
     return rates.mean(0), value.T, window.T, position.T, idx
 
 
-def format_context(row, position, tokenizer, n_before=40, n_after=12, marks="[]", escape=str):
-    """Return the text (ids without a tokenizer) around row[position], which is put in `marks`.
+def format_context(row, position, tokenizer, n_before=40, n_after=12):
+    """Return the text (ids without a tokenizer) around row[position], which is put in brackets.
 
-    row (T,): token ids. n_before, n_after: tokens of context. escape(text): applied to each part.
+    row (T,): token ids. n_before, n_after: tokens of context.
     """
     def decode(ids):
         ids = ids.tolist()
-        return escape(tokenizer.decode(ids).replace("\n", "\\n") if tokenizer
-                      else " ".join(map(str, ids)))
+        return (tokenizer.decode(ids).replace("\n", "\\n") if tokenizer
+                else " ".join(map(str, ids)))
     before = decode(row[max(0, position - n_before):position])
     token = decode(row[position:position + 1])
     after = decode(row[position + 1:position + 1 + n_after])
-    return ("" if tokenizer else " ").join((before, f"{marks[0]}{token}{marks[1]}", after))
+    return ("" if tokenizer else " ").join((before, f"[{token}]", after))
 
 
 @dataclass
@@ -150,9 +126,7 @@ class FeatureOptions:
     """Show the texts in which features of a sparse autoencoder fire, or export it for sae-lens."""
     ckpt: str = key("out/sae/ckpt.pt", "checkpoint", path=True)
     backbone: str | None = key(None, BACKBONE, path=True)
-    layer: int | None = key(None, "of several layers, the one to use (default: the first)")
     to: str | None = key(None, "export for sae-lens to this folder", metavar="FOLDER", path=True)
-    html: str | None = key(None, "write the features to this page", path=True)
     baseline: bool = key(False, "compare the reconstruction with that of random directions")
     data_dir: str | None = key(None, "tokens to search (default: the run's)", path=True)
     features: int = key(5, "number of features to show", ge=1)
@@ -161,13 +135,12 @@ class FeatureOptions:
 
 
 def show_features(options):
-    """Print the texts in which the largest features fire, or write them to options.html.
+    """Print the texts in which the largest features fire.
 
     With options.to, export the autoencoder instead; else with options.baseline, compare it with
     random directions. Raises UserError if the checkpoint or the data cannot be used.
     """
     model, _ = load_model(options.ckpt, backbone=options.backbone, expect="sae")
-    model = model.of_layer(model.keys.layer[0] if options.layer is None else options.layer)
     if options.to:
         export_sae_lens(model, options.to)
         print(f"Wrote {options.to}; load it with sae_lens.SAE.load_from_disk({options.to!r})")
@@ -185,19 +158,11 @@ def show_features(options):
         return
     rate, value, window, position, idx = find_top_contexts(model, tokens, options.batches,
                                                            options.contexts)
-    style = dict(marks=("<mark>", "</mark>"), escape=html.escape) if options.html else {}
-    lines = []
     for f in value.mean(1).argsort(descending=True)[:options.features].tolist():
-        lines.append(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
+        echo(f"feature {f}: fires at {float(rate[f]):.2%} of the tokens")
         for v, w, p in zip(value[f].tolist(), window[f].tolist(), position[f].tolist()):
             if v > 0:  # the feature may fire at fewer tokens
-                lines.append(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer, **style)}")
-    text = "\n".join(lines)
-    if options.html:
-        page = PAGE.format(html.escape(f"{options.ckpt}, layer {model.keys.layer[0]}"), text)
-        write_text(options.html, page)
-        text = f"Wrote {options.html}"
-    echo(text)
+                echo(f"  {v:8.2f}  {format_context(idx[w], p, tokenizer)}")
 
 
 main = command(FeatureOptions, show_features)

@@ -3,11 +3,9 @@
 As with every loader, a batch is a function of the step and independent of the number of ranks, so
 that a run resumes exactly.
 
-Shapes: B windows, T tokens, C channels of the residual stream, D channels of an activation (C, or
-2C for a transcoder: input and target), L layers.
+Shapes: B windows, T tokens, C channels of the residual stream.
 """
 
-import contextlib
 import copy
 import math
 
@@ -39,93 +37,65 @@ USE_WITHOUT_TEXTS = "python -m model.sae --ckpt {out}/ckpt.pt --to {out}/sae_len
 class Backbone:
     """A frozen GPT whose activations are read by activations(), and replaced in loss().
 
-    path: the checkpoint. layers: block indices. dtype: the configuration key, for autocast.
-    target: "input": the residual stream after each block in `layers` is read, and replaced after
-    one of them. Otherwise for a transcoder, which reads an input and a target: "mlp", the input and
-    output of the block's MLP or experts; a number N as text, the output of the block and the output
-    of block N. The target is replaced.
+    path: the checkpoint. layer: the index of a block. dtype: the configuration key, for autocast.
+    The residual stream after the block is read, and replaced.
     Not an nn.Module, so that it is in no checkpoint, and not sharded. Raises CheckpointError if the
-    checkpoint is missing or not a GPT with such blocks.
+    checkpoint is missing or not a GPT with such a block.
     """
 
-    def __init__(self, path, layers, device, dtype, target="input"):
+    def __init__(self, path, layer, device, dtype):
         self.dtype = choose_dtype(dtype, device)[0]
         self.gpt, self.tokenizer, state = load_frozen(path, device=device)
         self.digest = state["digest"]
-        last = int(target) if target.isdecimal() else max(layers)
-        if not isinstance(self.gpt, GPT) or last >= len(self.gpt.h):
-            raise CheckpointError(f"backbone: {path}: expected a GPT with more than {last} blocks "
-                                  "(the keys layer, target)")
-        # In the order of activations(): what is read, a module and 0, the input, or 1, the output.
-        self.reads = []
-        self.edited = []  # per layer, the module of which the output is replaced: the last read
-        for block in [self.gpt.h[n] for n in layers]:
-            if target == "input":
-                self.reads.append((block, 1))
-            elif target == "mlp":
-                self.reads += (block.mlp, 0), (block.mlp, 1)
-            else:
-                self.reads += (block, 1), (self.gpt.h[last], 1)
-            self.edited.append(self.reads[-1][0])
-        self.dim = self.gpt.config.n_embd * len(self.reads)
+        if not isinstance(self.gpt, GPT) or layer >= len(self.gpt.h):
+            raise CheckpointError(f"backbone: {path}: expected a GPT with more than {layer} blocks "
+                                  "(the key layer)")
+        self.block = self.gpt.h[layer]
         # The lower blocks without the final norm, with shared weights.
         self.lower = copy.copy(self.gpt)
-        self.lower._modules = self.gpt._modules | dict(h=self.gpt.h[:last + 1], ln_f=nn.Identity())
+        self.lower._modules = self.gpt._modules | dict(h=self.gpt.h[:layer + 1], ln_f=nn.Identity())
 
     @torch.no_grad()
     def activations(self, idx):
-        """Return the activations (B, T - N_SKIPPED, L D), float32, for token ids idx (B, T).
+        """Return the activations (B, T - N_SKIPPED, C), float32, for token ids idx (B, T).
 
-        The first N_SKIPPED (1) tokens of each window are left out. The D channels of a layer are
-        contiguous, for a transcoder the input before the target.
+        The first N_SKIPPED (1) tokens of each window are left out.
         """
-        seen = {}  # {module: (input, output)}
-        def record(module, args, out):
-            seen[module] = args[0], out
-        with (torch.autocast(idx.device.type, self.dtype, enabled=self.dtype != torch.float32),
-              contextlib.ExitStack() as stack):
-            for module in dict(self.reads):  # each module once
-                stack.enter_context(module.register_forward_hook(record))
-            self.lower.trunk(idx)
-        x = [seen[module][which] for module, which in self.reads]
-        return torch.cat(x, dim=-1)[:, N_SKIPPED:].float()
+        with torch.autocast(idx.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.lower.trunk(idx)[:, N_SKIPPED:].float()
 
     @torch.no_grad()
-    def loss(self, idx, targets, edit, i=0):
-        """Return the mean language-model loss, a scalar, with the activations of layers[i] edited.
+    def loss(self, idx, targets, edit):
+        """Return the mean language-model loss, a scalar, with edited activations.
 
         idx, targets (B, T): token ids; -1 in targets is not counted. edit(x): returns the
-        replacement of x (B, T - N_SKIPPED, C), the activations or, for a transcoder, the target.
+        replacement of the activations x (B, T - N_SKIPPED, C).
         """
         def hook(module, args, x):
             return torch.cat((x[:, :N_SKIPPED], edit(x[:, N_SKIPPED:]).to(x.dtype)), dim=1)
-        with self.edited[i].register_forward_hook(hook):
+        with self.block.register_forward_hook(hook):
             # Not forward(): with targets, types such as distill compute other losses.
             return self.gpt.score(self.gpt.trunk(idx), targets)[0]
 
     def statistics(self, tokens, n_windows=64):
-        """Return measure_scale() of up to n_windows windows of `tokens`; lists of both if L > 1."""
+        """Return measure_scale() of up to n_windows windows of `tokens`."""
         starts = np.linspace(0, tokens.n_tokens - tokens.block_size, n_windows).astype(np.int64)
         idx = tokens.stream.read(np.unique(starts), tokens.block_size).astype(np.int64)
         x = self.activations(torch.from_numpy(idx).to(self.gpt.wte.weight.device))
-        parts = x.flatten(0, 1).chunk(len(self.edited), dim=1)
-        found = [measure_scale(part, self.gpt.config.n_embd) for part in parts]
-        return found[0] if len(found) == 1 else [*map(list, zip(*found))]
+        return measure_scale(x.flatten(0, 1))
 
 
-def measure_scale(x, d_in):
-    """Return (mean, scale) of activations x (N, D), computed without outliers.
+def measure_scale(x):
+    """Return (mean, scale) of activations x (N, C), computed without outliers.
 
-    mean: D floats. scale: a factor that makes the variance 1, on average over the channels; for a
-    transcoder (D = 2 d_in), a list of two, for input and target. Outliers are rows whose input, the
-    first d_in channels, is longer (2-norm) than OUTLIER_RATIO times the median.
+    mean: C floats. scale: a factor that makes the variance 1, on average over the channels.
+    Outliers are rows that are longer (2-norm) than OUTLIER_RATIO times the median.
     """
     x = x.cpu().double()
-    length = x[:, :d_in].norm(dim=1)
+    length = x.norm(dim=1)
     x = x[length <= OUTLIER_RATIO * length.median()]
-    variances = [part.var(0, correction=0).mean().clamp(min=1e-12) for part in x.split(d_in, dim=1)]
-    scales = [float(variance ** -0.5) for variance in variances]
-    return x.mean(0).tolist(), scales if len(scales) > 1 else scales[0]
+    variance = x.var(0, correction=0).mean().clamp(min=1e-12)
+    return x.mean(0).tolist(), float(variance ** -0.5)
 
 
 # -----------------------------------------------------------------------------
@@ -165,7 +135,7 @@ class ActivationBuffer:
 
 
 class ActivationLoader:
-    """Loader of activations: a batch is a tuple with one tensor (B, T - N_SKIPPED, L D).
+    """Loader of activations: a batch is a tuple with one tensor (B, T - N_SKIPPED, C).
 
     tokens: the loader of windows of T tokens. backbone: a Backbone.
     Each position in the global batch has a ring buffer. Every step adds the activations of one
@@ -202,7 +172,7 @@ class ActivationLoader:
         if last not in (step, step - n):
             last = max(micro - n, step - self.n_windows * n)
             size = self.n_windows * self.units_per_sample
-            buffers = [ActivationBuffer(size, self.backbone.dim, device)
+            buffers = [ActivationBuffer(size, self.backbone.gpt.config.n_embd, device)
                        for _ in range(self.tokens.batch_size)]
         for s in range(last + n, step + 1, n):
             idx, _ = self.tokens.get_batch(device, s)
@@ -224,7 +194,7 @@ def open_data(config, ranks):
     c = config
     if c.backbone is None:
         return open_activations(c, ranks)
-    backbone = Backbone(c.backbone, c.layer, ranks.device, c.dtype, c.target)
+    backbone = Backbone(c.backbone, c.layer, ranks.device, c.dtype)
     shape, tokenizer = backbone.gpt.config, backbone.tokenizer
     data = open_token_data(c.replace(vocab_size=shape.vocab_size,
                                      block_size=min(c.block_size, shape.block_size)), ranks)
@@ -252,7 +222,7 @@ def open_activations(config, ranks):
         raise DataError(f"{config.data_dir}: train_activations.npy has NaN or infinite values; "
                         "remove these windows")
     _, block_size, d_in = some.shape
-    mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1), d_in)
+    mean, scale = measure_scale(torch.from_numpy(some).flatten(0, 1))
     spec = dict(d_in=d_in, mean=mean, scale=scale, backbone=None, block_size=block_size)
     val = load("val", d_in) if config.eval_interval else None
     return Data(train, val, spec, use=USE_WITHOUT_TEXTS)
