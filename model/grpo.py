@@ -336,26 +336,19 @@ class RewardFunction:
 def user_code(path, context=""):
     """Return a context manager for calls of code in the user's file at `path`.
 
-    Any exception except KeyboardInterrupt is raised as a UserError with the line number in the file
-    and with `context` at the end. Afterwards, the working directory and whether gradients are
-    enabled are restored; PyTorch's default dtype is float32, and the default device is `None`.
+    An Exception is raised as a UserError with the line number in the file and with `context` at the
+    end. Afterwards, the working directory is restored.
     """
     folder = os.getcwd()
-    grad = torch.is_grad_enabled()
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also sys.exit()
+    except Exception as error:
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == path]
-        what = "".join(traceback.format_exception_only(error)).strip()  # str(error) may fail
-        raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {what}{context}") from None
+        raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: "
+                        f"{error}{context}") from None
     finally:
         os.chdir(folder)
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
 
 
 def load_reward(path):
@@ -381,19 +374,6 @@ class PromptLoader(RowLoader):
         return super().identity() | dict(rows=self.rows_digest)
 
 
-def read_lines(path, needs_answers):
-    """Return the JSON lines of `path`; DataError if one is invalid or lacks a needed answer."""
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-        answers = [json.loads(line)["answer"] for line in lines]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: {type(error).__name__}: {error}; prepare them again") from None
-    if needs_answers and None in answers:
-        raise DataError(f"some rows of {path} have no reference answer, with which answers are "
-                        "compared; only a reward in a Python file (grpo) needs none")
-    return lines
-
-
 def open_prompts(config, ranks, needs_answers):
     """Return the Data of data.prepare.prompts, with PromptLoaders and a reward_function.
 
@@ -417,7 +397,10 @@ def open_prompts(config, ranks, needs_answers):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines = read_lines(path, needs_answers)
+        lines = Path(path).read_text("utf-8").splitlines()
+        if needs_answers and any(json.loads(line)["answer"] is None for line in lines):
+            raise DataError(f"some rows of {path} have no reference answer, with which answers are "
+                            "compared; only a reward in a Python file (grpo) needs none")
         numbers = len(rewards.lines) + np.arange(len(lines))
         rewards.lines += lines
         loader = PromptLoader((tokens, length, numbers), c, ranks)

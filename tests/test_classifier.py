@@ -43,15 +43,9 @@ from data.rows import save_arrays
 from data.tokenizer import load_tokenizer
 from model import classifier
 from model.classifier import Classifier, NGrams, Pointer, classification_metrics
-from model.classifier.__main__ import faithfulness, fit_baselines, predict
 from model.classifier.__main__ import main as evaluate_main
-from model.classifier.metrics import (
-    calibration_error,
-    fit_temperature,
-    scale,
-    span_metrics,
-    span_sums,
-)
+from model.classifier.__main__ import predict
+from model.classifier.metrics import calibration_error, span_metrics, span_sums
 from model.convert import convert
 from model.gpt import GPT, GPTConfig
 from model.sample import load_model
@@ -225,10 +219,9 @@ def test_sums_of_several_spans_are_those_of_sets_of_tokens(seed):
 
 
 @pytest.mark.parametrize("labels, scores", [
-    ([0, 1], [[1.0, 0.0]]), ([], np.zeros((0, 2))), ([0], [1.0]), ([2], [[1.0, 0.0]]),
-    ([-1], [[1.0, 0.0]]), ([0], [[np.nan, 0.0]])])
+    ([2], [[1.0, 0.0]]), ([-1], [[1.0, 0.0]]), ([0], [[np.nan, 0.0]])])
 def test_labels_and_scores_that_do_not_fit_are_refused(labels, scores):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError):
         classification_metrics(labels, scores)
 
 
@@ -242,27 +235,6 @@ def test_the_calibration_error_is_a_loop_over_bins():
         if inside.any():
             expected += inside.mean() * abs(correct[inside].mean() - p[inside].mean())
     assert calibration_error(y, scores) == pytest.approx(expected)
-
-
-def test_the_temperature_has_the_largest_likelihood():
-    """Against L-BFGS on the logits; of rows that are all correct, the lower limit."""
-    rng = np.random.default_rng(1)
-    z = torch.tensor(rng.normal(0, 3, (300, 4)))
-    y = torch.tensor([rng.choice(4, p=p) for p in (z / 2.5).softmax(1).numpy()])
-    t = torch.ones((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([t], max_iter=50, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(z / t, y)
-        loss.backward()
-        return loss
-    optimizer.step(closure)
-    p = z.softmax(1).numpy()
-    got = fit_temperature(y.numpy(), p)
-    assert got == pytest.approx(t.item(), rel=0.01) and got > 2
-    np.testing.assert_allclose(scale(p, got), (z / got).softmax(1))
-    assert fit_temperature(p.argmax(1), p) == 0.25
 
 
 # -----------------------------------------------------------------------------
@@ -532,31 +504,6 @@ def test_the_score_of_an_evaluation_is_the_mean_of_label_and_evidence():
         numbers = model.numbers(model(*batch)[1])
         assert numbers["score"] == pytest.approx(
             numbers[name] if task == "class" else (numbers[name] + numbers["token_f1"]) / 2)
-
-
-def test_faithfulness_deletes_the_evidence_and_keeps_it_alone():
-    """Against a loop over rows; a text that is all evidence does not count."""
-    model, (tokens, lengths, *_) = small_model(bidirectional=True, ngrams=64).eval(), small_batch(6)
-    with torch.no_grad():
-        model.ngrams.weight.normal_(generator=torch.Generator().manual_seed(0))
-    arrays = tokens.numpy().astype(np.uint16), lengths.numpy()
-    scores, _ = predict(model, arrays, 4)
-    spans = np.array([[0, n // 2, -1, -1] for n in lengths])
-    spans[1, :2] = 0, lengths[1] - 1
-    spans[2] = lengths[2] - 1, lengths[2] - 1, 0, 1
-    without, alone = [], []
-    for i, pairs in enumerate(map(spans_of, spans.tolist())):
-        row, k = tokens[i, :lengths[i]].tolist(), scores[i].argmax()
-        inside = [any(a <= t <= b for a, b in pairs) for t in range(len(row))]
-        for part, drops in (([t for t, mask in zip(row, inside) if not mask], without),
-                            ([t for t, mask in zip(row, inside) if mask], alone)):
-            if i != 1:
-                p = model(torch.tensor([part]), torch.tensor([len(part)]))[0].double().softmax(1)
-                drops.append(scores[i, k] - p[0, k].item())
-    assert faithfulness(model, arrays, scores, spans, 4) == dict(
-        comprehensiveness=pytest.approx(np.mean(without), abs=1e-5),
-        sufficiency=pytest.approx(np.mean(alone), abs=1e-5))
-    assert faithfulness(model, [a[1:2] for a in arrays], scores[1:2], spans[1:2], 4) == {}
 
 
 def test_how_a_classifier_is_made():
@@ -862,7 +809,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     assert sum(map(sum, numbers["confusion_matrix"])) == 60
     said = [json.loads(line) for line in (report / "predictions.jsonl").read_text().splitlines()]
     assert all(row["label"] in WORDS and 0 < row["probability"] <= 1 for row in said)
-    assert [(f"n{i}", row["text"], row["label"], row["evidence"])
+    assert [(f"n{i}", row["text"], row["label"], [row["evidence"]])
             for i, row in enumerate(make_rows(60, seed=5))] == [
         (row["id"], row["text"], row["true_label"], row["true_evidence"]) for row in said]
     # The test split by the command, which is its default, is what the run ended with.
@@ -878,7 +825,7 @@ def test_the_readmes_commands(tmp_path, data_dir):
     texts = {row["text"]: row for row in make_rows(400)}
     for row in said:  # of a prepared folder
         assert texts[row["text"]]["label"] == row["true_label"]
-        assert texts[row["text"]]["evidence"] == row["true_evidence"].strip()
+        assert [texts[row["text"]]["evidence"]] == [part.strip() for part in row["true_evidence"]]
 
 
 def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsys):
@@ -887,11 +834,10 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
                           str(tmp_path / "report")]) == 0
     assert "confusion matrix" not in capsys.readouterr().out
     numbers = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert set(numbers) == {"rows", "temperature", "comprehensiveness", "sufficiency"}
-    assert numbers["rows"] == 2 and -1 <= numbers["sufficiency"] <= 1
+    assert numbers == dict(rows=2)
     said = (tmp_path / "report" / "predictions.jsonl").read_text().splitlines()
-    assert len(said) == 2 and {"id", "text", "label", "probability", "calibrated",
-                               "evidence"} == set(json.loads(said[0]))
+    assert len(said) == 2 and {"id", "text", "label", "probability", "evidence"} == set(
+        json.loads(said[0]))
 
 
 def test_evidence_alone_has_a_report_without_labels(tmp_path, labels):
@@ -912,20 +858,6 @@ def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsy
         assert evaluate_main([*args, "--split", "val"]) == 2
     assert f"File too large: '{tmp_path}/predictions.jsonl'" in capsys.readouterr().err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_data_that_were_prepared_again_are_noticed(tmp_path, capsys):
-    """Rows that were learned may be for testing there."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(120))
-    folder = prepare(rows, tmp_path / "bin")
-    assert program(folder, tmp_path / "out", max_iters=1)[0] == 0
-    args = ["--ckpt", str(tmp_path / "out" / "ckpt.pt")]
-    for options, is_new in ((), False), (("--force",), False), (
-            ("--force", "--val_fraction", "0.2"), True):
-        prepare(rows, folder, *options) if options else None
-        capsys.readouterr()
-        assert evaluate_main(args) == 0
-        assert ("were prepared again after this run" in capsys.readouterr().out) == is_new
 
 
 def test_two_folders_and_other_classes_are_refused(trained, labels, several, capsys):
@@ -973,8 +905,8 @@ def test_the_baseline_is_that_of_scikit_learn(trained, labels, tmp_path, capsys,
     assert "pip install scikit-learn" in capsys.readouterr().err
 
 
-def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, tmp_path, capsys,
-                                                                      monkeypatch):
+def test_a_run_whose_data_are_gone_is_evaluated_on_other_files(trained, tmp_path, capsys,
+                                                               monkeypatch):
     """Also if the folder was called as data sets of the hub are: nothing is downloaded."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)  # which would download
@@ -984,7 +916,7 @@ def test_a_run_whose_data_are_gone_is_evaluated_without_a_temperature(trained, t
         state["config"]["data_dir"] = folder
         save_checkpoint(tmp_path / "ckpt.pt", state)
         assert evaluate_main(["--ckpt", "ckpt.pt", "--data", path]) == 0
-        assert "The temperature is 1" in capsys.readouterr().out
+        capsys.readouterr()
         for args, words in (([], "no such file or folder"),
                             (["--data", path, "--baseline"], "no such folder")):
             assert evaluate_main(["--ckpt", "ckpt.pt", *args]) == 2
@@ -1109,7 +1041,6 @@ def test_several_spans_in_folds_are_killed_and_resumed_bit_for_bit(several, tmp_
             (out / "report" / "predictions.jsonl").read_text().splitlines()]
     for row in said:
         assert sorted(row["true_evidence"]) == sorted(texts[row["text"]]["evidence"])
-        assert isinstance(row["evidence"], list)
         assert all(part in row["text"] for part in row["evidence"])
     assert {len(row["evidence"]) for row in said} > {1, 2}
     path = write_jsonl(tmp_path / "other.jsonl", make_several(9))
@@ -1315,9 +1246,3 @@ def test_arrays_are_read_in_the_order_the_model_takes_them(labels):
     spec = dict(vocab_size=257, classes=sorted(WORDS))
     shapes = [a.ndim for a in open_labels(labels, "train", spec)]
     assert shapes == [2, 1, 1, 2]
-
-
-def test_a_baseline_that_cannot_be_trained_is_named(capsys):
-    pytest.importorskip("sklearn")
-    assert fit_baselines(["ab cd", "cd ef"], [0, 0], ["ab"], np.array([0]), 2) == {}
-    assert capsys.readouterr().out.count(": not trained: ") == 2

@@ -34,7 +34,6 @@ from model.grpo import (
     collate_rows,
     load_reward,
     pack_answers,
-    user_code,
 )
 from train.base.console import Console
 from train.base.errors import UserError
@@ -457,7 +456,7 @@ def test_without_prompts_it_is_a_gpt():
 
 @pytest.mark.parametrize("source, message", [
     ("x = 1", r"reward.py: expected a function reward\(prompt, answer, row\) in it"),
-    ("def reward(prompt, answer:", r'reward.py", line 1\n.*\n.*\nSyntaxError: '),
+    ("def reward(prompt, answer:", r"SyntaxError: .*\(reward.py, line 1\)"),
     ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
     ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
     ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
@@ -465,10 +464,6 @@ def test_without_prompts_it_is_a_gpt():
     ("def reward(p, a, r): return float('nan')", "returned nan"),
     ("def reward(p, a, r): return 1e39", r"returned 1e\+39, expected .* up to 1e\+15; the prompt"),
     ("def reward(p, a, r): return 10**400", "OverflowError: int too large"),
-    ("import sys\ndef reward(p, a, r): sys.exit(0)", "reward.py:2: SystemExit: 0; the prompt: 'S"),
-    ("import sys\nsys.exit(0)", "reward.py:2: SystemExit: 0"),
-    ("class E(BaseException):\n    def __str__(self): 1 / 0\ndef reward(p, a, r): raise E",
-     r"reward.py:3: .*E: <.*str\(\) failed>; the prompt"),
 ])
 def test_a_reward_that_cannot_be_had_is_told_in_one_message(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
@@ -478,11 +473,6 @@ def test_a_reward_that_cannot_be_had_is_told_in_one_message(tmp_path, source, me
         function.lines = [json.dumps(dict(question="Say", answer=None, row={}))]
         function(0, BYTES.encode("moo"))
     assert "Traceback" not in str(told.value)
-
-
-def test_ctrl_c_in_a_reward_is_not_told_as_its_error():
-    with pytest.raises(KeyboardInterrupt), user_code("reward.py"):
-        raise KeyboardInterrupt
 
 
 def test_a_reward_sees_its_row_as_it_was_written():
@@ -571,7 +561,6 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(group_size=1), "group_size: must be at least 2"),
     (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
-    (dict(data_dir="{damaged}"), r"val_rows.jsonl: .*prepare them again"),
     (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "does not support mixtures; name one folder"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
@@ -579,13 +568,8 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
         source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}"} for i in range(9)])
         data_prompts.main([source, "--out", str(tmp_path / "unheld"), "--tokenizer",
                            str(made / "chat/ckpt.pt"), "--val_fraction", "0.3"])
-    if "{damaged}" in changes.values():
-        (tmp_path / "damaged").mkdir()
-        for path in (made / "prompts").iterdir():
-            (tmp_path / "damaged" / path.name).write_bytes(path.read_bytes())
-        (tmp_path / "damaged/val_rows.jsonl").write_text('{"question": "a", ')
     shutil.copytree(made / "prompts", tmp_path / "copy")
-    places = dict(chats=made / "chats", unheld=tmp_path / "unheld", damaged=tmp_path / "damaged",
+    places = dict(chats=made / "chats", unheld=tmp_path / "unheld",
                   prompts=made / "prompts", copy=tmp_path / "copy")
     changes = {k: v.format(**places) if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(ValueError, match=message):
@@ -624,38 +608,16 @@ def test_a_reward_that_changes_the_folder_moves_no_file(made, tmp_path, monkeypa
     assert "out_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text()
 
 
-def test_a_reward_that_loads_a_judge_changes_no_number(made, tmp_path, monkeypatch):
-    """Its default dtype and device, and the folder, also for a profile."""
-    reward = "def reward(prompt, answer, row):\n    {}\n    return 100.123456 * len(set(answer))\n"
-    for name, line in (("plain", "pass"), ("judge", "torch.set_default_dtype(torch.bfloat16); "
-                                           "torch.set_default_device('meta')")):
-        grad = "torch.set_grad_enabled(False)\n" if name == "judge" else ""
-        (tmp_path / f"{name}.py").write_text("import torch\n" + grad + reward.format(line))
-        train(load_config(None, settings(made, tmp_path / name, max_iters=3,
-                                         reward=str(tmp_path / f"{name}.py"))))
-    assert metrics(tmp_path / "plain")[-1]["val_reward"] == metrics(
-        tmp_path / "judge")[-1]["val_reward"]
-    states = [load_checkpoint(str(tmp_path / name / "ckpt.pt"))["model"]
-              for name in ("plain", "judge")]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert torch.get_default_dtype() == torch.float32
+def test_a_reward_that_changes_the_folder_moves_no_profile(made, tmp_path, monkeypatch):
     (tmp_path / "away").mkdir()
-    (tmp_path / "away.py").write_text("import os\n" + reward.format(
-        f"os.chdir({str(tmp_path / 'away')!r})"))
+    (tmp_path / "away.py").write_text(
+        "import os\ndef reward(prompt, answer, row):\n"
+        f"    os.chdir({str(tmp_path / 'away')!r})\n    return len(answer)\n")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(json.dumps(settings(made, "out", reward="away.py",
                                                            profile=1)))
     assert run_train.main(["--config", "run.yaml"]) == 0
     assert os.path.exists("out/profile.json.gz") and not os.listdir("away")
-
-
-def test_a_note_of_an_exception_is_added_to_it(made, tmp_path):
-    (tmp_path / "noted.py").write_text(
-        "def reward(prompt, answer, row):\n    error = ValueError('odd')\n"
-        "    error.__notes__ = ['see the manual']\n    raise error\n")
-    with pytest.raises(UserError, match="noted.py:4: ValueError: odd\nsee the manual; the prompt"):
-        train(load_config(None, settings(made, tmp_path / "out",
-                                         reward=str(tmp_path / "noted.py"))))
 
 
 def test_a_reward_that_closes_the_output_ends_the_program_well(monkeypatch):

@@ -1,6 +1,5 @@
 """Evaluation of a classifier's checkpoint on test data: metrics, predictions, and a baseline."""
 
-import contextlib
 import json
 import os
 import sys
@@ -11,25 +10,23 @@ import numpy as np
 import torch
 
 from data import labels
-from data.rows import pad_rows
 from data.tokenizer import open_tokenizer
 from model.classifier import metrics
-from model.core.load import EMA, load_model, saved_config
+from model.core.load import EMA, load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
-from train.base.errors import DataError, UserError, echo, require
-from train.base.fields import key, parse_mixture
+from train.base.errors import DataError, echo, require
+from train.base.fields import key
 from train.base.files import write_text
-from train.distributed import Ranks, get_device
-from train.setup import open_data
+from train.distributed import get_device
 
 
 @dataclass
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on its own test data, or on other files."""
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
-    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's "
-                          "first)", nargs="+", metavar="PATH", text=True, aliases="dataset.path")
+    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's)",
+                          nargs="+", metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder, by the folds of the run if it has any",
                      choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
@@ -44,16 +41,13 @@ def evaluate_checkpoint(args):
     """Print the metrics of the classifier args.ckpt on args.data, and write them to args.out.
 
     Writes metrics.json and predictions.jsonl. Changes args: empty args.data becomes the training
-    run's first folder, and empty args.out the folder `report` next to the checkpoint. Raises
+    run's folder, and empty args.out the folder `report` next to the checkpoint. Raises
     UserError if the checkpoint or the data cannot be used, or if a package is missing.
     """
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
-    state = load_checkpoint(args.ckpt)
-    warn_if_changed(state)
-    data_dir = state["config"]["data_dir"]
     # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
-    own_data = os.path.abspath(next(iter(parse_mixture(data_dir)), data_dir))
+    own_data = os.path.abspath(load_checkpoint(args.ckpt)["config"]["data_dir"])
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, columns = load_rows(args, model, tokenizer)
@@ -68,17 +62,12 @@ def evaluate_checkpoint(args):
     report = dict(rows=len(tokens))
     if scores is not None:
         classes = model.spec["classes"]
-        temperature = calibrate(own_data, model, tokenizer, args.batch_size)
-        calibrated = metrics.scale(scores, temperature)
-        report["temperature"] = temperature
         columns["label"] = [classes[k] for k in scores.argmax(1)]
         columns["probability"] = [round(p, 4) for p in scores.max(1).tolist()]
-        columns["calibrated"] = [round(p, 4) for p in calibrated.max(1).tolist()]
         if labelled.any():
             labels.warn_if_few({"the data": labelled.sum()})
             y = targets[labelled]
             report |= rate_scores(y, scores[labelled]) | dict(classes=classes)
-            report["ece_calibrated"] = metrics.calibration_error(y, calibrated[labelled])
         if args.baseline:
             (_, _, known, _), train = load_folder(own_data, "train", model, tokenizer)
             texts = np.array(columns["text"], object)[labelled]
@@ -88,8 +77,6 @@ def evaluate_checkpoint(args):
         sums = metrics.span_sums(torch.tensor(truths).double(), torch.tensor(spans).double())
         if sums["spans"]:
             report |= metrics.span_metrics(sums) | dict(spans=int(sums["spans"]))
-        if scores is not None:
-            report |= faithfulness(model, arrays, scores, spans, args.batch_size)
     write_report(args.out, report, columns)
     echo(format_report(report))
     print(f"Wrote {os.path.join(args.out, 'predictions.jsonl')}; metrics.json has all metrics")
@@ -98,11 +85,11 @@ def evaluate_checkpoint(args):
 def write_report(out, report, columns):
     """Write metrics.json and predictions.jsonl, with a line per row, to the folder `out`.
 
-    columns: {name: list with an element per row}; elements that are `None` are left out.
+    columns: {name: list with an element per row}; elements `None` and [] are left out.
     """
     lines = []
     for values in zip(*columns.values()):
-        row = {name: value for name, value in zip(columns, values) if value is not None}
+        row = {name: value for name, value in zip(columns, values) if value not in (None, [])}
         lines.append(json.dumps(row, default=str) + "\n")
     text = json.dumps(report, indent=1, allow_nan=False)
     os.makedirs(out, exist_ok=True)
@@ -110,21 +97,12 @@ def write_report(out, report, columns):
     write_text(os.path.join(out, "metrics.json"), text)
 
 
-def warn_if_changed(state):
-    """Warn if the training data, if readable, differ from those of `state`, a checkpoint's dict."""
-    with contextlib.suppress(UserError):  # the folder is gone, or has data of another kind
-        data = open_data(saved_config(state["config"]), Ranks())
-        if data.train.fingerprint() != state["data"]:
-            echo(f"warning: the data in {state['config']['data_dir']} were prepared again after "
-                 "this run: the model may have learned rows that are for testing now")
-
-
 def load_rows(args, model, tokenizer):
     """Return (arrays, columns) of the rows in args.data: files, or a folder's split args.split.
 
     arrays: [tokens, lengths, labels, spans], see to_arrays() in data/labels.py.
     columns: {name: list with an element per row}: "id", "text", "true_label" (`None` if unknown)
-    and "true_evidence", the result of one_or_all().
+    and "true_evidence", a list of texts.
     Raises DataError if the data are missing or invalid, or do not suit the model.
     """
     path = args.data[0]
@@ -142,10 +120,9 @@ def load_rows(args, model, tokenizer):
     # With learned positions the model has a maximum length, to which texts are cut.
     limit = sys.maxsize if model.gpt.config.pos == "rope" else model.gpt.config.block_size
     arrays = labels.to_arrays(rows, tokenizer, classes, limit, framed="frame" in model.spec)
-    several = max(model.spec.get("n_spans", 1), *(len(row.spans) for row in rows)) > 1
     columns = dict(id=[i if row.id is None else row.id for i, row in enumerate(rows)],
                    text=[row.text for row in rows], true_label=[row.label for row in rows],
-                   true_evidence=[one_or_all(row.evidence, several) for row in rows])
+                   true_evidence=[row.evidence for row in rows])
     return [arrays[name] for name in labels.ARRAYS], columns
 
 
@@ -167,29 +144,12 @@ def load_folder(folder, split, model, tokenizer):
 
 
 def decode_spans(tokenizer, ids, spans):
-    """Return one_or_all() of the evidence's texts, in the order of the text.
+    """Return a list of the evidence's texts, in the order of the text.
 
     ids (T,): token ids. spans (2S,): first and last tokens, in any order, padded with -1.
     """
     pairs = sorted(zip(spans[::2], spans[1::2]))
-    texts = [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
-    return one_or_all(texts, len(pairs) > 1)
-
-
-def one_or_all(texts, several):
-    """Return all texts of spans if `several` is true, else the first one, or `None` without any."""
-    return texts if several else texts[0] if texts else None
-
-
-def calibrate(own_data, model, tokenizer, batch_size):
-    """Return fit_temperature() for the folder own_data's split "val"; 1.0 if it cannot be read."""
-    try:
-        arrays, _ = load_folder(own_data, "val", model, tokenizer)
-    except DataError as error:
-        echo(f"The temperature is 1, no validation rows to fit it to: {error}")
-        return 1.0
-    scores, _ = predict(model, arrays, batch_size)
-    return metrics.fit_temperature(np.asarray(arrays[2]), scores)
+    return [tokenizer.decode(ids[first:last + 1]) for first, last in pairs if first >= 0]
 
 
 def rate_scores(targets, scores):
@@ -210,46 +170,12 @@ def fit_baselines(known_texts, known, texts, targets, n_classes):
     for name, options in (("words", {}), ("characters", dict(analyzer="char", ngram_range=(2, 5)))):
         started = time.perf_counter()
         vectorizer = TfidfVectorizer(**options, sublinear_tf=True)
-        try:
-            features = vectorizer.fit_transform(known_texts)
-            regression = LogisticRegression(C=20, max_iter=1000).fit(features, known)
-        except ValueError as error:  # e.g. a single class
-            echo(f"TF-IDF, {name}: not trained: {error}")
-            continue
+        features = vectorizer.fit_transform(known_texts)
+        regression = LogisticRegression(C=20, max_iter=1000).fit(features, known)
         scores = np.zeros((len(texts), n_classes))  # a class may have no training row
         scores[:, regression.classes_] = regression.predict_proba(vectorizer.transform(texts))
         seconds = time.perf_counter() - started
         out[f"TF-IDF, {name}"] = rate_scores(targets, scores) | dict(seconds=seconds)
-    return out
-
-
-def faithfulness(model, arrays, scores, spans, batch_size):
-    """Return {"comprehensiveness", "sufficiency"} of the predicted evidence (arXiv:1911.03429).
-
-    arrays: (tokens, lengths, ...) of load_rows(). scores (N, K), spans (N, 2S): of predict().
-    They are means over the texts that are longer than the evidence; {} without such texts. They
-    measure how much the probability of the predicted class decreases if the evidence is deleted
-    (large for good evidence), and if everything else is deleted (small for good evidence).
-    """
-    tokens, lengths = arrays[0], np.asarray(arrays[1])[:, None]  # (N, T), (N, 1)
-    position = np.arange(tokens.shape[1])
-    first, last = spans[:, ::2, None], spans[:, 1::2, None]  # (N, S, 1) each
-    inside = ((position >= first) & (position <= last)).any(1)  # (N, T)
-    n_before, n_after = model.spec.get("frame", (0, 0))
-    # Always kept: the tokens around a text.
-    frame = (position < n_before) | (position >= lengths - n_after)
-    rows = np.flatnonzero(~(inside | frame).all(1))
-    if not len(rows):
-        return {}
-    out = {}
-    cells = np.arange(len(rows)), scores[rows].argmax(1)
-    for name, kept in dict(comprehensiveness=~inside, sufficiency=inside).items():
-        kept = (kept | frame) & (position < lengths)
-        cut = [tokens[i][kept[i]] for i in rows]
-        sizes = kept[rows].sum(1)
-        padded = pad_rows(cut, sizes.max(), 0, tokens.dtype)
-        p = predict(model, (padded, sizes), batch_size)[0]
-        out[name] = float((scores[rows][cells] - p[cells]).mean())
     return out
 
 
@@ -291,8 +217,7 @@ def format_report(m):
         area = "undefined" if m["auroc"] is None else f"{m['auroc']:.4f}"
         matrix = [[name, *map(str, row)] for name, row in zip(m["classes"], m["confusion_matrix"])]
         parts = [format_table([*zip(*columns)]),
-                 f"accuracy {m['accuracy']:.4f}, AUROC {area}, ECE {m['ece']:.4f}, at the "
-                 f"temperature {m['temperature']:.3f} {m['ece_calibrated']:.4f}",
+                 f"accuracy {m['accuracy']:.4f}, AUROC {area}, ECE {m['ece']:.4f}",
                  "confusion matrix:",
                  format_table([["true \\ predicted", *m["classes"]], *matrix])]
     if "baselines" in m:
@@ -303,9 +228,6 @@ def format_report(m):
     if "exact_match" in m:
         parts.append(f"evidence of {m['spans']:,} rows: exact match {m['exact_match']:.4f}, token "
                      f"F1 {m['token_f1']:.4f}")
-    if "sufficiency" in m:
-        parts.append(f"comprehensiveness of the predicted evidence {m['comprehensiveness']:.4f}, "
-                     f"sufficiency {m['sufficiency']:.4f}")
     return "\n".join(parts)
 
 
