@@ -207,17 +207,16 @@ def test_tensors_of_a_base_model(hf):
     assert torch.equal(named["h.1.mlp.down.weight"], llama["layers.1.mlp.down_proj.weight"])
 
 
-def test_an_export_does_not_replace_its_checkpoint(tmp_path, capsys):
-    path = tmp_path / "ckpt.pt"
-    make(path, **GPT2 | dict(mlp="gelu_exact", n_hidden=None))
-    before = path.read_bytes()
-    assert convert.main(["--ckpt", str(path), "--to", f"{tmp_path}/./ckpt.pt"]) == 2
-    assert "it has the files of --ckpt" in capsys.readouterr().err and path.read_bytes() == before
-    before = path.rename(tmp_path / "ckpt_prev.pt").read_bytes()
-    make(path, **GPT2)  # which would be renamed to ckpt_prev.pt
-    assert convert.main(["--ckpt", str(tmp_path / "ckpt_prev.pt"), "--to", str(path)]) == 2
-    assert "it has the files of --ckpt" in capsys.readouterr().err
-    assert (tmp_path / "ckpt_prev.pt").read_bytes() == before
+def test_an_export_replaces_nothing(tmp_path, capsys):
+    make(tmp_path / "ckpt.pt")
+    folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for to in (tmp_path / "ckpt.pt", f"{folder}/", f"{folder}/model.safetensors"):
+        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(to)]) == 2
+        assert "exists already; remove it" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "ckpt.pt", tmp_path / "empty")
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -228,21 +227,6 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     before = (tmp_path / "a.safetensors").read_bytes()
     assert convert.main(["--ckpt=~/a.safetensors", "--to=~/a.safetensors"]) == 2
     assert (tmp_path / "a.safetensors").read_bytes() == before
-
-
-def test_an_export_does_not_replace_its_folder(tmp_path, capsys):
-    """With a tokenizer that cannot be read, no other would take the place of its file."""
-    make(tmp_path / "ckpt.pt")
-    folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
-    (tmp_path / "hf/tokenizer.json").write_text("{}")
-    export(tmp_path / "ckpt.pt", tmp_path / "run/model.safetensors")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    run = tmp_path / "run"
-    for ckpt, to in ((folder, f"{folder}/"), (run / "model.safetensors", run),
-                     (folder, tmp_path / "hf/model.safetensors")):
-        assert convert.main(["--ckpt", str(ckpt), "--to", str(to)]) == 2
-        assert "it has the files of --ckpt or of its backbone" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 def test_learned_positions_are_read_whole_at_any_number(tmp_path):
@@ -333,23 +317,8 @@ def test_models_of_the_configurations_can_be_exported(hf, tmp_path, name, kind):
     assert_close(logits_of(ours, ids()), logits_of(model, ids()))
 
 
-def test_an_export_removes_the_files_of_the_model_before_it(tmp_path):
-    make(tmp_path / "chat.pt", template=ChatTemplate().spec)
-    folder = tmp_path / "hf"
-    export(tmp_path / "chat.pt", folder)
-    for name in ("chat_template.jinja", "model.safetensors.index.json", "special_tokens_map.json",
-                 "vocab.json", "merges.txt", "tokenizer.model",  # which others read
-                 "model-00001-of-00002.safetensors", "notes.json"):
-        (folder / name).write_text("{}")
-    make(tmp_path / "plain.pt", tokenizer=None)
-    export(tmp_path / "plain.pt", folder)
-    assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json",
-                                          "model.safetensors", "notes.json"]
-
-
-def test_an_export_that_fails_leaves_no_folder_of_two_models(tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_no_folder_that_can_be_read(tmp_path, monkeypatch):
     make(tmp_path / "a.pt")
-    export(tmp_path / "a.pt", tmp_path / "hf")
 
     def fail(path, text):
         raise OSError(28, "No space left on device")
@@ -791,20 +760,6 @@ def test_only_names_of_folders_become_folders(tmp_path, capsys):
         assert (code, (tmp_path / name).exists()) == ((2, False) if refused else (0, True)), name
         said = capsys.readouterr().err
         assert not refused or said.count("\n") == 1 and "FILE.gguf or a folder" in said
-
-
-def test_the_checkpoint_of_another_run_is_not_replaced(tmp_path, capsys):
-    keys = dict(norm="layer", pos="learned", mlp="gelu_exact", n_hidden=128)  # nanoGPT's
-    make(tmp_path / "ckpt.pt", **keys)
-    make(tmp_path / "run" / "ckpt.pt", **keys)
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    before = (tmp_path / "run" / "ckpt.pt").read_bytes()
-    for name, expected in (("ckpt.pt", 2), ("ckpt_best.pt", 2), ("ckpt_0000009.pt", 2),
-                           ("ckpt_merged.pt", 0), ("ckpt_merged.pt", 0)):
-        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"),
-                             "--to", str(tmp_path / "run" / name)]) == expected
-    assert "a checkpoint of the run" in capsys.readouterr().err
-    assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
 
 
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):

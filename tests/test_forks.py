@@ -822,7 +822,7 @@ def test_an_edited_formula_is_recorded_and_named(edit, data_dir, tmp_path, capsy
     state = torch.load(tmp_path / "edited" / "ckpt.pt", weights_only=True)
     assert state["formulas"] == formulas.edited("gpt") != {}
     for name in ("edited", "plain"):
-        code, error = export(name)
+        code, error = export(name, "of_edited_code")
         assert code == 2 and "MLP (model/gpt.py)" in error and "model.core.formulas" in error
     load_model(tmp_path / "edited" / "ckpt.pt")
     assert not capsys.readouterr().err
@@ -839,7 +839,7 @@ def test_an_edited_formula_is_recorded_and_named(edit, data_dir, tmp_path, capsy
     assert run("other", init_from=str(start)).count(line) == 1
     edit()  # a process of its own: each prints the line once
     assert run("student", model="distill", teacher=str(start)).count(line) == 1
-    code, error = export("second")
+    code, error = export("second", "of_edited_code")
     assert code == 2 and "programs: MLP (model/gpt.py)" in error
     load_model(tmp_path / "own.safetensors")
     assert line in capsys.readouterr().err
@@ -852,4 +852,4 @@ def test_an_edited_formula_is_recorded_and_named(edit, data_dir, tmp_path, capsy
     edit(*GELU)
     formulas.record(None)  # as if the logits were the same
     edit(*GELU)
-    assert formulas.edited("gpt") == {} and export("second")[0] == 0
+    assert formulas.edited("gpt") == {} and export("second", "of_recorded_code")[0] == 0

@@ -11,7 +11,7 @@ from processes import python
 
 from data.tokenizer import load_tokenizer, tokenizer_from_spec
 from model.core.detokenizer import TextStreamer
-from model.core.generate import encode_prompt, generate, sample_indices, sample_tokens
+from model.core.generate import generate, sample_indices, sample_tokens
 from model.core.kv_cache import KVCache, create_cache
 from model.core.packed import replace_linear_layers
 from model.gpt import GPT, GPTConfig
@@ -87,13 +87,6 @@ def test_a_prompt_with_several_continuations_is_computed_once(model):
     hook.remove()
     assert shapes == [(2, 8), (8, 1), (8, 1), (8, 1)]
     assert torch.equal(out, generate(model, idx.repeat_interleave(4, 0), 3, seed=7))
-
-
-def test_a_special_token_without_a_row_of_the_model_is_refused():
-    tokenizer = types.SimpleNamespace(encode_special=lambda text: [300], begin=lambda ids: ids,
-                                      n_vocab=300, eot_token=None)
-    with pytest.raises(ValueError, match="no row for id 300"):
-        encode_prompt(tokenizer, "<image>", parse_special=True)
 
 
 def test_line_ends_of_two_characters_are_printed_as_they_are(capsys):

@@ -1,6 +1,5 @@
 """model/serve/ through real clients: the openai package, plain sockets, and a browser."""
 
-import asyncio
 import collections
 import contextlib
 import functools
@@ -13,20 +12,17 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import types
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from browser import soon
 from processes import Fork, free_port, run_python
-from starlette.requests import ClientDisconnect
 
 from data.chat_template import ChatTemplate
 from data.prepare.chat import to_messages
@@ -34,11 +30,10 @@ from data.tokenizer import CharTokenizer, load_tokenizer
 from model.core.detokenizer import Detokenizer
 from model.core.generate import generate
 from model.gpt import GPT, GPTConfig
-from model.serve import ServeOptions, choose_key, listen, main, model_name
+from model.serve import main, model_name
 from model.serve import server as server_file
-from model.serve.api import RequestOptions
-from model.serve.engine import Engine, Job
-from model.serve.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, Server, write_stream
+from model.serve.engine import Engine
+from model.serve.server import Server
 from train.checkpoint import save_checkpoint
 
 openai = None
@@ -75,14 +70,13 @@ def slowly(model):
 
 
 @contextlib.contextmanager
-def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), hosts=(),
-            root_path=None, **limits):
+def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), **limits):
     """A Server that answers; ends with nothing left behind."""
     threads = threading.active_count()
     engine = Engine(model, tokenizer, **limits)
-    listening = listen("127.0.0.1", 0)
-    server = Server(listening, engine, "tiny", template, hosts, key, origins, root_path)
-    server.listening, server.port = listening, listening.getsockname()[1]
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = Server(engine, "tiny", template, key=key, origins=origins)
+    server.port = listening.getsockname()[1]
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
@@ -91,6 +85,7 @@ def serving(model, tokenizer=BYTES, template=None, key=None, origins=(), hosts=(
     finally:
         server.should_exit = True
         thread.join(20)
+        engine.close()
     assert not thread.is_alive() and not engine.thread.is_alive()
     soon(lambda: threading.active_count() <= threads)
 
@@ -110,10 +105,6 @@ def server(model):
 def client(server):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none",
                          max_retries=0, timeout=60)
-
-
-def connections(server):
-    return server.server_state.connections
 
 
 def complete(server, **request):
@@ -248,11 +239,10 @@ def test_text_holds_back_half_characters_and_possible_stops():
         "", "\ufffd", "", "EN\ufffd"]
 
 
-def test_prompts_of_ids_and_defaults(server, model):
-    ids = [256, 0, 99]
-    for prompt in (ids, [ids]):
+def test_prompts_and_defaults(server, model):
+    for prompt in ("ab", ["ab"]):
         made = complete(server, prompt=prompt, temperature=0)
-        assert made.choices[0].text == expected(model, ids, 16, temperature=0)[0]
+        assert made.choices[0].text == expected(model, "ab", 16, temperature=0)[0]
     assert made.usage.completion_tokens == 16  # OpenAI's default
     assert complete(server, prompt="", max_tokens=1).usage.prompt_tokens == 1
     assert complete(server, temperature=1e-30, extra_body=dict(top_p=1e-60)).choices
@@ -337,7 +327,7 @@ def test_the_stream_byte_by_byte(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_in_a_list_and_n_get_what_each_would_get_alone(server, model, stream):
     """Text i of a prompt has the seed of the request plus i."""
-    prompts = ["once", [3, 99, 7], "upon a time"]
+    prompts = ["once", "c", "upon a time"]
     made = complete(server, prompt=prompts, n=3, seed=7, max_tokens=12, stream=stream,
                     **({"stream_options": dict(include_usage=True)} if stream else {}))
     wanted = [expected(model, p, 12, seed=7 + i) for p in prompts for i in range(3)]
@@ -353,7 +343,7 @@ def test_prompts_in_a_list_and_n_get_what_each_would_get_alone(server, model, st
         assert [c.index for c in made.choices] == list(range(9))
         texts, usage = [c.text for c in made.choices], made.usage
     assert texts == [text for text, _ in wanted]
-    assert usage.prompt_tokens == 4 + 3 + 11
+    assert usage.prompt_tokens == 4 + 1 + 11
     assert usage.completion_tokens == sum(len(ids) for _, ids in wanted)
 
 
@@ -388,12 +378,9 @@ def test_a_request_with_too_many_texts_takes_no_place():
 def test_names_of_models(server):
     """As in other servers of one model, any name is taken; the answer has the real one."""
     assert complete(server, model="gpt-4o", max_tokens=1).model == "tiny"
-    model = client(server).models.retrieve("tiny")
+    [model] = client(server).models.list().data
     assert (model.id, model.object) == ("tiny", "model")
-    assert json.loads(send(server, "GET", "/v1/models/")[2])["data"][0]["id"] == "tiny"
     assert abs(model.created - time.time()) < 3600
-    with pytest.raises(openai.NotFoundError, match="available: 'tiny'"):
-        client(server).models.retrieve("gpt-4o")
 
 
 @pytest.mark.parametrize("ckpt, name", [
@@ -406,9 +393,9 @@ def test_a_model_has_the_name_of_its_folder(tmp_path, ckpt, name):
 
 
 def test_numbers_of_other_servers(server, model):
-    """max_tokens -1 and above the limit; top_k 0 and -1; empty stop strings."""
+    """max_tokens above the limit; top_k 0 and -1; empty stop strings."""
     with serving(model, max_tokens=30) as limited:
-        for n in (-1, 31, 10**9):
+        for n in (31, 10**9):
             made = complete(limited, max_tokens=n, temperature=0)
             ids = expected(model, "once", 30, temperature=0)[1]
             assert made.usage.completion_tokens == len(ids)
@@ -418,16 +405,6 @@ def test_numbers_of_other_servers(server, model):
         made = complete(server, seed=2, max_tokens=20, extra_body=more)
         assert made.choices[0].text == wanted
     assert expected(model, "once", 20, seed=2, top_k=1)[0] != wanted
-
-
-def test_special_tokens_in_a_raw_prompt(server):
-    """They are text, unless the client says that it writes a template."""
-    for special, n in ((None, 14), (False, 14), (True, 2)):
-        made = complete(server, prompt="a<|endoftext|>", max_tokens=1,
-                        extra_body=dict(parse_special=special))
-        assert made.usage.prompt_tokens == n
-    made = complete(server, prompt="", max_tokens=1, extra_body=dict(parse_special=True))
-    assert made.usage.prompt_tokens == 1
 
 
 def test_a_conversation_of_an_agent(model):
@@ -554,56 +531,31 @@ def test_variables_of_the_template():
 # -----------------------------------------------------------------------------
 # behind a proxy
 
-def test_names_that_are_allowed(model):
-    with serving(model, hosts=["LLM.example", "a.b:80", "::1"]) as server:
-        for host in ("llm.example:8443", "A.b", "a.b:80"):
-            assert send(server, "GET", "/v1/models", Host=host)[0] == 200
-        for host in ("other.example", "::2"):
-            assert send(server, "GET", "/v1/models", Host=host)[0] == 400
-    with serving(model, hosts=["*"]) as server:
-        assert send(server, "GET", "/v1/models", Host="other.example")[0] == 200
-
-
-def test_a_path_that_a_proxy_does_not_remove(model):
-    with serving(model, template=ChatTemplate(), root_path="/llm/") as server:
-        body = dict(prompt="a", messages=[dict(role="user", content="a")], max_tokens=1)
-        for path, kind in (("completions", "text_completion"),
-                           ("chat/completions", "chat.completion")):
-            for prefix in ("", "/llm"):
-                status, _, made = send(server, path=f"{prefix}/v1/{path}", body=body)
-                assert (status, json.loads(made)["object"]) == (200, kind)
-        assert send(server, "GET", "/llm/")[2] == send(server, "GET", "/")[2]
-        assert send(server, "GET", "/other/v1/models")[0] == 404
-
-
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 
 
 @pytest.mark.skipif(not NGINX, reason="needs nginx")
 def test_nginx_with_its_defaults(tmp_path):
-    """A path that nginx removes, one that it does not, and a name of its own; streams come as they
-    are written, not when a buffer of nginx is full."""
+    """Also with a path that nginx removes; streams come as they are written, not when a buffer of
+    nginx is full."""
     model, port, gate = small(LETTERS), free_port(), threading.Event()
     forward, texts = model.forward, expected(model, "ab", 3, LETTERS, temperature=0)[0]
     model.forward = lambda idx, **kw: (idx.size(1) > 1 or gate.wait(20), forward(idx, **kw))[1]
-    limits = dict(hosts=["llm.example"], root_path="raw/", max_tokens=10**6)
-    with serving(model, LETTERS, **limits) as server:
+    with serving(model, LETTERS, max_tokens=10**6) as server:
         backend = f"proxy_pass http://127.0.0.1:{server.port}"
         (tmp_path / "nginx.conf").write_text(
             f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/errors; events {{}} http {{"
             f"access_log off; client_body_temp_path {tmp_path}/b; proxy_temp_path {tmp_path}/p;"
             f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path "
             f"{tmp_path}/s; server {{ listen 127.0.0.1:{port}; location / {{ {backend}; }}"
-            f"location /llm/ {{ {backend}/; }} location /raw/ {{ {backend}; }} }}"
-            f"server {{ listen 127.0.0.1:{port}; server_name llm.example;"
-            f"location / {{ {backend}; proxy_set_header Host $host; }} }} }}")
+            f"location /llm/ {{ {backend}/; }} }} }}")
         nginx = subprocess.Popen([NGINX, "-c", tmp_path / "nginx.conf", "-p", tmp_path])
         try:
             soon(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
             proxy = types.SimpleNamespace(port=port)
-            for prefix, host in (("", "a.example"), ("/llm", "a.example"), ("/raw", "a.example"),
-                                 ("", "llm.example")):
-                for path in ("/", "/health", "/v1/models", "/v1/models/tiny"):
+            host = "a.example"
+            for prefix in ("", "/llm"):
+                for path in ("/", "/health", "/v1/models"):
                     status, _, body = send(proxy, "GET", prefix + path, Host=host)
                     assert status == 200 and body, (prefix, path, body)
                 gate.set()
@@ -627,14 +579,8 @@ def test_nginx_with_its_defaults(tmp_path):
 # -----------------------------------------------------------------------------
 # what is refused
 
-def test_no_prompt_and_a_media_type_in_capitals_are_valid(server):
-    assert send(server, body=b'{"prompt": null}', Content_Type="Application/JSON; a=b")[0] == 200
-
-
-def test_names_of_the_limit_of_new_tokens(server):
-    body = dict(prompt="ab", max_new_tokens=-1, max_completion_tokens=2)
-    assert json.loads(send(server, body=body)[2])["usage"]["completion_tokens"] == 2
-    assert send(server, body=dict(prompt="a" * 60, max_new_tokens=-1))[0] == 200
+def test_no_prompt_is_the_beginning_of_a_text(server):
+    assert send(server, body=b'{"prompt": null}', Content_Type="text/plain")[0] == 200
 
 
 def ask(**body):
@@ -650,51 +596,31 @@ def say(**body):
     (dict(body=b"{"), 400, "not JSON"),
     (dict(body=b"[" * 100_000), 400, "not JSON"),
     (dict(body=[]), 400, "JSON object"),
-    (dict(body=b"{}", Content_Type="text/plain"), 415, "application/json"),
-    (dict(path="/v2"), 404, "'/v2': Not Found"),
-    (dict(method="GET"), 405, "Method Not Allowed"),
-    (dict(method="BREW"), 405, "'/v1/completions': Method Not Allowed"),
-    (ask(prompt=None, prompt_logprobs=1), 400, "prompt_logprobs: 1 is not supported"),
-    (ask(n_predict=-2), 400, "max_tokens: must be at least -1, got -2"),
     (ask(prompt=5), 400, "prompt: expected"),
-    (ask(prompt=["a", 5]), 400, "a list of those"), (ask(prompt=[]), 400, "prompt: expected"),
-    (ask(prompt=["a", []]), 400, "prompt: expected"),
-    (ask(prompt=["a"] * 200, n=2), 400, "at most 256 texts per request, got 200 prompts"),
-    (ask(prompt=[1, 257]), 400, "ids from 0 to 256"),
+    (ask(prompt=["a", 5]), 400, "a list of texts"),
     (ask(prompt="a" * 65), 400, "65 tokens; the context of this model has 64"),
     (ask(max_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
-    (ask(max_tokens=-2), 400, "max_tokens: must be at least -1, got -2"),
-    (ask(max_tokens="5"), 400, "max_tokens: expected an integer, got '5'"),
-    (ask(seed="5"), 400, "seed: expected an integer, got '5'"),
-    (ask(stream="true"), 400, "stream: expected true or false, got 'true'"),
-    (ask(temperature="0.5"), 400, "temperature: expected a finite number, got '0.5'"),
+    (ask(max_tokens=-2), 400, "max_tokens: must be at least 1, got -2"),
     (ask(max_completion_tokens=True), 400, "max_tokens: expected an integer"),
-    (ask(max_new_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
     (ask(max_tokens=1.5), 400, "max_tokens"),
     (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a finite number"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),
     (ask(top_p=1.1), 400, "top_p"), (ask(top_k=-2), 400, "top_k"), (ask(min_p=2), 400, "min_p"),
     (ask(seed=2**63), 400, "seed"),
-    (ask(stop="a" * 257), 400, "stop: expected"), (ask(stop=["a"] * 17), 400, "stop"),
     (ask(stop=[5]), 400, "stop: expected"),
     (ask(stop={"a": 1}), 400, "stop"),
     (ask(n=129), 400, "n: must be at most 128"), (ask(best_of=2), 400, "vLLM"),
     (ask(guided_json=dict(a=1)), 400, "guided_json: {'a': 1} is not supported"),
     (say(function_call=dict(name="f")), 400, "function_call: {'name': 'f'} is not supported"),
-    (say(modalities=["audio"]), 400, "modalities: ['audio'] is not supported"),
     (say(reasoning_effort="low"), 400, "reasoning_effort: 'low' is not supported"),
-    (say(chat_template_kwargs=dict(a=[])), 400, "chat_template_kwargs: expected texts, numbers"),
-    (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected texts, numbers"),
     (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
     (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")]),
                    dict(role="tool", content="a")]), 400, "tool_calls: not supported"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
-    (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
     (say(logprobs=True), 400, "logprobs: True is not supported"),
-    (ask(ignore_eos=True), 400, "ignore_eos: True is not supported"),
     (ask(min_tokens=5), 400, "min_tokens: 5 is not supported"),
-    (say(messages=[]), 400, "messages: expected at least one that is not the assistant's"),
+    (say(messages=[]), 400, "expected at least one that is not the assistant's"),
     (ask(presence_penalty=2.5), 400, "presence_penalty: 2.5 is not supported"),
     (ask(response_format=dict(type="json_object")), 400, "response_format"),
     (ask(stream="perhaps"), 400, "stream: expected true or false"),
@@ -712,19 +638,16 @@ def say(**body):
      "role ['a']"),
     (dict(path="/v1/chat/completions", body=dict(messages=[dict(role="user", content=[
         dict(type="text", text=5)])])), 400, "expected text"),
-    (dict(method="GET", path="/v1/models/gpt-5"), 404, "'gpt-5' not found; available: 'tiny'"),
 ])
 def test_a_bad_request_gets_a_clear_answer(server, request_, status, message):
     got, headers, body = send(server, **request_)
     error = json.loads(body)["error"]
-    assert got == status and message in error["message"] and error["message"].count("messages:") < 2
+    assert got == status and message in error["message"]
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_oversized_and_garbage(server):
-    status, _, body = send(server, body=b" " * (5 * MAX_BODY_BYTES))  # sent to its end
-    assert status == 413 and "more than 1048576 bytes" in json.loads(body)["error"]["message"]
+def test_garbage_gets_an_error(server):
     for garbage in (b"\0\1\2\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"a" * 70_000, b"\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
             s.sendall(garbage)
@@ -737,7 +660,7 @@ def test_oversized_and_garbage(server):
 
 
 def test_who_leaves_gives_the_place_back():
-    """In a stream, while waiting for a whole text, and in the queue."""
+    """In a stream, while waiting for a whole text, and, as soon as its turn comes, in the queue."""
     model = slowly(small(LETTERS))
     with serving(model, LETTERS, slots=1, max_tokens=10**6, timeout=600) as server:
         engine = server.engine
@@ -748,27 +671,14 @@ def test_who_leaves_gives_the_place_back():
         waiting.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         soon(lambda: len(engine.waiting) == 1)
         waiting.close()
-        soon(lambda: not engine.waiting)
         stream.close()
-        soon(lambda: not engine.rows)
+        soon(lambda: not (engine.rows or engine.waiting))
         waiting.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         soon(lambda: engine.rows)
         assert json.loads(send(server, "GET", "/health")[2])["writing"] == 1
         waiting.close()
         soon(lambda: not engine.rows)
         assert complete(server, max_tokens=3).usage.completion_tokens == 3
-
-
-def test_a_stream_ends_without_a_word_for_a_client_that_left_before_it():
-    """Its disconnection is an event that waits behind the first one."""
-    async def events():
-        raise ClientDisconnect
-        yield
-
-    async def read():
-        answer = types.SimpleNamespace(chunk=list)
-        return [part async for part in write_stream(answer, "ab", events(), True)]
-    assert asyncio.run(read()) == ['data: ["a", "b"]\n\n']
 
 
 def test_limits_of_queue_and_time():
@@ -856,10 +766,7 @@ def healthy(server):
 def test_names_of_others_get_nothing(server, host, status):
     """A name of theirs that points here (DNS rebinding)."""
     for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions")):
-        got, _, body = send(server, method, path, dict(max_tokens=1), Host=host)
-        assert got == status
-        if status == 400:
-            assert "start it with --allow_host" in json.loads(body)["error"]["message"]
+        assert send(server, method, path, dict(max_tokens=1), Host=host)[0] == status
 
 
 def test_pages_of_others_get_nothing(server):
@@ -911,124 +818,16 @@ def test_without_its_packages_it_says_so_in_one_line(checkpoint, monkeypatch, ca
 
 
 def test_a_key_is_asked_for():
-    with serving(small(), key="schlüssel ") as server:
+    with serving(small(), key="secret") as server:
         for path, open_ in (("/", 1), ("/health", 1), ("/v1/models", 0)):
-            assert send(server, "GET", path)[0] == (200 if open_ else 401)
-            assert send(server, "GET", path, Authorization="Bearer schl")[0] == (
+            assert send(server, "GET", path, Host="llm.example")[0] == (200 if open_ else 401)
+            assert send(server, "GET", path, Authorization="Bearer sec\xfc")[0] == (
                 200 if open_ else 401)
-        status, headers, body = send(server, body=dict(prompt="a"))
-        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
-        assert b"invalid_api_key" in body
-        server.key = "secret"
+        assert b"invalid_api_key" in send(server, body=dict(prompt="a"))[2]
         api = client(server).with_options(api_key="secret")
         assert api.completions.create(model="tiny", prompt="a", max_tokens=2).choices
-        assert send(server, "GET", "/v1/models", Authorization="bearer secret")[0] == 200
         with pytest.raises(openai.AuthenticationError):
             complete(server)
-
-
-def test_who_opens_it_says_who_may_ask(monkeypatch, capsys):
-    with socket.socket() as s:  # bound, and not listening
-        s.bind(("0.0.0.0", 0))
-        with pytest.raises(ValueError, match="--host 0.0.0.0 makes .* --api_key"):
-            choose_key(ServeOptions(host="0.0.0.0"), s)
-        assert choose_key(ServeOptions(api_key="a"), s) == "a"
-        monkeypatch.setenv("IRONGPT_API_KEY", "b")
-        assert choose_key(ServeOptions(), s) == "b"
-    with listen("127.0.0.1", 0) as s:
-        assert choose_key(ServeOptions(), s) == "b"
-        monkeypatch.delenv("IRONGPT_API_KEY")
-        assert choose_key(ServeOptions(), s) is None
-        for key in ("", " ", "a\n", "\udcff"):  # no client can send it; "$UNSET"
-            with pytest.raises(ValueError, match="--api_key: expected printable"):
-                choose_key(ServeOptions(api_key=key), s)
-        assert choose_key(ServeOptions(api_key="clé"), s) == "clé"
-
-
-def slow_clients(n, server):
-    """Connections that have sent half a line."""
-    found = [connect(server) for _ in range(n)]
-    for s in found:
-        s.sendall(b"POST /v1/comp")
-    return found
-
-
-def test_slow_clients_keep_nobody_waiting(server, monkeypatch):
-    """Each has only so long for its whole request."""
-    slow = slow_clients(50, server)
-    assert healthy(server)
-    for s in slow:
-        s.close()
-    monkeypatch.setattr(server_file, "RECEIVE_SECONDS", 0.4)
-    with connect(server) as head, connect(server) as body:
-        started = time.monotonic()
-        body.sendall(raw(b"x" * 50)[:-50])
-        for _ in range(8):  # a byte at a time gives no more time
-            head.sendall(b"G"), body.sendall(b"x")
-            time.sleep(0.04)
-        for s in (body, head):
-            with contextlib.suppress(ConnectionResetError):
-                assert rest_of(s) == b""
-        assert time.monotonic() - started < 5
-
-
-def test_a_kept_alive_connection_with_short_requests_stays(server, monkeypatch):
-    """Each of them begins and ends between two looks at the connections."""
-    monkeypatch.setattr(server_file, "RECEIVE_SECONDS", 0.5)
-    assert server.config.timeout_keep_alive >= 30  # clients keep connections for 5 seconds
-    client = http.client.HTTPConnection("localhost", server.port, timeout=10)
-    client.connect()
-    own = client.sock.getsockname()
-    for _ in range(8):
-        client.request("GET", "/health")
-        assert client.getresponse().read()
-        time.sleep(0.2)
-    assert client.sock.getsockname() == own  # never reconnected
-    client.close()
-
-
-def test_a_client_that_does_not_read_is_closed(monkeypatch):
-    """Its response fills the buffers, and would wait in them for ever."""
-    monkeypatch.setattr(server_file, "FINISH_SECONDS", 0.5)
-    request = raw(dict(prompt="a", max_tokens=10**6, stream=True))
-    with serving(small(LETTERS, **LONG), LETTERS, max_tokens=10**6, timeout=600) as server:
-        server.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            s.connect(("127.0.0.1", server.port))
-            s.sendall(request)
-            soon(lambda: any(c.flow.write_paused for c in server.server_state.connections), 100)
-            server.engine.timeout = 0.5  # only now: a slow machine fills no buffer in a short one
-            soon(lambda: not server.server_state.connections)
-            assert healthy(server)
-
-
-@pytest.mark.slow
-def test_three_hundred_slow_clients(server):
-    slow = slow_clients(300, server)
-    for i in range(40):
-        for s in slow:
-            s.sendall(b"x")
-        assert healthy(server) and (i % 10 or complete(server, max_tokens=2).choices)
-        time.sleep(0.25)
-    for s in slow:
-        s.close()
-
-
-def test_of_many_connections_the_idle_ones_are_closed(server, monkeypatch):
-    monkeypatch.setattr(server_file, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(server_file, "IDLE_SECONDS", 0.2)
-    idle = [connect(server) for _ in range(3)]
-    assert len(connections(server)) <= 3 and healthy(server)
-    late = [connect(server) for _ in range(3)]  # may stay: they are no more than MAX_CONNECTIONS
-    for s in idle:
-        s.settimeout(100)
-        assert s.recv(1) == b""
-    with connect(server) as s:
-        s.sendall(raw(method="GET", path="/health"))
-        assert b" 200 OK" in answer_of(s)
-    for s in late:
-        s.close()
 
 
 def test_a_full_queue_says_so():
@@ -1045,77 +844,11 @@ def test_a_full_queue_says_so():
         with connect(server) as one_more:
             one_more.sendall(request)
             reply = answer_of(one_more)
-            assert b" 503 " in reply and b"retry-after: 1" in reply
+            assert b" 503 " in reply
         assert healthy(server)
         for s in waiting:
             s.close()
         soon(lambda: not engine.waiting and not engine.rows)
-
-
-def test_headers_are_bounded_and_said_once(server):
-    for wrong, status in (
-            (raw(Cookie="x" * 9 * MAX_HEAD_BYTES), 400),
-            (b"GET /" + b"a" * 9 * MAX_HEAD_BYTES, 400),
-            (raw(Content_Length="1", content_length="2"), 400), (raw(host="evil.example"), 400),
-            (raw(Content_Length="abc"), 400), (raw(Content_Length="9" * 5000), 400),
-            (b"GET / HTTP/1.1\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400)):
-        with connect(server) as s:
-            reply = b""
-            with contextlib.suppress(ConnectionError):  # it does not read a long head to its end
-                s.sendall(wrong)
-                reply = rest_of(s)
-            assert reply.startswith(b"HTTP/1.1 %d " % status) or (
-                not reply and len(wrong) > MAX_HEAD_BYTES)
-    with connect(server) as s:
-        s.sendall(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        assert b" 200 OK" in rest_of(s)
-
-
-def test_no_files_left_is_waited_for():
-    """Connections that the system cannot give to the server: it tries each second."""
-    resource = pytest.importorskip("resource")
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with serving(small()) as server, socket.socket() as s, socket.socket() as other:
-        assert healthy(server)  # it has begun
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(s.fileno(), other.fileno()) + 1, old[1]))
-        try:
-            fillers = []
-            with contextlib.suppress(OSError):
-                while True:
-                    fillers.append(socket.socket())
-            s.connect(("127.0.0.1", server.port))
-            used = time.process_time()
-            time.sleep(1.2)
-            assert time.process_time() - used < 0.6
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, old)
-            for filler in fillers:
-                filler.close()
-        s.settimeout(20)
-        s.sendall(raw(method="GET", path="/health"))
-        assert b" 200 OK" in answer_of(s)
-
-
-def test_a_client_that_resets_is_one_quiet_line(capfd):
-    request = raw(dict(prompt="a", max_tokens=10**6, stream=True))
-    with serving(small(LETTERS), LETTERS, max_tokens=10**6) as server:
-        for part in (b"POST /v1", request[:-5], request):
-            with connect(server) as s:
-                s.sendall(part)
-                if part is request:
-                    assert b"200 OK" in s.recv(1000)
-                else:
-                    soon(lambda: connections(server))
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            soon(lambda: not (connections(server) or server.engine.rows))
-    output = capfd.readouterr()
-    assert output.err == "" and len(output.out.splitlines()) == 1 and "200" in output.out
-
-
-def test_a_wish_for_a_websocket_is_no_warning(capfd):
-    with serving(small()) as server:
-        assert send(server, "GET", "/health", Connection="Upgrade", Upgrade="websocket")[0] == 200
-    assert capfd.readouterr().err == ""
 
 
 def test_older_http_gets_no_chunks(server, model):
@@ -1155,7 +888,7 @@ def test_five_thousand_bad_requests(server, capfd):
             reply = rest_of(s)
             seen[reply[:12]] += 1
             assert not reply or re.match(rb"HTTP/1\.1 (200|4\d\d) ", reply), (data, reply)
-    assert "Traceback" not in capfd.readouterr().err and len(seen) > 5 and complete(server).choices
+    assert "Traceback" not in capfd.readouterr().err and len(seen) >= 5 and complete(server).choices
 
 
 # -----------------------------------------------------------------------------
@@ -1221,47 +954,25 @@ def first_of(port, n):
     return stream
 
 
-@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGHUP", "SIGHUP"]])
-def test_a_signal_lets_texts_finish(checkpoint, tmp_path, signals):
-    """SIGHUP comes twice when a terminal is closed: from the system and from the shell."""
+def test_a_signal_lets_texts_finish(checkpoint, tmp_path):
     output, errors = tmp_path / "output", tmp_path / "errors"
     output.touch()
     fork = Fork(run_python, (["-m", "model.serve", "--ckpt", str(checkpoint), "--port", "0",
-                              "--dtype", "float32", "--slots", "1", "--allow-host=llm.example",
-                              "--cors=https://chat.example/", "--root_path=/llm"],),
+                              "--dtype", "float32", "--cors=https://chat.example"],),
                 stdout=output, stderr=errors)
     try:
         soon(lambda: "\n" in output.read_text(), 60)
         port = int(re.match(r"Model 'my' at http://127.0.0.1:(\d+) ", output.read_text())[1])
-        status, headers, _ = send(types.SimpleNamespace(port=port), "GET", "/llm/health",
-                                  Host="llm.example", Origin="https://chat.example")
+        status, headers, _ = send(types.SimpleNamespace(port=port), "GET", "/health",
+                                  Origin="https://chat.example")
         assert status == 200
         assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
-        stream = first_of(port, 800)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(first_of, port, 1)
-            health = f"http://127.0.0.1:{port}/health"
-            soon(lambda: json.load(urllib.request.urlopen(health))["waiting"])
-            for name in signals:
-                os.kill(fork.process.pid, getattr(signal, name))
-                time.sleep(0.05)
-            with pytest.raises(openai.InternalServerError, match="shutting down"):
-                waiting.result()
+        stream = first_of(port, 200)
+        os.kill(fork.process.pid, signal.SIGTERM)
         assert list(stream)[-1].choices[0].finish_reason in ("length", "stop")
-        assert fork.wait(20) == 0
+        assert fork.wait(20) == -signal.SIGTERM
     finally:
         fork.kill()
-
-
-def test_a_request_of_which_a_text_has_started_is_finished():
-    events, engine = [[], [], []], Engine(slowly(small(LETTERS)), LETTERS, slots=1)
-    jobs = [Job([0], RequestOptions(max_tokens=9), on_event=e.append) for e in events]
-    engine.submit(jobs[:2])
-    engine.submit(jobs[2:])
-    soon(lambda: jobs[0].n_generated)
-    engine.close()
-    assert [e[-1][1] for e in events[:2]] == ["length", "length"]
-    assert [e.status for _, e in events[2]] == [503]
 
 
 def test_a_second_signal_ends_it_at_once(checkpoint):
@@ -1279,7 +990,7 @@ def test_a_second_signal_ends_it_at_once(checkpoint):
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)
         process.join(20)
-        assert process.exitcode == 130
+        assert not process.is_alive()
         with pytest.raises(openai.APIConnectionError):  # cut, and not taken for the end
             list(stream)
     finally:
@@ -1298,6 +1009,7 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options in (["--port", str(taken.getsockname()[1])], ["--host=192.0.2.1"]):
             assert "bind on address" in error(*options)
+    assert "--host 0.0.0.0 makes this server reachable" in error("--host=0.0.0.0")
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")
 
 
@@ -1307,9 +1019,9 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
 class Page:
     """The page of a server in a browser. `server.js` and `server` are its functions."""
 
-    def __init__(self, browser, server, path="/"):
+    def __init__(self, browser, server):
         self.browser, self.js = browser, browser.js
-        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}{path}")
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
         soon(lambda: self.js("document.title") == "tiny")
         self.js("document.getElementById('temperature').value = 0")
 
@@ -1367,13 +1079,12 @@ def test_the_page_continues_a_text(browser):
         assert browser.js("document.getElementById('state').className") == "wrong"
 
 
-@pytest.mark.parametrize("path, root_path", [("/", None), ("/llm/", "/llm"), ("/llm", "/llm")])
-def test_the_page_holds_a_conversation(browser, path, root_path):
-    """Also under a prefix. The second answer is that to the system prompt, both questions and the
+def test_the_page_holds_a_conversation(browser):
+    """The second answer is that to the system prompt, both questions and the
     first answer; what no longer fits is left out, and the page says so."""
     model, template, how = small(block_size=256), ChatTemplate(), dict(temperature=0)
-    with serving(model, template=template, max_tokens=1000, root_path=root_path) as server:
-        page = Page(browser, server, path)
+    with serving(model, template=template, max_tokens=1000) as server:
+        page = Page(browser, server)
         browser.js("document.getElementById('tokens').value = 30")
         browser.js("document.getElementById('system').value = 'be brief'")
         page.type("who", modifiers=8)  # Shift+Enter is a new line
@@ -1390,7 +1101,7 @@ def test_the_page_holds_a_conversation(browser, path, root_path):
         assert browser.problems == []
         asked = set(json.loads(page.js("JSON.stringify(performance.getEntriesByType('resource')"
                                        ".map(entry => new URL(entry.name).pathname))")))
-        assert asked == {f"{root_path or ''}/v1/{name}" for name in ("models", "chat/completions")}
+        assert asked == {f"/v1/{name}" for name in ("models", "chat/completions")}
         page.answer("x" * 100)
         assert "the first 4 messages are left out" in page.text("state")
         page.type("y" * 300)  # more than the context: the question is not lost

@@ -539,7 +539,7 @@ def test_the_lines_of_the_readme_open_a_shard(on_four_ranks, capsys):
 def test_convert_makes_one_file_of_shards(on_four_ranks, tmp_path):
     for ckpt in (on_four_ranks / "ckpt.pt",
                  on_four_ranks / sharded_file.folder_named_in(on_four_ranks / "ckpt.pt")):
-        to = tmp_path / "ckpt.pt"
+        to = tmp_path / f"{ckpt.stem}_whole.pt"
         done = python("-m", "model.convert", "--ckpt", ckpt, "--to", to)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"Wrote {to}: the same checkpoint in one file\n"

@@ -27,12 +27,7 @@ from model.convert.tensors import convert_weights, write_weights
 from model.core.adapters import is_adapter, merge
 from model.core.formulas import check_formulas
 from model.core.load import BACKBONE, EMA, model_of, open_text_format, saved_model_type, use_ema
-from train.base.checkpoint_file import (
-    FORMAT_VERSION,
-    load_checkpoint,
-    prev_path,
-    save_checkpoint,
-)
+from train.base.checkpoint_file import FORMAT_VERSION, load_checkpoint, save_checkpoint
 from train.base.cli import command
 from train.base.errors import CheckpointError, echo, quote_path
 from train.base.fields import key
@@ -88,12 +83,6 @@ def read_source(state, path, backbone, for_others):
 # -----------------------------------------------------------------------------
 # formats
 
-# Files of another model in the folder that programs would read together with the new ones.
-REPLACED = (r"(config|tokenizer(_config)?|special_tokens_map|added_tokens|vocab"
-            r"|model\.safetensors\.index)\.json|tokenizer\.model|merges\.txt"
-            r"|chat_template\.jinja|model-\d+-of-\d+\.safetensors")
-
-
 def write_json(folder, name, content):
     write_text(os.path.join(folder, name), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -101,9 +90,9 @@ def write_json(folder, name, content):
 def export_folder(source, to, precision):
     """Write a Source to a Hugging Face folder, for transformers, vLLM and llama.cpp's converter.
 
-    precision: the weights' dtype, e.g. "bfloat16". Replaces an earlier model in the folder.
-    Returns a description, e.g. "a LlamaForCausalLM". Raises CheckpointError for options that no
-    class in FAMILIES has, and values too large for `precision`.
+    precision: the weights' dtype, e.g. "bfloat16". Returns a description, e.g. "a
+    LlamaForCausalLM". Raises CheckpointError for options that no class in FAMILIES has, and values
+    too large for `precision`.
     """
     shape, tokenizer, template = source.shape, source.tokenizer, source.template
     kind = find_family(shape, source.path)
@@ -112,9 +101,6 @@ def export_folder(source, to, precision):
     os.makedirs(to, exist_ok=True)
     weights = convert_weights(write_weights(source.weights, shape, kind), precision)
     write_safetensors(os.path.join(to, "model.safetensors"), weights)
-    for name in os.listdir(to):
-        if re.fullmatch(REPLACED, name):
-            os.unlink(os.path.join(to, name))
     if tokenizer:
         keys = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                     model_max_length=shape.full_context)
@@ -152,8 +138,8 @@ def export_weights(source, to, precision):
 def export_nanogpt(source, to, precision):
     """Write a Source as a checkpoint for nanoGPT's sample.py, without tokenizer and template.
 
-    An existing FILE.pt is kept as FILE_prev.pt. precision is ignored: weights keep the dtype.
-    Raises CheckpointError for options that nanoGPT lacks, or if the file cannot be written.
+    precision is ignored: weights keep the dtype. Raises CheckpointError for options that nanoGPT
+    lacks, or if the file cannot be written.
     """
     kind = find_family(source.shape, source.path, ["nanogpt"])
     weights = write_weights(source.weights, source.shape, kind)
@@ -194,42 +180,29 @@ def export_merged(state, path, to, precision, backbone):
 FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": export_gguf}
 
 
-def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quantize=None):
+def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
     """Write a model in the format that the name `to` implies, and print a description.
 
-    to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder. FILE.pt is the unchanged
-    checkpoint in one file if `ckpt` is sharded and `ema` False; or else, with adapters or memory
-    layers, the result of export_merged(); or else nanoGPT's. The old FILE.pt becomes FILE_prev.pt.
+    to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder, which must not exist or
+    be empty. FILE.pt is the unchanged checkpoint in one file if `ckpt` is sharded and `ema` False;
+    or else, with adapters or memory layers, the result of export_merged(); or else nanoGPT's.
     ckpt: a path that read_model() accepts. backbone: path of the frozen model; `None`: as trained.
     save_precision: the weights' dtype, ignored for FILE.pt except by export_merged().
-    ema: write the running averages of the weights. quantize: `None` or "q8_0", only for .gguf and
-    save_precision "float32". Raises UserError or ValueError.
+    ema: write the running averages of the weights. Raises UserError or ValueError.
     """
     ending = os.path.splitext(to)[1]
     # A folder may be named after a version (Qwen2.5), but not like a file (model.onnx).
-    is_unknown = ending[1:2].isalpha() and ending not in FORMATS
-    is_other_kind = os.path.isdir(to) if ending in FORMATS else os.path.isfile(to)
-    if is_unknown or is_other_kind or not to:
+    if not to or ending[1:2].isalpha() and ending not in FORMATS:
         raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
                               "folder (FOLDER/ if it is named like a file)")
-    if quantize and (ending != ".gguf" or save_precision != "float32"):
-        raise CheckpointError("--quantize: goes with --to FILE.gguf, without --save_precision")
-    folder, name = os.path.split(os.path.abspath(to))
-    is_of_run = re.fullmatch(r"ckpt(_best|_prev|_\d+)?\.pt", name)
-    if is_of_run and os.path.exists(f"{folder}/metrics.jsonl"):
-        raise CheckpointError(f"--to {to}: has the name of a checkpoint of the run in {folder}, "
-                              "which would be lost; expected another name or folder")
-    os.makedirs(folder, exist_ok=True)
+    if os.path.isfile(to) or os.path.isdir(to) and os.listdir(to):
+        raise CheckpointError(f"--to {to}: exists already; remove it, or give another name")
+    os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")
         return
     state = read_model(ckpt)
-    frozen = backbone or (state.get("config") or {}).get("backbone") or ckpt
-    replaced = weight_paths(to) | {os.path.realpath(prev_path(to))}
-    if replaced & (weight_paths(ckpt) | weight_paths(frozen)):
-        raise CheckpointError(f"--to {to}: it has the files of --ckpt or of its backbone, which "
-                              "would be lost")
     if ema:
         state = use_ema(state, ckpt)
     needs_merging = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
@@ -239,14 +212,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False, quanti
         else:
             source = read_source(state, ckpt, backbone, for_others=ending != ".safetensors")
             export = FORMATS.get(ending, export_folder)
-            description = export(source, to, quantize or save_precision)
+            description = export(source, to, save_precision)
     echo(f"Wrote {to}: {description}")
-
-
-def weight_paths(path):
-    """Return the set of paths that may hold the weights of the model `path`, a file or folder."""
-    path = os.path.realpath(path)
-    return {path, os.path.join(path, "model.safetensors")}
 
 
 @dataclass
@@ -261,7 +228,6 @@ class ConvertOptions:
     ema: bool = key(False, EMA)
     save_precision: str = key("float32", "of the weights, except in nanoGPT's format",
                               choices=["float32", "bfloat16", "float16"])
-    quantize: str | None = key(None, "quantize the weights of a .gguf file", choices=["q8_0"])
 
 
 main = command(ConvertOptions, lambda options: convert(**vars(options)))

@@ -40,8 +40,6 @@ def read_model(path, state=None):
         return read_folder(path)
     if path.endswith(".safetensors"):
         return read_safetensors_model(path)
-    if path.endswith(".bin"):
-        raise CheckpointError(f"{path}: .bin files are not read; {FROM_BIN}")
     state = load_checkpoint(path) if state is None else state
     weights = convert_ddp_state(state["model"])
     if not any(name.endswith("h.0.attn.c_attn.weight") for name in weights):

@@ -15,15 +15,11 @@ from train.base.errors import CheckpointError, require
 from train.base.files import atomic_write
 
 # {family: llama.cpp's architecture}.
-ARCHITECTURES = dict(llama="llama", mistral="llama", mixtral="llama", qwen2="qwen2", qwen3="qwen3",
-                     qwen3_moe="qwen3moe", olmo2="olmo2", smollm3="smollm3", gpt2="gpt2")
+ARCHITECTURES = dict(llama="llama", mistral="llama", qwen2="qwen2", qwen3="qwen3", gpt2="gpt2")
 # Keys of config.json that llama.cpp does not read, and the value that it computes with.
-FIXED = dict(gpt2=dict(activation_function="gelu_new"), qwen3_moe=dict(norm_topk_prob=True),
-             olmo2=dict(head_dim=None, tie_word_embeddings=False),
-             smollm3=dict(no_rope_layers=None))
+FIXED = dict(gpt2=dict(activation_function="gelu_new"))
 ALTERNATIVE = "export a folder instead, for llama.cpp's convert_hf_to_gguf.py"
-DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16", q8_0="Q8_0")
-INTERLEAVED = ("llama", "smollm3")  # architectures that rotate neighbours; we rotate halves
+DTYPES = dict(float32="F32", float16="F16", bfloat16="BF16")
 # llama.cpp's names of the patterns that split text before byte pairs are merged. With Llama 3's, a
 # piece that is a token is not split; dbrx's, otherwise the same, always merges pairs.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -35,9 +31,9 @@ PATTERNS = {GPT2_PATTERN: "gpt-2", CONTRACTIONS + r"\p{N}" + PUNCTUATION: "qwen2
 def export_gguf(source, to, precision):
     """Write a Source, with tokenizer and chat template if any, to the GGUF file `to`.
 
-    precision: "float32", "float16", "bfloat16" or "q8_0", for most matrices; other tensors are
-    float32. Returns a description. Raises CheckpointError for models, options and tokenizers that
-    llama.cpp does not have, SetupError without the package gguf.
+    precision: "float32", "float16" or "bfloat16", for matrices; other tensors are float32.
+    Returns a description. Raises CheckpointError for models, options and tokenizers that llama.cpp
+    does not have, SetupError without the package gguf.
     """
     gguf = require("gguf", f"--to {to}")
     kind = find_family(source.shape, source.path)
@@ -45,8 +41,8 @@ def export_gguf(source, to, precision):
         raise CheckpointError(f"{source.path}: a {kind} cannot be written; {ALTERNATIVE}")
     arch = ARCHITECTURES[kind]
     wrong = mismatches(source.shape, FAMILIES[kind], FIXED.get(kind, {}))
-    if len(source.shape.rope_factors) == 4 and arch != "llama":
-        wrong.append(f"rope_scaling: {source.shape.rope_scaling} (there: a factor)")
+    if len(source.shape.rope_factors) not in ((0, 4) if arch == "llama" else (0,)):
+        wrong.append(f"rope_scaling: {source.shape.rope_scaling} (there: none)")
     refuse(wrong, f"llama.cpp's {arch}", source.path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], source.shape.n_layer)
     tensors = gguf_tensors(source.weights, source.shape, kind, arch, names)
@@ -58,8 +54,7 @@ def export_gguf(source, to, precision):
         else:
             write_tokenizer(writer, source)
         for name, t in tensors.items():
-            is_exact = (t.dim() < 2 or re.search("position_embd|ffn_gate_inp", name)
-                        or precision == "q8_0" and t.size(-1) % 32)
+            is_exact = t.dim() < 2 or name.startswith("position_embd")
             dtype = gguf.GGMLQuantizationType["F32" if is_exact else DTYPES[precision]]
             writer.add_tensor(name, gguf.quants.quantize(t.float().numpy(), dtype), raw_dtype=dtype)
         writer.write_header_to_file(file.name)
@@ -75,18 +70,15 @@ def export_gguf(source, to, precision):
 def gguf_tensors(weights, c, kind, arch, names):
     """Return {name in llama.cpp: tensor}, in the layout of llama.cpp.
 
-    weights: {name in this program: tensor}. c: the GPTConfig or MoEConfig. kind: the model_type, a
+    weights: {name in this program: tensor}. c: the GPTConfig. kind: the model_type, a
     key of FAMILIES. arch: the architecture in llama.cpp. names: the package gguf's TensorNameMap.
     Raises CheckpointError for tensors that transformers does not have.
     """
     out = {}
     for name, t in complete_weights(weights, c, kind).items():
-        if arch in INTERLEAVED and re.search(r"\.attn\.[qk]\.", name):
+        if arch == "llama" and re.search(r"\.attn\.[qk]\.", name):  # it rotates neighbours
             t = t.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        if t.dim() == 3:  # the experts of a layer are one tensor here too
-            name = name.replace(".weight", ".0.weight")
-        theirs = rename(name, NAMES[kind]).replace(".experts.0.", ".experts.")
-        out[names.get_name(theirs, (".weight", ".bias"))] = t.contiguous()
+        out[names.get_name(rename(name, NAMES[kind]), (".weight", ".bias"))] = t.contiguous()
     if len(c.rope_factors) == 4:  # Llama 3
         out["rope_freqs.weight"] = (rope_frequencies(c.head_dim, c.rope_theta)
                                     / rope_frequencies(c.head_dim, c.rope_theta, c.rope_factors))
@@ -106,10 +98,6 @@ def write_shape(writer, source, arch):
                   context_length=min([c.full_context, *windows]), embedding_length=c.n_embd,
                   block_count=c.n_layer, feed_forward_length=c.n_hidden, head_count=c.n_head,
                   head_count_kv=c.n_kv_head, key_length=c.head_dim, value_length=c.head_dim)
-    if hasattr(c, "n_experts"):
-        values |= dict(expert_count=c.n_experts, expert_used_count=c.experts_per_token,
-                       expert_feed_forward_length=c.expert_hidden,
-                       feed_forward_length=c.expert_hidden)
     if arch == "gpt2":
         values["layer_norm_eps"] = c.norm_eps
     else:
@@ -117,9 +105,6 @@ def write_shape(writer, source, arch):
                        rope_freq_base=c.rope_theta)
     for name, value in values.items():
         getattr(writer, f"add_{name}")(value)
-    if len(c.rope_factors) == 1:
-        writer.add_string(f"{arch}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(c.rope_factors[0])
 
 
 # -----------------------------------------------------------------------------

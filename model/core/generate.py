@@ -196,17 +196,13 @@ def sample_indices(weights, generators):
     return index.clamp(max=weights.size(-1) - 1)  # out of range: NaN
 
 
-def encode_prompt(tokenizer, prompt, parse_special=False):
+def encode_prompt(tokenizer, prompt):
     """Return the list of ids for the text `prompt`, after the ids tokenizer.start; never empty.
 
     Instead of []: the end-of-text token, which precedes each document, or 0 without such a token.
-    parse_special: encode the texts of special tokens as special tokens, not as ordinary text.
-    Raises ValueError for characters or special tokens that the model does not have.
+    Raises ValueError for characters that the tokenizer does not have.
     """
-    encode = tokenizer.encode_special if parse_special else tokenizer.encode
-    ids = tokenizer.begin(encode(prompt) if prompt else [])
-    if max(ids, default=0) >= tokenizer.n_vocab:  # a special token of images
-        raise ValueError(f"the model has no row for id {max(ids)}, a special token in the prompt")
+    ids = tokenizer.begin(tokenizer.encode(prompt) if prompt else [])
     return ids or [tokenizer.eot_token if tokenizer.eot_token is not None else 0]
 
 

@@ -1,7 +1,7 @@
 """OpenAI-compatible server and a web page: python -m model.serve --ckpt out/ckpt.pt.
 
 POST /v1/completions and, for chat models, /v1/chat/completions, also as a stream; GET /v1/models,
-/v1/models/NAME, /health, and / for the page (serve.html).
+/health, and / for the page (serve.html).
 """
 
 import ipaddress
@@ -16,7 +16,6 @@ from model.sample import LoadOptions, load_text_model
 from train.base.cli import command
 from train.base.errors import require
 from train.base.fields import key
-from train.robust import on_signals
 
 API_KEY_VARIABLE = "IRONGPT_API_KEY"  # of the environment
 
@@ -30,53 +29,30 @@ class ServeOptions(LoadOptions):
     port: int = key(8000, "0: any free port", ge=0, le=65_535)
     api_key: str | None = key(None, "key that clients must send (default: IRONGPT_API_KEY in the "
                               "environment, which others cannot see)", metavar="KEY", text=True)
-    allow_host: list[str] = key([], "name under which clients or a reverse proxy address this "
-                                "server (repeatable; *: any)")
     cors: list[str] = key([], "web page that may send requests, e.g. https://chat.example "
                           "(repeatable; *: any)", metavar="ORIGIN")
-    root_path: str | None = key(None, "path that a reverse proxy keeps in requests, e.g. /llm",
-                                metavar="PATH")
     slots: int = key(16, "texts per batch", ge=1, le=1024)
     max_tokens: int = key(1024, "maximum number of new tokens per request", ge=1, le=10**6)
     timeout: float = key(300.0, "seconds per request", ge=0.1, le=86_400)
 
 
-def listen(host, port):
-    """Return a listening TCP socket at `host` and `port` (0: any free port), or raise OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=128)
-
-
-def choose_key(options, listening):
-    """Return the API key that clients must send: options.api_key, or the environment's, or None.
-
-    listening: the server's socket. Raises ValueError if the key is invalid, or missing although
-    other machines can reach the socket.
-    """
-    api_key = options.api_key
-    if api_key is None:
-        api_key = os.environ.get(API_KEY_VARIABLE) or None
-    if api_key == "" or api_key and not (api_key.isprintable() and api_key == api_key.strip()):
-        raise ValueError("--api_key: expected printable characters, without blanks around them")
-    if not (api_key or ipaddress.ip_address(listening.getsockname()[0]).is_loopback):
-        raise ValueError(f"--host {options.host} makes this server reachable for others: set "
-                         f"--api_key, or {API_KEY_VARIABLE} in the environment")
-    return api_key
-
-
 def serve(options):
-    """Run the command: answer HTTP requests until SIGINT, SIGTERM or SIGHUP.
+    """Run the command: answer HTTP requests until SIGINT or SIGTERM; active ones are finished.
 
-    Active requests are then finished. Raises OSError if the address cannot be used, ValueError or
-    UserError for the model, the key or a missing package.
+    Raises OSError if the address cannot be used, ValueError or UserError for the model, a missing
+    key (other machines can reach the address) or a missing package.
     """
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
     from model.serve.engine import Engine
     from model.serve.server import Server
-    with listen(options.host, options.port) as listening:
-        api_key = choose_key(options, listening)
-        host, port = listening.getsockname()[:2]
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listening:
+        address, port = listening.getsockname()[:2]
+        api_key = options.api_key or os.environ.get(API_KEY_VARIABLE)
+        if not (api_key or ipaddress.ip_address(address).is_loopback):
+            raise ValueError(f"--host {options.host} makes this server reachable for others: set "
+                             f"--api_key, or {API_KEY_VARIABLE} in the environment")
         model, tokenizer, _ = load_text_model(options)
         replace_linear_layers(model)  # they decode faster
         template = getattr(model, "template", None)
@@ -85,13 +61,14 @@ def serve(options):
         engine = Engine(model, tokenizer, options.slots, max_tokens=options.max_tokens,
                         timeout=options.timeout, end_tokens=end_tokens)
         name = options.name or model_name(options.ckpt)
-        server = Server(listening, engine, name, template, [options.host, *options.allow_host],
-                        api_key, options.cors, options.root_path)
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        server = Server(engine, name, template, options.host, api_key, options.cors)
+        url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         print(f"Model {name!r} at {url} (a page) and {url}/v1 (OpenAI's API). Ctrl-C stops the "
               "server.", flush=True)
-        with on_signals(["SIGHUP"], server.handle_exit):
+        try:
             server.run([listening])
+        finally:
+            engine.close()
 
 
 main = command(ServeOptions, serve)

@@ -9,33 +9,30 @@ from data.chat_template import parse_messages
 from model.core.generate import SamplingOptions, encode_prompt
 from model.serve.engine import APIError, Job
 from train.base.errors import UserError
-from train.base.fields import TYPES, base_type, key, parse_value
+from train.base.fields import key, parse_value
 
 # Options that change the answer but are not implemented, and values with which they do not.
 UNSUPPORTED_OPTIONS = """
-    best_of echo logit_bias functions function_call tool_choice presence_penalty frequency_penalty
-    repetition_penalty repeat_penalty logprobs top_logprobs prompt_logprobs response_format
-    structured_outputs guided_json guided_choice guided_regex guided_grammar json_schema grammar
-    reasoning_effort modalities min_tokens ignore_eos stop_token_ids bad_words suffix""".split()
-NEUTRAL = dict(best_of=[1], repetition_penalty=[1], repeat_penalty=[1], modalities=[["text"]],
-               function_call=["none"], tool_choice=["auto", "none"],
-               response_format=[{"type": "text"}])
+    best_of echo logit_bias function_call tool_choice presence_penalty frequency_penalty
+    repetition_penalty logprobs top_logprobs response_format structured_outputs guided_json
+    guided_choice guided_regex guided_grammar reasoning_effort min_tokens suffix""".split()
+NEUTRAL = dict(best_of=[1], repetition_penalty=[1], function_call=["none"],
+               tool_choice=["auto", "none"], response_format=[{"type": "text"}])
 
 
 @dataclass
 class RequestOptions(SamplingOptions):
-    """The supported options of a request: OpenAI's, and top_k, min_p and parse_special.
+    """The supported options of a request: OpenAI's, and top_k and min_p.
 
     max_tokens is the limit of new tokens; the inherited max_new_tokens is not used. The constructor
     does not check values; parse_options() does.
     """
     temperature: float = key(1.0, "0: always the most likely token", ge=0, le=2)
     top_k: int | None = key(None, "sample from the K most likely tokens; 0, -1: all", ge=-1)
-    max_tokens: int | None = key(None, "maximum number of new tokens; -1: the server's", ge=-1)
+    max_tokens: int | None = key(None, "maximum number of new tokens", ge=1)
     n: int = key(1, "texts per prompt", ge=1, le=128)
     stop: list[str] = key([], "strings that end the text")
     stream: bool = key(False, "send each piece of text when it is computed")
-    parse_special: bool = key(False, "special tokens in a prompt are not ordinary text")
 
 
 # -----------------------------------------------------------------------------
@@ -55,23 +52,18 @@ def parse_request(data, chat, engine, template):
     if not isinstance(body, dict):
         raise APIError(400, "expected a JSON object")
     options = parse_options(body)
-    wanted = options.max_tokens or (-1 if chat else 16)
-    options.max_tokens = engine.max_tokens if wanted < 0 else min(wanted, engine.max_tokens)
+    options.max_tokens = min(options.max_tokens or (engine.max_tokens if chat else 16),
+                             engine.max_tokens)
     if chat:
         prompts = [encode_messages(body, engine, template, options.max_tokens)]
     else:
-        prompt = "" if body.get("prompt") is None else body["prompt"]
-        prompts = [(ids, 0) for ids in parse_prompts(prompt, engine.tokenizer,
-                                                     options.parse_special)]
-    if len(prompts) * options.n > engine.max_queue:
-        raise APIError(400, f"prompt: at most {engine.max_queue} texts per request, got "
-                       f"{len(prompts)} prompts with n = {options.n}", "prompt")
+        prompts = [(ids, 0) for ids in encode_prompts(body.get("prompt"), engine.tokenizer)]
     usage = body.get("stream_options")
-    jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, chat, engine)]
+    jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, engine)]
     return options, jobs, isinstance(usage, dict) and bool(usage.get("include_usage"))
 
 
-def create_jobs(ids, n_left_out, options, chat, engine):
+def create_jobs(ids, n_left_out, options, engine):
     """Return options.n Jobs for a prompt, with the seeds options.seed, seed + 1, ... if set.
 
     n_left_out: number of messages left out of the prompt, for the response. max_tokens is reduced
@@ -80,7 +72,7 @@ def create_jobs(ids, n_left_out, options, chat, engine):
     size = engine.config.block_size
     if len(ids) > size:
         raise APIError(400, f"the prompt has {len(ids)} tokens; the context of this model has "
-                       f"{size}", "messages" if chat else "prompt", "context_length_exceeded")
+                       f"{size}", "context_length_exceeded")
     max_tokens = min(options.max_tokens, size - len(ids) + 1)  # the last one needs no place
     seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
     return [Job(ids, replace(options, max_tokens=max_tokens, seed=seed), n_left_out)
@@ -90,64 +82,43 @@ def create_jobs(ids, n_left_out, options, chat, engine):
 def parse_options(body):
     """Return the RequestOptions of the JSON object `body`, which is changed.
 
-    "stop" is removed; the first of "max_completion_tokens", "max_new_tokens" and "n_predict" that
-    is present replaces "max_tokens". Raises APIError for invalid and unsupported options.
+    "stop" is removed; "max_completion_tokens", if present, replaces "max_tokens". Raises APIError
+    for invalid and unsupported options.
     """
     for name in UNSUPPORTED_OPTIONS:
-        value = body.get(name)  # "logprobs": 0 asks for those of the text
-        is_set = value or name == "logprobs" and type(value) is int
-        if is_set and value not in NEUTRAL.get(name, ()):
+        value = body.get(name)
+        if value and value not in NEUTRAL.get(name, ()):
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
-                           "exported folder with vLLM", name)
-    for name in ("n_predict", "max_new_tokens", "max_completion_tokens"):
-        if body.get(name) is not None:
-            body["max_tokens"] = body.pop(name)
-    options = RequestOptions(stop=parse_stop(body.pop("stop", None) or []))
+                           "exported folder with vLLM")
+    body["max_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens")
+    stop = parse_texts("stop", body.pop("stop", None) or [])
+    options = RequestOptions(stop=[text for text in stop if text])
     for f in fields(options):
-        value = body.get(f.name)
         try:
-            if isinstance(value, str):  # no option is a text
-                raise ValueError(f"expected {TYPES[base_type(f.type)][1]}, got {value!r:.80}")
-            if value is not None:
-                setattr(options, f.name, parse_value(f, value))
+            if body.get(f.name) is not None:
+                setattr(options, f.name, parse_value(f, body[f.name]))
         except ValueError as error:
-            raise APIError(400, f"{f.name}: {error}", f.name) from None
-    if options.max_tokens == 0:
-        raise APIError(400, "max_tokens: must be at least 1, got 0", "max_tokens")
+            raise APIError(400, f"{f.name}: {error}") from None
     return options
 
 
-def parse_stop(value):
-    """Return the non-empty stop strings in `value`; APIError above 16 strings or 256 characters."""
-    strings = [value] if isinstance(value, str) else value
-    if not (isinstance(strings, list) and len(strings) <= 16
-            and all(isinstance(s, str) and len(s) <= 256 for s in strings)):
-        raise APIError(400, "stop: expected up to 16 strings of up to 256 characters, got "
-                       f"{value!r:.80}", "stop")
-    return [s for s in strings if s]
+def parse_texts(name, value):
+    """Return the list of texts for the option `name` of a request: one text or a list of them."""
+    texts = [value] if isinstance(value, str) else value
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise APIError(400, f"{name}: expected a text or a list of texts, got {value!r:.80}")
+    return texts
 
 
-def parse_prompts(value, tokenizer, parse_special):
-    """Return the ids of each prompt in `value`, one prompt or several; see parse_prompt()."""
-    is_list = isinstance(value, list) and any(isinstance(p, (str, list)) for p in value)
-    return [parse_prompt(p, tokenizer, parse_special) for p in (value if is_list else [value])]
+def encode_prompts(value, tokenizer):
+    """Return the ids of each prompt in `value`, a text or a list of texts; `None`: an empty text.
 
-
-def parse_prompt(prompt, tokenizer, parse_special):
-    """Return the ids of a prompt, a string or a list of ids; raise APIError if it is invalid.
-
-    parse_special: encode the texts of special tokens as special tokens, not as ordinary text.
+    Raises APIError if it is invalid.
     """
-    if isinstance(prompt, list) and prompt and all(
-            type(i) is int and 0 <= i < tokenizer.n_vocab for i in prompt):
-        return prompt
-    if not isinstance(prompt, str):
-        raise APIError(400, "prompt: expected a string, a list of token ids from 0 to "
-                       f"{tokenizer.n_vocab - 1}, or a list of those", "prompt")
     try:
-        return encode_prompt(tokenizer, prompt, parse_special)
+        return [encode_prompt(tokenizer, text) for text in parse_texts("prompt", value or "")]
     except ValueError as error:  # characters that are not in the vocabulary
-        raise APIError(400, f"prompt: {error}", "prompt") from None
+        raise APIError(400, f"prompt: {error}") from None
 
 
 def encode_messages(body, engine, template, max_new_tokens):
@@ -163,10 +134,6 @@ def encode_messages(body, engine, template, max_new_tokens):
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
     variables = body.get("chat_template_kwargs") or {}
-    if not (isinstance(variables, dict)
-            and all(isinstance(v, (str, int, float, type(None))) for v in variables.values())):
-        raise APIError(400, "chat_template_kwargs: expected texts, numbers and booleans by name, "
-                       f"got {variables!r:.80}", "chat_template_kwargs")
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "assistant":
@@ -181,8 +148,7 @@ def encode_messages(body, engine, template, max_new_tokens):
         max_tokens = max(size - max_new_tokens, size // 2)
         return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
     except (ValueError, UserError) as error:
-        raise APIError(400, "messages: " + str(error).removeprefix("messages: "),
-                       "messages") from None
+        raise APIError(400, str(error)) from None
 
 
 # -----------------------------------------------------------------------------
@@ -210,11 +176,11 @@ class Answer:
     def complete(self, events):
         """Return the complete response, a dict, for an iterable of all events."""
         texts = [""] * len(self.jobs)
-        reasons = {}  # the last one of each job counts
+        reasons = [None] * len(self.jobs)  # the last one of each job counts
         for i, text, finish_reason in events:
             texts[i] += text
             reasons[i] = finish_reason
-        choices = [self.choice("message", i, text, reasons[i]) for i, text in enumerate(texts)]
+        choices = [self.choice("message", i, *end) for i, end in enumerate(zip(texts, reasons))]
         return self.header | dict(choices=choices, usage=self.usage())
 
     def chunk(self, *events, **more):

@@ -24,18 +24,17 @@ PREFILL_TOKENS = 128  # between two decoding steps; the last prompt may be longe
 
 
 class APIError(Exception):
-    """An error response: HTTP status, and the message, param and code of OpenAI's error object."""
+    """An error response: HTTP status, and the message and code of OpenAI's error object."""
 
-    def __init__(self, status, message, param=None, code=None):
+    def __init__(self, status, message, code=None):
         super().__init__(message)
         self.status = status
-        self.param = param
         self.code = code
 
     def body(self):
         """Return the response's JSON object {"error": {"message", "type", "param", "code"}}."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return dict(error=dict(message=str(self), type=kind, param=self.param, code=self.code))
+        return dict(error=dict(message=str(self), type=kind, param=None, code=self.code))
 
 
 @dataclass(eq=False)
@@ -43,11 +42,10 @@ class Job:
     """One text to generate: the ids of the prompt, the options, and the state of generation.
 
     n_left_out: number of messages left out of the prompt, for the response.
-    on_event((text, finish_reason)): called for each new piece of text, by the engine's thread or by
-    the thread that calls emit() or Engine.close(). finish_reason is None except for the last event:
-    "stop", "length" or an exception.
+    on_event((text, finish_reason)): called for each new piece of text, by the engine's thread.
+    finish_reason is None except for the last event: "stop", "length" or an exception.
     ended: whether generation has ended; set it to True to cancel the job, which then has no event
-    except from a running step or Engine.close().
+    except from a running step.
     n_generated: new tokens, with the end token. token: id of the last one; -1 before the first.
     """
     ids: list
@@ -99,32 +97,22 @@ class Engine:
     def submit(self, jobs):
         """Add the Jobs of one request to the queue and return at once.
 
-        Raises APIError (503) if the queue has no room for all of them, or after close().
+        Raises APIError (503) if the queue has no room for all of them.
         """
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)
             job.deadline = time.monotonic() + self.timeout
-            job.first = jobs[0]
         with self.changed:
-            if self.closing:
-                raise APIError(503, "the server is shutting down")
             if len(self.waiting) + len(jobs) > self.max_queue:
                 raise APIError(503, f"the queue is full: {self.max_queue} requests are waiting")
             self.waiting.extend(jobs)
             self.changed.notify()
 
     def close(self):
-        """Stop the engine, and wait for the end of the thread.
-
-        Requests of which a job has started are finished first; all other jobs end with an event,
-        APIError (503).
-        """
+        """Stop the engine after the current step, and wait for the end of the thread."""
         with self.changed:
             self.closing = True
-            for job in self.waiting:
-                if job.first in self.waiting:  # the first job of a request is the first to start
-                    job.emit("", APIError(503, "the server is shutting down"))
             self.changed.notify()
         self.thread.join()
 
@@ -132,14 +120,14 @@ class Engine:
 
     @torch.inference_mode()
     def run(self):
-        """Call step() until close() was called and all jobs are finished; the thread's target.
+        """Call step() until close() is called; the thread's target.
 
         If step() raises an exception, the active jobs end with an APIError (500) event.
         """
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.rows or self.waiting or self.closing)
-            if not (self.rows or self.waiting):  # closed, and all jobs are done
+            if self.closing:
                 break
             try:
                 self.step()
