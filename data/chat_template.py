@@ -4,8 +4,8 @@ A conversation is a list of messages (role, text) with the roles system, user an
 template turns it into token ids. The template's `spec`, a dict of builtin types, is saved in
 meta.json and in checkpoints, and is of one of two kinds:
 
-    {"system": "### System:\\n{}\\n\\n", "user": ..., "assistant": ...}    the built-in one
-    {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}         of a published model
+    DEFAULT_SPEC                                                     the built-in one
+    {"jinja": text, "ends": [token ids], "bos_token": "<s>", ...}    of a published model
 
 The Jinja text of a downloaded model is untrusted and rendered in a child process (data/render.py).
 If the text of a message contains the text of a special token, e.g. <|endoftext|>, it is encoded as
@@ -27,12 +27,24 @@ from data.meta import read_meta
 from data.render import render
 from data.tokenizer import open_tokenizer, read_checkpoint_spec, tokenizer_from_spec
 from data.tokenizer_hf import read_template_spec
-from data.tokenizer_types import data_errors, encode_within
+from data.tokenizer_types import encode_within
 from train.base.errors import DataError
 
-# The assistant's text is followed by the end-of-text token.
+# In meta.json and checkpoints, the name of BUILTIN_JINJA.
 DEFAULT_SPEC = {"system": "### System:\n{}\n\n", "user": "### User:\n{}\n\n",
                 "assistant": "### Assistant:\n{}"}
+# Texts of messages are stripped. A line in a message that begins with a header is escaped with a
+# backslash, so that a message cannot imitate a different role.
+BUILTIN_JINJA = r"""
+{%- for message in messages -%}
+{%- set text = ("\n" + (message["content"] | trim))
+    | replace("\n### System:", "\n\\### System:")
+    | replace("\n### User:", "\n\\### User:")
+    | replace("\n### Assistant:", "\n\\### Assistant:") -%}
+{{- "### " + (message["role"] | capitalize) + ":\n" + text[1:] -}}
+{{- eos_token if message["role"] == "assistant" else "\n\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "### Assistant:\n" }}{%- endif -%}"""
 # Role names of OpenAI, ShareGPT and other formats.
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "prompter": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
@@ -89,9 +101,8 @@ class ChatTemplate:
     """A chat format that converts messages to the token ids of prompts and training data.
 
     It renders like `apply_chat_template` of `transformers`.
-    spec: {"system", "user", "assistant": text with {} in place of the message} (default:
-    DEFAULT_SPEC), or of a published model {"jinja": text, "ends": [ids], not empty, "bos_token":
-    text and other special tokens}.
+    spec: DEFAULT_SPEC, or of a published model {"jinja": text, "ends": [ids], not empty,
+    "bos_token": text and other special tokens}; otherwise DataError.
     Attributes: spec; jinja, the Jinja text; ends, the ids that end an answer ([] for the built-in
     template: the tokenizer's end of text); special_tokens, {"bos_token": text, ...};
     implicit_start, the text of bos_token if "bos_token" occurs in the Jinja text, otherwise ""
@@ -101,9 +112,11 @@ class ChatTemplate:
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
+        if "jinja" not in spec and spec != DEFAULT_SPEC:
+            raise DataError(f"its chat template is unknown: {str(spec)[:200]}")
         self.spec = spec
         self.ends = spec.get("ends", [])
-        self.jinja = spec["jinja"] if self.ends else builtin_jinja(spec)
+        self.jinja = spec.get("jinja", BUILTIN_JINJA)
         self.special_tokens = {k: v for k, v in spec.items() if k.endswith("_token")}
         self.implicit_start = spec.get("bos_token", "") if "bos_token" in self.jinja else ""
 
@@ -288,31 +301,6 @@ class ChatTemplate:
         if not self.ends:
             return self
         return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
-
-
-def builtin_jinja(spec):
-    """Return the Jinja text of a spec of the built-in kind, texts with one {} like DEFAULT_SPEC.
-
-    After an answer, the end of text replaces the text after {}. Message texts are stripped. A line
-    in a message that begins with a header, the text before a {}, is escaped with a backslash, so
-    that a message cannot imitate a different role. Raises DataError for an invalid spec.
-    """
-    with data_errors("its chat template is invalid"):
-        around = {role: spec[role].split("{}") for role in DEFAULT_SPEC}
-        headers = [prefix.strip("\n") for prefix, _ in around.values()]
-    quote = functools.partial(json.dumps, ensure_ascii=False)
-    escapes = "".join(" | replace({}, {})".format(quote("\n" + header), quote("\n\\" + header))
-                      for header in headers if header)
-    content = f"(('\\n' + (message['content'] | trim)){escapes})[1:]"
-    cases = []
-    for role, (prefix, suffix) in around.items():
-        suffix = "eos_token" if role == "assistant" else quote(suffix)
-        cases.append(f"if message['role'] == '{role}' -%}}"
-                     f"{{{{ {quote(prefix)} + {content} + {suffix} }}}}")
-    start = quote(around["assistant"][0])
-    return ("{%- for message in messages -%}{%- " + "{%- el".join(cases)
-            + "{%- endif -%}{%- endfor -%}"
-            f"{{%- if add_generation_prompt -%}}{{{{ {start} }}}}{{%- endif -%}}")
 
 
 def open_chat_format(source):

@@ -6,7 +6,7 @@
     .parquet                needs pyarrow
     any text format as .gz
     a folder                of such files, or saved by the package datasets
-    hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or OWNER/NAME    of the hub, streamed
+    hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT    of the hub, streamed
 
 Each record has a location, a text for messages, e.g. FILE:LINE.
 """
@@ -30,12 +30,11 @@ MAX_PROBLEMS = 20         # after which reading stops
 STDLIB_SKIP = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages",
                "dist-packages", "__pycache__"}
 SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz), or folders of these; Hugging "
-           "Face datasets (OWNER/NAME, hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
+           "Face datasets (hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT, or a folder)")
 RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 READ_ERRORS = (ValueError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error, OSError)
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # invalid bytes that were read with surrogateescape
 CONVERT = "not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)"
-EXTENSIONS = r"\.(jsonl|ndjson|json|csv|tsv|parquet|txt|md|gz|pt)$"
 
 
 def raise_problems(problems, hint=""):
@@ -43,8 +42,6 @@ def raise_problems(problems, hint=""):
     lines = [": ".join(problem) for problem in problems]
     if len(lines) > 1:
         lines.insert(0, f"{len(lines)} problems")
-    if len(problems) >= MAX_PROBLEMS:
-        lines.append("there may be more")
     if lines:
         raise DataError("\n  - ".join(lines) + hint)
 
@@ -59,10 +56,8 @@ def is_saved(folder):
 
 
 def is_hub_name(source):
-    """Return whether `source` is a data set's name on the hub, not a file: hf:... or OWNER/NAME."""
-    return source.startswith("hf:") or bool(
-        re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not os.path.exists(source)
-        and not re.search(EXTENSIONS, source.lower()))
+    """Return whether `source` is a data set's name on the hub, hf:..., not a file."""
+    return source.startswith("hf:")
 
 
 def has_record_extension(path):
@@ -212,12 +207,10 @@ def dataset_rows(source):
     """Yield (location, row as a dict) for each row of a data set, read by the package datasets.
 
     source: a saved folder (of several splits: train), or a name on the hub, hf:NAME,
-    hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT (default: train) or OWNER/NAME, which is streamed. Raises
-    ValueError if it cannot be read, SetupError without the package.
+    hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT (default: train), which is streamed. Raises ValueError
+    if it cannot be read, SetupError without the package.
     """
-    is_known = source.startswith("hf:") or os.path.exists(source)  # else maybe mistyped
-    hint = "" if is_known else " (there is no file or folder of this name)"
-    datasets = require("datasets", f"reading {source}{hint}")
+    datasets = require("datasets", f"reading {source}")
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
@@ -230,7 +223,7 @@ def dataset_rows(source):
         for number, record in enumerate(dataset):
             yield f"{source}: record {number}", record
     except Exception as error:  # of the network, the hub, or any format
-        raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}{hint}") from None
+        raise ValueError(f"datasets: {type(error).__name__}: {str(error)[:300]}") from None
 
 
 # Files with any other extension have one JSON record per line.
@@ -273,8 +266,8 @@ def source_records(source):
     try:
         yield from records(source)
     except FileNotFoundError:
-        raise DataError(f"{source}: no such file or folder, and no name of a dataset (OWNER/NAME, "
-                        "or hf:NAME)") from None
+        raise DataError(f"{source}: no such file or folder; a dataset of the Hugging Face hub is "
+                        "hf:OWNER/NAME") from None
     except READ_ERRORS as error:
         raise DataError(f"{source}: cannot be read: {error}") from None
 

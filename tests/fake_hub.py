@@ -12,12 +12,10 @@ class FakeHub:
     """Serves folders as repositories of a hub at `url`. repos: {"OWNER/NAME" or
     "datasets/OWNER/NAME": folder}. Attributes that tests read or set: log: [(name, first byte)] of
     the files sent; cuts: how many more downloads of over 1,000 bytes to interrupt halfway; wrong:
-    {file name: bytes to send instead}; commit, etag: values of the headers, etag for config.json
-    only."""
+    {file name: bytes to send instead}."""
 
     def __init__(self, **repos):
         self.repos, self.log, self.cuts, self.wrong = repos, [], 0, {}
-        self.commit, self.etag = COMMIT, None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,9 +52,8 @@ class FakeHub:
         first = int(asked.split("=")[1].partition("-")[0]) if asked else 0
         request.send_response(206 if first else 200)
         request.send_header("Content-Length", str(len(content) - first))
-        etag = self.etag if file.name == "config.json" else None
-        request.send_header("ETag", f'"{etag or hashlib.sha256(content).hexdigest()}"')
-        request.send_header("X-Repo-Commit", self.commit)
+        request.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        request.send_header("X-Repo-Commit", COMMIT)
         if first:
             request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         request.end_headers()
@@ -80,7 +77,7 @@ class FakeHub:
         folder = self.repos[repo]
         files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
         names = {p: p.relative_to(folder).as_posix() for p in files}
-        info = dict(id=repo, sha=self.commit, siblings=[dict(rfilename=names[p]) for p in files])
+        info = dict(id=repo, sha=COMMIT, siblings=[dict(rfilename=names[p]) for p in files])
         if what == "tree":
             info = [dict(type="file", path=names[p], size=p.stat().st_size,
                          oid=hashlib.sha1(p.read_bytes()).hexdigest()) for p in files]

@@ -16,7 +16,7 @@ from processes import python
 from runs import WAYS, Program, assert_same, assert_two_ranks_equal_one
 
 import model.chat
-from data.chat_template import ChatTemplate, encode_marked, parse_content
+from data.chat_template import BUILTIN_JINJA, ChatTemplate, encode_marked, parse_content
 from data.prepare import chat as data_chat
 from data.prepare import prepare as prepare_text
 from data.prepare import samples
@@ -260,7 +260,7 @@ def test_the_template_of_a_prepared_folder_is_kept(tmp_path):
                                                 for i in range(40)])
     assert data_chat.main([source, "--out", str(tmp_path / "one")]) == 0
     meta = json.loads((tmp_path / "one/meta.json").read_text())
-    meta["template"] |= {"user": "Q: {}\n"}
+    meta["template"] = {"jinja": "Q:" + BUILTIN_JINJA, "ends": [256], "eos_token": "<|endoftext|>"}
     (tmp_path / "one/meta.json").write_text(json.dumps(meta))
     assert data_chat.main([source, "--out", str(tmp_path / "two"), "--tokenizer",
                            str(tmp_path / "one")]) == 0
@@ -282,7 +282,7 @@ def test_dataset_folder(tmp_path):
 
 def test_datasets_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert data_chat.main(["owner/name", "--out", str(tmp_path / "out")]) == 2
+    assert data_chat.main(["hf:owner/name", "--out", str(tmp_path / "out")]) == 2
     assert "pip install datasets" in capsys.readouterr().err
 
 

@@ -179,7 +179,7 @@ def test_a_block_is_accepted_and_its_translation_printed(page, tmp_path, documen
 
 
 # blocks that are refused: (document, text, what is said)
-DATA = ["dataset_name'; prepare the data once, with `python -m data.prepare.chat NAME`",
+DATA = ["dataset_name'; prepare the data once, with `python -m data.prepare.chat hf:NAME`",
         "and name the folder, data_dir"]
 REFUSED = [
     (3, MEMORY + MEMORY_DATA, [*DATA, "'dataset_split'; it is a part of the name",

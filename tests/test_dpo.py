@@ -172,7 +172,9 @@ def test_the_last_of_several_answers_is_learned(made, tmp_path):
     state = load_checkpoint(made / "chat/ckpt.pt")
     assert state["model_args"]["block_size"] == 64
     # A template so short that all of it fits.
-    template = ChatTemplate({"system": "{}", "user": "{}:", "assistant": "{}"})
+    jinja = ("{% for m in messages %}{{ m.content }}"
+             "{{ ':' if m.role == 'user' else '<|endoftext|>' }}{% endfor %}")
+    template = ChatTemplate({"jinja": jinja, "ends": [BYTES.eot_token]})
     (ids, mask), = template.sequences(to_pair(json.loads(open(source).readline()))[1], BYTES)
     assert BYTES.decode(ids[mask == 1]) == "b<|endoftext|>ee<|endoftext|>"
     writer = PairWriter(PairOptions(sources=[source], reference=str(made / "chat/ckpt.pt")))

@@ -850,7 +850,7 @@ def test_templates_in_each_of_their_places(talker, tmp_path, monkeypatch, capsys
     assert sample.main(["--ckpt", str(tmp_path), "--chat", "--device=cpu"]) == 2
     assert "not a chat model" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    chat_render.renderer.cache_clear()
+    chat_render.start_child.cache_clear()
     assert sample.main(["--ckpt", str(talker[0]), "--chat", "--prompt=Hi", "--device=cpu"]) == 2
     assert "needs the package jinja2: pip install jinja2" in capsys.readouterr().err
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, tiny_args
+from conftest import TINY, tiny_args
 from processes import Fork
 
 from data import render
@@ -414,9 +413,8 @@ def test_words_never_begin_a_turn():
     bytes_ = tokenizer_from_spec(dict(kind="byte"))
     (ids, mask), = template.sequences(turns, bytes_)
     assert bytes_.decode(ids[mask == 1]) == f"{fenced}<|endoftext|>"
-    other = {role: "<{}>\n" for role in DEFAULT_SPEC}
-    turns = [("user", "<a\n<b"), ("assistant", "c")]
-    assert ChatTemplate(other).render(turns, False) == "<\\<a\n\\<b>\n<c"
+    with pytest.raises(DataError, match="its chat template is unknown"):
+        ChatTemplate({role: "<{}>\n" for role in DEFAULT_SPEC})
 
 
 def test_a_template_that_writes_nothing_is_refused():
@@ -530,11 +528,3 @@ def test_a_panic_of_the_package_tokenizers_is_told():
     tokenizer.plain_enc = SimpleNamespace(encode_batch_fast=panic)
     with pytest.raises(DataError, match="no ids for characters of the text 'a': index out of"):
         tokenizer.encode("a")
-
-
-def test_limits_of_time_hold_if_the_parent_ignores_their_signals():
-    code = ("import signal; from data.render import set_timers\n"
-            "for name in (signal.SIGPROF, signal.SIGALRM): signal.signal(name, signal.SIG_IGN)\n"
-            "set_timers(0.2, 20)\nwhile True: pass")
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, timeout=60)
-    assert done.returncode == -signal.SIGPROF

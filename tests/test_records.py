@@ -11,7 +11,7 @@ import pytest
 from data import prepare
 from data.labels import read_labelled_texts
 from data.prepare import chat, labels, prompts
-from data.records import is_hub_name, parse_records, records, walk
+from data.records import parse_records, records, walk
 from train.base.errors import DataError, SetupError, UserError
 
 ROWS = [dict(prompt=f"what is {i}?", response=f"it is {i}", text=f"the text, {i}\n\"quoted\"",
@@ -58,7 +58,8 @@ def test_all_three_commands_read_every_format_alike(tmp_path, monkeypatch, name)
         asked = []
         monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: (
             asked.append((*args, more["split"])), found)[1])
-        sources += [str(tmp_path / "saved")] if name == "saved" else ["hf:o/n:c:s", "o/n", "hf:n"]
+        names = ["hf:o/n:c:s", "hf:o/n", "hf:n"]
+        sources += [str(tmp_path / "saved")] if name == "saved" else names
     else:
         sources += [write(tmp_path, name, ROWS)]
     for module in (prepare, chat, labels):
@@ -116,25 +117,6 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
             read(str(tmp_path / "a"))
 
 
-def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "file").write_text("x")
-    names = ["owner/name", "owner/name-1.5", "hf:name", "hf:a/b:c:d"]
-    assert all(map(is_hub_name, names))
-    others = ["name", "a/b/c", "/a/b", "./a", "a/b.jsonl", "a/b.CSV.gz", "here/file", "../b"]
-    assert not any(map(is_hub_name, others))
-
-
-def test_a_mistyped_path_is_no_file_or_folder(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: 1 / 0)
-    with pytest.raises(ValueError, match=r"there is no file or folder of this name\)$"):
-        list(records("notes/poem.rst"))
-    with pytest.raises(ValueError, match="division by zero$"):
-        list(records("hf:notes/poem.rst"))
-
-
 DEEP = "[" * 200_000
 
 
@@ -167,6 +149,8 @@ def test_a_source_that_is_not_there(tmp_path, capsys):
     for module in (prepare, chat, labels):
         assert module.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "out")]) == 2
         assert "none.csv: no such file or " in capsys.readouterr().err.lower()
+    with pytest.raises(DataError, match="o/n: no such file or folder; a .* hub is hf:OWNER/NAME"):
+        list(parse_records(["o/n"], dict))
 
 
 def test_bad_records_are_counted_and_said(tmp_path, capsys):
@@ -238,7 +222,7 @@ def test_all_values_of_a_format(tmp_path):
 
 def test_reading_for_problems_ends(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("{\n" * 5000)
-    with pytest.raises(DataError, match="^20 problems(.*\n){21}.*there may be more"):
+    with pytest.raises(DataError, match="^20 problems(.*\n){20}"):
         list(parse_records([str(tmp_path / "a.jsonl")], dict))
     assert list(parse_records([str(tmp_path / "a.jsonl")], dict, skip_bad=True)) == []
     assert capsys.readouterr().out.startswith("Left out 5,000 bad records")
