@@ -119,6 +119,8 @@ def main():
         import resource
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     compile_template("")  # imports jinja2, whose time is not that of the first template
+    if hasattr(signal, "SIGPROF"):  # POSIX; a parent may have ignored it
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for request in sys.stdin.buffer:
         if hasattr(signal, "setitimer"):  # POSIX; the system ends this process
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
