@@ -7,6 +7,8 @@ import os
 import pathlib
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -88,7 +90,7 @@ def test_only_runs_that_have_changed_are_read(tmp_path, monkeypatch):
 
 def test_a_long_run_keeps_its_evaluations(tmp_path):
     most = watch.MAX_LINES
-    records, _ = watch.read_run(write_run(tmp_path, steps=9 * most, evals=1000), 0.0)
+    records, _ = watch.read_run(write_run(tmp_path, steps=9 * most, evals=1000), (0.0, 0))
     assert [r["iter"] for r in records if "val_loss" in r] == list(range(0, 9 * most + 1, 1000))
     steps = [r["iter"] for r in records if "loss" in r]
     gaps = [b - a for a, b in zip(steps, steps[1:])]
@@ -142,6 +144,38 @@ def test_the_last_samples_are_shown(tmp_path):
             f.write(b"=== iter 15 ===\n" + b"\xff" * 40_000)
         assert set(state(get)["runs"][0]["sample"]) == {"\ufffd"}
         assert get("/../watch.py")[0] == 404 and get("/state", "POST")[0] == 501
+
+
+def test_a_browser_that_resets_its_connection_prints_nothing(tmp_path, capsys):
+    with watching(tmp_path) as (get, server):
+        for sent in (b"", b"GET /state HT", b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            for _ in range(5):
+                client = socket.create_connection(("127.0.0.1", server.server_port))
+                client.sendall(sent)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()  # with a reset
+        assert get("/state")[0] == 200
+    assert not capsys.readouterr().err
+
+
+def test_folders_that_vanish_and_files_that_keep_their_time(tmp_path, monkeypatch):
+    """Shards of a save are removed while the folders are listed; a time may have whole seconds."""
+    run = write_run(tmp_path / "a", steps=3)
+    (run / "shards/1").mkdir(parents=True)
+    walk = os.walk
+
+    def vanishing(top):
+        for folder, subfolders, files in walk(top):
+            if "shards" in subfolders and os.path.exists(f"{folder}/shards/1"):
+                os.rmdir(f"{folder}/shards/1")
+                os.rmdir(f"{folder}/shards")
+            yield folder, subfolders, files
+    monkeypatch.setattr(os, "walk", vanishing)
+    (folder, stamp), = watch.find_runs(tmp_path)
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write('{"iter": 9}\n')
+    os.utime(run / "metrics.jsonl", (stamp[0], stamp[0]))
+    assert folder == run and watch.find_runs(tmp_path) != ((folder, stamp),)
 
 
 def test_the_command(tmp_path):

@@ -5,6 +5,7 @@ in a folder. It asks every two seconds; runs that have not changed are not read 
 listens on 127.0.0.1 only. From another machine: ssh -L 8001:127.0.0.1:8001 HOST
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -34,29 +35,32 @@ class WatchOptions:
 
 
 def find_runs(top):
-    """Return ((folder, seconds), ...) of the newest runs in `top` or below, as many as COLORS.
+    """Return ((folder, (seconds, bytes)), ...) of the newest runs in `top`, as many as COLORS.
 
-    seconds: the last modification time of FILES. The order is that of the folders' names, so that
-    runs keep their colors. Hidden folders and folders old_N are skipped.
+    seconds, bytes: the last modification time of FILES and their total size. The order is that of
+    the folders' names, so that runs keep their colors. Hidden folders and folders old_N are
+    skipped.
     """
     found = []
-    for metrics in Path(top).rglob(FILES[0]):
-        folder = metrics.parent
-        if not any(map(SKIPPED_FOLDERS.match, folder.relative_to(top).parts)):
-            paths = [folder / name for name in FILES]
-            found.append((folder, max(os.stat(p).st_mtime for p in paths if p.exists())))
+    for folder, subfolders, files in os.walk(top):
+        subfolders[:] = [name for name in subfolders if not SKIPPED_FOLDERS.match(name)]
+        if FILES[0] in files:
+            with contextlib.suppress(OSError):  # a file was renamed
+                stats = [os.stat(os.path.join(folder, name)) for name in FILES if name in files]
+                found.append((Path(folder), (max(stat.st_mtime for stat in stats),
+                                             sum(stat.st_size for stat in stats))))
     newest = sorted(found, key=lambda run: run[1])[-len(COLORS):]
     return tuple(sorted(newest))
 
 
 @functools.lru_cache(len(COLORS))
-def read_run(folder, changed):
+def read_run(folder, stamp):
     """Return (records, values) of the run in `folder`, a Path; records as read_metrics() does.
 
-    changed: the last modification time; a run is read again if it differs.
-    values: a dict for the page: name; changed; step and evaluation, the last training and
-    evaluation record, or {}; state; eta, a text; lines, the last lines of the log; sample, the last
-    text, or "".
+    stamp: (seconds, bytes) of find_runs(); a run is read again if it differs.
+    values: a dict for the page: name; changed, the seconds; step and evaluation, the last training
+    and evaluation record, or {}; state; eta, a text; lines, the last lines of the log; sample, the
+    last text, or "".
     """
     records = read_metrics(folder / FILES[0], MAX_LINES)
     log, samples = (read_end(folder / name) for name in FILES[1:])
@@ -64,25 +68,24 @@ def read_run(folder, changed):
     def last(name):
         return next((r for r in reversed(records) if name in r), {})
     return records, dict(
-        name=str(folder), changed=changed, step=last("loss"), evaluation=last("val_loss"),
+        name=str(folder), changed=stamp[0], step=last("loss"), evaluation=last("val_loss"),
         state=STATES[max(STATES, key=log.rfind)], lines=log.splitlines()[-LOG_LINES:],
         eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
         sample="".join(samples.rpartition("=== iter ")[1:]).strip())
 
 
 def read_end(path):
-    """Return the last TAIL_BYTES of a file as text, "" if it does not exist."""
-    if not path.exists():
-        return ""
-    with open(path, "rb") as f:
+    """Return the last TAIL_BYTES of a file as text, "" if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
         return f.read().decode("utf-8", "replace")
+    return ""
 
 
 @functools.lru_cache(1)
 def describe_runs(found):
     """Return {"runs": values of read_run() with a color, "chart": SVG} as JSON; of find_runs()."""
-    runs = [read_run(folder, changed) for folder, changed in found]
+    runs = [read_run(folder, stamp) for folder, stamp in found]
     chart = loss_svg([(values["name"], records) for records, values in runs])
     pages = [values | dict(color=color) for color, (_, values) in zip(COLORS, runs)]
     return json.dumps(dict(runs=pages, chart=chart)).encode()
@@ -90,6 +93,10 @@ def describe_runs(found):
 
 class Handler(BaseHTTPRequestHandler):
     """Handler of GET requests: "/" for the page, "/state" for the runs in self.server.folder."""
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError):  # the browser has closed the connection
+            super().handle()
 
     def do_GET(self):
         if self.path == "/":
