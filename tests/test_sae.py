@@ -32,6 +32,7 @@ from model.sae import ActivationBuffer, SparseAutoencoder, build_model, open_dat
 from model.sae.__main__ import main
 from model.sae.activations import ActivationLoader, Backbone, open_activations
 from model.sample import load_model
+from train.base.errors import CheckpointError
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.distributed import Ranks
@@ -836,6 +837,16 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, data_dir, backbone
     with pytest.raises(ValueError, match="layer: checkpoint has .0., now 1"):
         save_checkpoint(str(tmp_path / "ckpt.pt"), state)
         go(data_dir, tmp_path, **options | dict(layer=1))
+
+
+@pytest.mark.parametrize("values", [dict(layer=[0, 1]), dict(target="mlp")])
+def test_kinds_of_an_earlier_version_are_refused(tmp_path, trained, values):
+    state = torch.load(trained[0] / "ckpt.pt")
+    state["config"] |= values
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    name, value = *values, *values.values()
+    with pytest.raises(CheckpointError, match=re.escape(f"uses {name}: {value}, which this")):
+        load_model(str(tmp_path / "ckpt.pt"))
 
 
 # -----------------------------------------------------------------------------

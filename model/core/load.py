@@ -28,8 +28,7 @@ EMA = "use the running averages of the weights, from a run with the key ema"
 # Keys of older versions, or with other values than theirs, that only matter in training.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base", "max_minutes",
                 "eval_task_rows", "grpo_beta"}
-# The same of one model type; another one may use these names. Weights that other values than the
-# defaults gave do not fit.
+# The same of one model type; another one may use these names.
 REMOVED_OF_TYPES = {"time_layers", "target", "l1"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
@@ -141,12 +140,23 @@ def build_empty_model(state):
 
 
 def saved_config(values):
-    """Return the TrainConfig of a saved dict "config"; is_explicit() is false for every key."""
+    """Return the TrainConfig of a saved dict "config"; is_explicit() is false for every key.
+
+    Raises CheckpointError for values of an earlier version that this one cannot compute.
+    """
     known = fields_by_name(config_class(values.get("model", "gpt")))
     removed = REMOVED_KEYS | REMOVED_OF_TYPES - known.keys()
+    layers = values.get("layer", ())
+    was_list = isinstance(layers, list) and known["layer"].type is int
+    unsupported = dict(layer=was_list and len(layers) > 1,
+                       target="target" in removed and values.get("target", "input") != "input",
+                       time_layers="time_layers" in removed and values.get("time_layers"))
+    if names := [f"{name}: {values[name]}" for name, is_set in unsupported.items() if is_set]:
+        raise CheckpointError(f"this model uses {', '.join(names)}, which this version cannot "
+                              "compute; use the version that trained it")
     values = {k: v for k, v in upgrade_args(values).items() if k not in removed}
-    if isinstance(values.get("layer"), list) and known["layer"].type is int:  # an earlier version
-        values["layer"], = values["layer"]
+    if was_list:
+        values["layer"], = layers
     # Its batch and shard_size need not suit the ranks of this process.
     config = load_config(None, values | dict(distributed="ddp", world_size=1))
     config = config.replace(world_size=None, distributed=values.get("distributed", "ddp"))

@@ -6,9 +6,9 @@ Runs of 12 steps are compared with a first run: killed and resumed, with other m
 ranks with DDP and FSDP, with gradient checkpointing. Batches that depend on earlier ones are found
 by the resumed run, initial values that depend on the device by FSDP. Then the model is examined:
 gradients, evaluation, decoding, FLOPs, export, keys. Each check prints one line: ok, differs or not
-applicable. The exit code is 1 if a check differs. Default of --config:
-train/config_test.yaml. The runs are on the CPU, in float32, not compiled, without dropout; SETTINGS
-replaces batch size, intervals etc.
+applicable. The exit code is 1 if a check differs. Default of --config: train/config_test.yaml. The
+runs are on the CPU, in float32, not compiled, without dropout; SETTINGS replaces batch size,
+intervals etc.
 """
 
 import contextlib
