@@ -112,7 +112,7 @@ class ChatTemplate:
     """
 
     def __init__(self, spec=DEFAULT_SPEC):
-        if "jinja" not in spec and spec != DEFAULT_SPEC:
+        if spec != DEFAULT_SPEC and not ("jinja" in spec and spec.get("ends")):
             raise DataError(f"its chat template is unknown: {str(spec)[:200]}")
         self.spec = spec
         self.ends = spec.get("ends", [])

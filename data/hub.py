@@ -59,27 +59,29 @@ def download_files(name, patterns, **limits):
     """Download a model's files that match `patterns`; return the path of their folder.
 
     An invalid file is deleted. limits: arguments of download(). Raises DataError for an invalid
-    file, and as download().
+    file, if the folder has no files, and as download().
     """
     folder = download(name, "snapshot_download", repo_id=name.removeprefix("hf:"),
                       allow_patterns=patterns, **limits)
+    if not any(Path(folder).glob("*")):
+        raise DataError(f"{name}: the repository has no files of a model")
     for path in (path for pattern in patterns for path in Path(folder).glob(pattern)):
         try:
-            check_file(path)
+            check_file(path, name)
         except (OSError, MemoryError, UserError):
             raise
         except Exception:
             path.resolve().unlink()
-            path.unlink()
+            path.unlink(missing_ok=True)  # the link to it, if the cache has links
             raise DataError(f"{name}: deleted {path.name}: expected a file of a model. Check the "
                             "network and the mirror, and try again") from None
     return folder
 
 
-def check_file(path):
+def check_file(path, name):
     """Raise an exception of any type if a model's file is damaged, or e.g. the page of a proxy."""
     if path.suffix == ".safetensors":
-        require("safetensors", "the model").safe_open(path, "np")  # compares sizes
+        require("safetensors", name).safe_open(path, "np")  # compares sizes
         return
     text = path.read_text("utf-8")
     content = json.loads(text).keys() if path.suffix == ".json" else text

@@ -175,12 +175,16 @@ def to_arrays(rows, tokenizer, classes, max_tokens, framed=True):
     Texts are cut to max_tokens. framed: add the tokens that the tokenizer puts around a text, e.g.
     BERT's [CLS] and [SEP]; these count for lengths, spans and max_tokens. Spans that share a token
     are merged. spans is -1 for a row without evidence, or with a span that is cut off or has no
-    token. Raises DataError for a row without tokens.
+    token. Raises DataError for a row without tokens, and if max_tokens is too small for any token
+    of a text.
     """
     index = {name: i for i, name in enumerate(classes)}
     token_bytes = tokenizer.token_bytes()
     before, after = (tokenizer.start, tokenizer.end) if framed else ([], [])
     limit = max_tokens - len(before) - len(after)
+    if limit < 1:
+        raise DataError(f"--max_tokens {max_tokens}: the tokenizer puts {len(before + after)} "
+                        "tokens around a text; give more")
     tokens = []
     spans = []  # first, last, first, last, ... of each row
     for row in rows:

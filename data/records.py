@@ -34,6 +34,7 @@ SOURCES = ("files (.jsonl, .json, .csv, .tsv, .parquet, also as .gz), or folders
 RECORD_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 READ_ERRORS = (ValueError, EOFError, OverflowError, RecursionError, zlib.error, csv.Error, OSError)
 NOT_UTF8 = re.compile("[\udc80-\udcff]")  # invalid bytes that were read with surrogateescape
+NOT_FOUND = "no such file or folder; a dataset of the Hugging Face hub is hf:OWNER/NAME"
 CONVERT = "not UTF-8 text; convert the file (iconv -f ENCODING -t utf-8)"
 
 
@@ -266,8 +267,7 @@ def source_records(source):
     try:
         yield from records(source)
     except FileNotFoundError:
-        raise DataError(f"{source}: no such file or folder; a dataset of the Hugging Face hub is "
-                        "hf:OWNER/NAME") from None
+        raise DataError(f"{source}: {NOT_FOUND}") from None
     except READ_ERRORS as error:
         raise DataError(f"{source}: cannot be read: {error}") from None
 

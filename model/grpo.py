@@ -33,6 +33,7 @@ import torch
 
 from data.chat_template import ChatTemplate
 from data.rows import open_rows
+from data.tokenizer_types import data_errors
 from model import chat
 from model.chat import USE, as_gpt, inherit_shape, sample  # noqa: F401  model interface
 from model.core.adapters import WithAdapters, add_adapters
@@ -397,8 +398,10 @@ def open_prompts(config, ranks, needs_answers):
         path = os.path.join(c.data_dir, f"{split}_rows.jsonl")
         tokens, length = open_rows(c.data_dir, split, tokens=((width,), 0, tokenizer.n_vocab),
                                    length=((), 1, width + 1))
-        lines = Path(path).read_text("utf-8").splitlines()
-        if needs_answers and any(json.loads(line)["answer"] is None for line in lines):
+        with data_errors(f"{path}: prepare the prompts again"):
+            lines = Path(path).read_text("utf-8").splitlines()
+            answers = [json.loads(line)["answer"] for line in lines]
+        if needs_answers and None in answers:
             raise DataError(f"some rows of {path} have no reference answer, with which answers are "
                             "compared; only a reward in a Python file (grpo) needs none")
         numbers = len(rewards.lines) + np.arange(len(lines))

@@ -89,7 +89,7 @@ def capitals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("capitals")
     text = "".join(f"{w}\n{w.upper()}\n" for w in words(1500, seed=1))
     (folder / "words.txt").write_text(text)
-    prepare_text([str(folder / "words.txt")], str(folder / "text"), log=lambda line: None)
+    prepare_text([str(folder / "words.txt")], str(folder / "text"))
     train(load_config(None, TASK | dict(data_dir=str(folder / "text"), max_iters=60,
                                         out_dir=str(folder / "base"), eval_interval=0)))
     source = write_jsonl(folder / "chats.jsonl", [{"prompt": w, "response": w.upper()}
@@ -613,7 +613,7 @@ def test_bad_settings(capitals, tmp_path, changes, message):
 
 def test_another_tokenizer_is_refused(capitals, tmp_path):
     (tmp_path / "t.txt").write_text("abc " * 400)
-    prepare_text([str(tmp_path / "t.txt")], str(tmp_path / "t"), "char", log=lambda line: None)
+    prepare_text([str(tmp_path / "t.txt")], str(tmp_path / "t"), "char")
     base = TASK | dict(data_dir=str(tmp_path / "t"), out_dir=str(tmp_path / "base"), max_iters=1)
     train(load_config(None, base))
     assert data_chat.main([write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}]),

@@ -840,6 +840,14 @@ def test_rows_without_labels_are_only_predicted(tmp_path, labels, trained, capsy
         json.loads(said[0]))
 
 
+def test_a_run_on_a_mixture_is_evaluated_on_its_first_folder(tmp_path, labels, trained):
+    state = load_checkpoint(str(trained / "ckpt.pt"))
+    state["config"]["data_dir"] = f"{labels}:0.5,{tmp_path}:0.5"
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state)
+    assert evaluate_main(["--ckpt", str(tmp_path / "ckpt.pt")]) == 0
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["rows"] > 0
+
+
 def test_evidence_alone_has_a_report_without_labels(tmp_path, labels):
     assert program(labels, tmp_path, task="span", max_iters=1)[0] == 0
     assert evaluate_main(["--ckpt", str(tmp_path / "ckpt.pt"), "--data", str(labels), "--out",

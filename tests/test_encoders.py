@@ -202,6 +202,12 @@ def encoder(tmp_path_factory):
     return folder
 
 
+def test_max_tokens_leave_space_for_a_text(encoder, tmp_path, capsys):
+    assert preparation.main([str(encoder / "rows.jsonl"), "--out", str(tmp_path / "out"),
+                             "--tokenizer", str(encoder / "bert"), "--max_tokens", "2"]) == 2
+    assert "--max_tokens 2: the tokenizer puts 2 tokens around" in capsys.readouterr().err
+
+
 def test_a_classifier_learns_from_an_encoder(encoder, tmp_path):
     """With the shape of the weights."""
     train(load_config("train/configs/classifier.yaml", overrides=dict(

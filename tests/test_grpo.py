@@ -123,6 +123,15 @@ def test_rows_are_what_the_chat_model_is_asked(made):
     assert len(asked["train"]) > 20 and asked["val"]
 
 
+def test_prompts_and_chats_of_a_source_have_different_folders(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_jsonl(tmp_path / "a.jsonl", [dict(prompt=f"{i}?", response="x")
+                                                for i in range(40)])
+    assert data_chat.main([source]) == 0
+    assert data_prompts.main([source, "--tokenizer", str(made / "chat/ckpt.pt")]) == 0
+    assert sorted(os.listdir("data/bin")) == ["a", "a-prompts"]
+
+
 def test_a_greeting_leaves_the_questions_in_the_splits_of_the_chats(made, tmp_path):
     greeting = dict(role="assistant", content="Hi!")
     source = write_jsonl(tmp_path / "a.jsonl", [dict(messages=[
@@ -561,6 +570,8 @@ def test_the_answer_that_is_held_back(made, tmp_path):
     (dict(group_size=1), "group_size: must be at least 2"),
     (dict(grpo_scale="batch", gradient_accumulation_steps=2), "gradient_accumulation_steps 1"),
     (dict(data_dir="{unheld}", reward="exact"), "some rows of .* have no reference answer"),
+    (dict(data_dir="{cut}"), "train_rows.jsonl: prepare the prompts again: Expecting"),
+    (dict(data_dir="{missing}"), "train_rows.jsonl: prepare the prompts again: .* No such file"),
     (dict(data_dir="{prompts}:0.5,{copy}:0.5"), "does not support mixtures; name one folder"),
 ])
 def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, message, capsys):
@@ -568,9 +579,12 @@ def test_what_does_not_belong_together_is_refused(made, tmp_path, changes, messa
         source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}"} for i in range(9)])
         data_prompts.main([source, "--out", str(tmp_path / "unheld"), "--tokenizer",
                            str(made / "chat/ckpt.pt"), "--val_fraction", "0.3"])
-    shutil.copytree(made / "prompts", tmp_path / "copy")
-    places = dict(chats=made / "chats", unheld=tmp_path / "unheld",
-                  prompts=made / "prompts", copy=tmp_path / "copy")
+    for name in ("copy", "cut", "missing"):
+        shutil.copytree(made / "prompts", tmp_path / name)
+    (tmp_path / "cut/train_rows.jsonl").write_text('{"question": "a", ')
+    (tmp_path / "missing/train_rows.jsonl").unlink()
+    places = dict(chats=made / "chats", prompts=made / "prompts", **{
+        name: tmp_path / name for name in ("unheld", "copy", "cut", "missing")})
     changes = {k: v.format(**places) if isinstance(v, str) else v for k, v in changes.items()}
     with pytest.raises(ValueError, match=message):
         try:

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, tiny_args
+from conftest import REPO, TINY, tiny_args
 from processes import Fork
 
 from data import render
@@ -415,6 +416,9 @@ def test_words_never_begin_a_turn():
     assert bytes_.decode(ids[mask == 1]) == f"{fenced}<|endoftext|>"
     with pytest.raises(DataError, match="its chat template is unknown"):
         ChatTemplate({role: "<{}>\n" for role in DEFAULT_SPEC})
+    for ends in ({}, {"ends": []}):
+        with pytest.raises(DataError, match="its chat template is unknown"):
+            ChatTemplate({"jinja": "{{ messages }}"} | ends)
 
 
 def test_a_template_that_writes_nothing_is_refused():
@@ -464,6 +468,14 @@ def test_the_time_of_a_template_does_not_include_the_import_of_jinja2(monkeypatc
     render.compile_template.cache_clear()
     render.main()
     assert render.compile_template.cache_info().currsize == 1
+
+
+def test_the_time_of_a_template_is_limited_if_the_parent_ignores_the_signal():
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    done = subprocess.run([sys.executable, "-m", "data.render"], input=json.dumps([endless, {}]),
+                          text=True, cwd=REPO, timeout=30, preexec_fn=lambda: signal.signal(
+                              signal.SIGPROF, signal.SIG_IGN))
+    assert done.returncode == -signal.SIGPROF
 
 
 def test_a_folder_is_read_as_far_as_it_goes(tmp_path):

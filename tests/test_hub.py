@@ -163,8 +163,12 @@ def test_the_cache_needs_no_network(hub, monkeypatch):
     ("hf:../x", None, "could not be downloaded .HFValidationError: "),
     ("hf:a/b/c", None, "could not be downloaded .HFValidationError: "),
     ("hf:some/none", None, "hf:some/none: could not be downloaded"),
+    ("hf:some/bare", None, "hf:some/bare: the repository has no files of a model"),
     ("hf:some/one", "http://a.example", "expected the https:// address")])
-def test_what_cannot_be_downloaded_is_one_line(hub, monkeypatch, name, endpoint, message):
+def test_what_cannot_be_downloaded_is_one_line(hub, tmp_path, monkeypatch, name, endpoint, message):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "README.md").write_text("no model")
+    hub.repos["some/bare"] = tmp_path / "bare"
     if endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
     with pytest.raises(DataError, match=message) as error:
@@ -179,6 +183,22 @@ def test_a_missing_package_is_one_line(monkeypatch):
         local_folder("hf:a/b")
     with pytest.raises(UserError, match="^dataset x needs the package huggingface_hub"):
         download("dataset x", "hf_hub_download", repo_id="a/b", filename="c")
+
+
+def test_a_damaged_file_in_a_cache_without_links_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(data_hub, "download", lambda *args, **kwargs: str(tmp_path))
+    with pytest.raises(DataError, match="deleted config.json"):
+        local_folder("hf:a/b")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_package_for_weights_is_named_with_the_model(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    monkeypatch.setattr(data_hub, "download", lambda *args, **kwargs: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UserError, match="^hf:a/b needs the package safetensors"):
+        local_folder("hf:a/b")
 
 
 def test_a_path_is_no_name(tmp_path):

@@ -258,7 +258,7 @@ def data_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     text = folder / "a.txt"
     text.write_text("".join(f"question {i} and its answer\n" for i in range(300)))
-    prepare.prepare([str(text)], folder / "d", log=lambda line: None)
+    prepare.prepare([str(text)], folder / "d")
     return folder / "d"
 
 

@@ -185,17 +185,25 @@ def flat(values):
 
 
 def test_what_is_missing_is_one_line(folder, tmp_path, capsys, monkeypatch):
-    args = ["--ckpt", str(folder / "ckpt.pt"), "--tasks"]
+    monkeypatch.setattr("lm_eval.simple_evaluate", None)  # not called
+    options = ["--include_path", str(folder), "--tasks"]
+    args = ["--ckpt", str(folder / "ckpt.pt"), *options]
     assert lm_eval.main([*args, "local_nothing"]) == 2
     assert "the harness has no local_nothing" in capsys.readouterr().err
     assert lm_eval.main([*args, "local_choice", "--log_samples"]) == 2
     assert "--log_samples: needs --out" in capsys.readouterr().err
+    assert lm_eval.main([*args, "local_choice", "--apply_chat_template"]) == 2
+    assert "ckpt.pt is not a chat model" in capsys.readouterr().err
+    assert lm_eval.main([*args, "local_choice", "--out", str(folder)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
     state = torch.load(folder / "ckpt.pt")
     for name, change, message in (
             ("unknown", dict(spec=dict(vocab_size=257)), "needs a tokenizer with an end of text"),
-            ("own", dict(model_args=state["model_args"] | dict(mlp="relu2")), "mlp")):
+            ("own", dict(model_args=state["model_args"] | dict(mlp="relu2")),
+             "eval_tasks evaluates models")):
         save_checkpoint(str(tmp_path / f"{name}.pt"), state | change)
-        assert lm_eval.main(["--ckpt", str(tmp_path / f"{name}.pt"), "--tasks", "x"]) == 2
+        assert lm_eval.main(["--ckpt", str(tmp_path / f"{name}.pt"), *options,
+                             "local_choice"]) == 2
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     assert lm_eval.main([*args, "x"]) == 2

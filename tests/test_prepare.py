@@ -45,7 +45,7 @@ def tokens(folder, split):
 
 
 def quiet(sources, out, **options):
-    return prepare([str(s) for s in sources], str(out), log=lambda line: None, **options)
+    return prepare([str(s) for s in sources], str(out), **options)
 
 
 def start(*args, cwd=REPO, **env):
@@ -368,7 +368,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 
 # --- folders and formats
 
-def test_folder_rules(tmp_path):
+def test_folder_rules(tmp_path, capsys):
     src = tmp_path / "src"
     for name, content in {
             "b.txt": b"B text\n", "a/z.py": b"Z = 1\n", "a/a.rs": b"fn main() {}\n",
@@ -379,11 +379,10 @@ def test_folder_rules(tmp_path):
         (src / name).parent.mkdir(parents=True, exist_ok=True)
         (src / name).write_bytes(content)
     os.mkfifo(src / "pipe")  # would hang a reader
-    lines = []
-    prepare([str(src)], str(src / "out"), force=True, log=lines.append)
+    prepare([str(src)], str(src / "out"), force=True)
     found = bytes(x % 256 for x in both(src / "out"))
     assert found == b"B text\n\0BOM\n\0fn main() {}\n\0Z = 1\n\0"  # 256 % 256: end of a document
-    assert f"{src}/image.png, {src}/latin.txt" in "\n".join(lines)
+    assert f"{src}/image.png, {src}/latin.txt" in capsys.readouterr().out
     with pytest.raises(DataError, match="out: is prepared data"):  # a tokenizer.tiktoken is no text
         quiet([src / "out"], tmp_path / "o")
 
@@ -486,14 +485,14 @@ def test_records_that_cannot_be_read(tmp_path, name, content, message):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_other_json_in_a_folder_is_skipped(tmp_path):
+def test_other_json_in_a_folder_is_skipped(tmp_path, capsys):
     for name, content in (("package.json", '{\n  "name": "x"\n}'), ("t.csv", "a,b\n1,2\n"),
                           ("list.json", "[1, 2, 3]"), ("code.js", "let x = 1;\n")):
         (tmp_path / name).write_text(content)
-    lines = []
-    prepare([str(tmp_path)], str(tmp_path / "o"), log=lines.append)
+    prepare([str(tmp_path)], str(tmp_path / "o"))
     assert text_of(tmp_path / "o") == "let x = 1;\n|"
-    found = next(line for line in lines if line.startswith("Skipped 3 files that are no text"))
+    found, *_ = capsys.readouterr().out.splitlines()
+    assert found.startswith("Skipped 3 files that are no text")
     assert all(name in found for name in ("package.json", "t.csv", "list.json"))
 
 
@@ -841,7 +840,8 @@ def test_all_problems_in_one_message(tmp_path):
     assert lines[0] == "data.prepare: 7 problems"
     for expected in (
             "wide.txt: a binary file or UTF-16, expected UTF-8 text",
-            "nope.txt: No such file or directory", "latin.txt: not UTF-8 text; give text",
+            "nope.txt: no such file or folder; a dataset of the Hugging Face hub is hf:OWNER/NAME",
+            "latin.txt: not UTF-8 text; give text",
             "d.jsonl:3: field 'text' is a int",
             "d.jsonl:4: no field 'text'; its fields are 'body'", "d.jsonl:5: expected an object",
             "d.jsonl:6: not valid JSON"):

@@ -224,7 +224,7 @@ def test_cells_run_as_pasted(tmp_path, monkeypatch, capsys):
     """"From Python", one after the other as in a notebook."""
     from data.prepare import prepare
     (tmp_path / "my.txt").write_text("def line(number): return number\n" * 1000)
-    prepare([str(tmp_path / "my.txt")], str(tmp_path / "d"), log=lambda text: None)
+    prepare([str(tmp_path / "my.txt")], str(tmp_path / "d"))
     monkeypatch.chdir(REPO)
     names = {}
     cells = [cell for cell in blocks_of(TEXTS["train/README.md"], "python")

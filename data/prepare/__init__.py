@@ -67,11 +67,10 @@ def make_tokenizer(o, documents):
     return CharTokenizer("".join(sorted(chars)))
 
 
-def prepare(sources, out, tokenizer="byte", log=echo, **options):
+def prepare(sources, out, tokenizer="byte", **options):
     """Write train.bin, val.bin and meta.json to the folder `out`; return the content of meta.json.
 
     sources: names of files, folders or data sets. tokenizer, options: fields of PrepareOptions.
-    log(line): called with each line of the report.
     Raises UserError for sources that cannot be read, encoded or divided, for vocab_size without bpe
     and bpe without it, and the errors of open_tokenizer and new_folder.
     """
@@ -97,9 +96,9 @@ def prepare(sources, out, tokenizer="byte", log=echo, **options):
         os.unlink(documents.path)
         write_meta(folder, meta)
     if skipped:
-        log(f"Skipped {len(skipped):,} files that are no text or copies, e.g. "
-            f"{', '.join(skipped[:5])}")
-    log(f"Prepared {o.out} in {time.monotonic() - start:.1f} s")
+        echo(f"Skipped {len(skipped):,} files that are no text or copies, e.g. "
+             f"{', '.join(skipped[:5])}")
+    echo(f"Prepared {o.out} in {time.monotonic() - start:.1f} s")
     return meta.to_dict()
 
 

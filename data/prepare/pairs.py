@@ -99,6 +99,7 @@ class PairWriter(SampleWriter):
     """
     noun = "pair"
     model = "dpo"
+    suffix = "-pairs"
 
     def __init__(self, args):
         from model.core.formulas import edited

@@ -58,6 +58,7 @@ class PromptWriter(SampleWriter):
     """The command data.prepare.prompts; args is a PromptOptions, and run() does all the work."""
     noun = "question"
     model = "grpo"
+    suffix = "-prompts"
 
     def encode(self, record):
         """Return [(ids, mask), prompt, line] of a record.

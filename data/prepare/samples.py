@@ -71,6 +71,7 @@ class SampleWriter:
         write_split(folder, split, samples)
                                 write results of encode(); return {name: number}, for meta.json
     """
+    suffix = ""  # of the default folder
     config = ""  # of the next command (default: that of the model type)
 
     def __init__(self, args):
@@ -91,7 +92,8 @@ class SampleWriter:
     def run(self):
         """Run the command: write the folder of prepared samples and print a summary."""
         args = self.args
-        out = args.out or os.path.join("data", "bin", source_name(args.sources[0]))
+        name = source_name(args.sources[0]) + self.suffix
+        out = args.out or os.path.join("data", "bin", name)
         if self.tokenizer.eot_token is None:
             raise DataError(f"a {self.tokenizer.kind} tokenizer has no end-of-text token to end an "
                             "answer with; start from a model with another tokenizer")

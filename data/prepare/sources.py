@@ -124,7 +124,10 @@ class Documents:
         except records.READ_ERRORS as error:
             if getattr(error, "errno", None) in FULL_DISK:  # that of self.file
                 raise
-            problems.append((path, getattr(error, "strerror", None) or str(error)))
+            problem = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, FileNotFoundError):
+                problem = records.NOT_FOUND
+            problems.append((path, problem))
             self.is_damaged = not isinstance(error, ValueError)  # otherwise it is no text
         if not problems:
             self.ends += ends[1:]

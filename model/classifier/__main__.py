@@ -16,7 +16,7 @@ from model.core.load import EMA, load_model
 from train.base.checkpoint_file import load_checkpoint
 from train.base.cli import command, format_table
 from train.base.errors import DataError, echo, require
-from train.base.fields import key
+from train.base.fields import key, parse_mixture
 from train.base.files import write_text
 from train.distributed import get_device
 
@@ -25,8 +25,8 @@ from train.distributed import get_device
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on its own test data, or on other files."""
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
-    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's)",
-                          nargs="+", metavar="PATH", text=True, aliases="dataset.path")
+    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's "
+                          "first)", nargs="+", metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder, by the folds of the run if it has any",
                      choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
@@ -41,13 +41,13 @@ def evaluate_checkpoint(args):
     """Print the metrics of the classifier args.ckpt on args.data, and write them to args.out.
 
     Writes metrics.json and predictions.jsonl. Changes args: empty args.data becomes the training
-    run's folder, and empty args.out the folder `report` next to the checkpoint. Raises
+    run's first folder, and empty args.out the folder `report` next to the checkpoint. Raises
     UserError if the checkpoint or the data cannot be used, or if a package is missing.
     """
     model, tokenizer = load_model(args.ckpt, get_device(args.device), ema=args.ema,
                                   expect="classifier")
-    # Absolute: if the folder is gone, the name data/reviews would be that of a data set of the hub.
-    own_data = os.path.abspath(load_checkpoint(args.ckpt)["config"]["data_dir"])
+    data_dir = load_checkpoint(args.ckpt)["config"]["data_dir"]
+    own_data = next(iter(parse_mixture(data_dir)), data_dir)
     args.data = args.data or [own_data]
     args.out = args.out or os.path.join(os.path.dirname(args.ckpt), "report")
     arrays, columns = load_rows(args, model, tokenizer)

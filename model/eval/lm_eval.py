@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from model.core.load import BACKBONE
 from train.base.cli import command
-from train.base.errors import DataError, require
+from train.base.errors import CheckpointError, DataError, require
 from train.base.fields import key
 from train.base.files import write_text
 from train.distributed import get_device
@@ -39,26 +39,24 @@ class HarnessOptions:
 def evaluate(options):
     """Run the harness on options.tasks; print a table, and write options.out, if it is given.
 
+    The file options.out is created first, so that an error of the file system is raised early.
     Raises UserError if the model cannot be exported, or if an option cannot be used.
     """
     require("lm_eval.models.huggingface", "model.eval.lm_eval", "lm-eval[hf]")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
-
-    from model.convert import export_folder, read_source
-    from model.convert.foreign import read_model
     o = options
-    source = read_source(read_model(o.ckpt), o.ckpt, o.backbone, for_others=True)
-    if source.tokenizer is None or source.tokenizer.eot_token is None:
-        raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end of text")
     if o.log_samples and not o.out:
         raise DataError("--log_samples: needs --out FILE.json")
     manager = TaskManager(include_path=o.include_path)
     if unknown := set(o.tasks).difference(manager.all_tasks):
         raise DataError(f"--tasks: the harness has no {', '.join(unknown)}; see `lm-eval ls tasks`")
+    if o.out:
+        os.makedirs(os.path.dirname(o.out) or ".", exist_ok=True)
+        open(o.out, "a").close()
     with tempfile.TemporaryDirectory() as folder:
-        export_folder(source, folder, "float32")
+        export(o, folder)
         results = simple_evaluate(
             "hf", dict(pretrained=folder, dtype="float32"), o.tasks, num_fewshot=o.num_fewshot,
             batch_size=o.batch_size, device=str(get_device(o.device)), limit=o.limit,
@@ -68,8 +66,24 @@ def evaluate(options):
         names = ["results", "n-samples", *["samples"] * o.log_samples]
         text = json.dumps({name: results[name] for name in names}, indent=2,
                           default=handle_non_serializable)
-        os.makedirs(os.path.dirname(o.out) or ".", exist_ok=True)
         write_text(o.out, text)
+
+
+def export(o, folder):
+    """Write the model that o, a HarnessOptions, names to the Hugging Face folder `folder`."""
+    from model.convert import export_folder, read_source
+    from model.convert.foreign import read_model
+    state = read_model(o.ckpt)
+    try:
+        source = read_source(state, o.ckpt, o.backbone, for_others=True)
+        if source.tokenizer is None or source.tokenizer.eot_token is None:
+            raise DataError(f"{o.ckpt}: the harness needs a tokenizer with an end of text")
+        if o.apply_chat_template and not source.template:
+            raise DataError(f"--apply_chat_template: {o.ckpt} is not a chat model")
+        export_folder(source, folder, "float32")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; eval_tasks evaluates models that cannot be exported "
+                              "(train/README.md)") from None
 
 
 main = command(HarnessOptions, evaluate)
