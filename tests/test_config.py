@@ -290,7 +290,7 @@ def test_a_model_file_that_was_edited_and_reloaded_has_its_new_keys(tmp_path, mo
     ("convert", ["--save-precision=float32", "--to=x.pt"]),
     ("classifier.__main__", ["--batch-size=1", "--data=x", "--out=y"]),
     ("sae.__main__", ["--data-dir=x"]), ("autoencoder.__main__", ["--data-dir=x"]),
-    ("eval.lm_eval", ["--batch-size=1", "--tasks=x"])])
+    ("eval.lm_eval", ["--batch-size=1", "--tasks=hellaswag"])])
 def test_every_command_takes_both(name, options, capsys, monkeypatch):
     if name == "eval.lm_eval":
         pytest.importorskip("lm_eval")
