@@ -579,8 +579,8 @@ def test_nginx_with_its_defaults(tmp_path):
 # -----------------------------------------------------------------------------
 # what is refused
 
-def test_no_prompt_is_the_beginning_of_a_text(server):
-    assert send(server, body=b'{"prompt": null}', Content_Type="text/plain")[0] == 200
+def test_no_prompt_and_a_media_type_in_capitals_are_valid(server):
+    assert send(server, body=b'{"prompt": null}', Content_Type="Application/JSON; a=b")[0] == 200
 
 
 def ask(**body):
@@ -596,12 +596,18 @@ def say(**body):
     (dict(body=b"{"), 400, "not JSON"),
     (dict(body=b"[" * 100_000), 400, "not JSON"),
     (dict(body=[]), 400, "JSON object"),
+    (dict(body=b"{}", Content_Type="text/plain"), 415, "application/json"),
+    (dict(body=b"{}", Content_Type=""), 415, "application/json"),
     (ask(prompt=5), 400, "prompt: expected"),
     (ask(prompt=["a", 5]), 400, "a list of texts"),
+    (ask(prompt=0), 400, "prompt: expected"), (ask(prompt=False), 400, "prompt: expected"),
+    (ask(prompt={}), 400, "prompt: expected"), (ask(prompt=[]), 400, "prompt: expected"),
+    (ask(prompt=["a"] * 200, n=2), 400, "at most 256 texts per request, got 400"),
     (ask(prompt="a" * 65), 400, "65 tokens; the context of this model has 64"),
     (ask(max_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
     (ask(max_tokens=-2), 400, "max_tokens: must be at least 1, got -2"),
     (ask(max_completion_tokens=True), 400, "max_tokens: expected an integer"),
+    (say(max_completion_tokens=0), 400, "max_tokens: must be at least 1, got 0"),
     (ask(max_tokens=1.5), 400, "max_tokens"),
     (dict(body=b'{"temperature": NaN}'), 400, "temperature: expected a finite number"),
     (ask(temperature="hot"), 400, "temperature"), (ask(temperature=-1), 400, "temperature"),
@@ -612,11 +618,16 @@ def say(**body):
     (ask(n=129), 400, "n: must be at most 128"), (ask(best_of=2), 400, "vLLM"),
     (ask(guided_json=dict(a=1)), 400, "guided_json: {'a': 1} is not supported"),
     (say(function_call=dict(name="f")), 400, "function_call: {'name': 'f'} is not supported"),
+    (say(functions=[dict(name="f")]), 400, "functions: [{'name': 'f'}] is not supported"),
+    (say(modalities=["audio"]), 400, "modalities: ['audio'] is not supported"),
     (say(reasoning_effort="low"), 400, "reasoning_effort: 'low' is not supported"),
+    (say(chat_template_kwargs="a"), 400, "chat_template_kwargs: expected an object, got 'a'"),
+    (say(chat_template_kwargs=[]), 400, "chat_template_kwargs: expected an object, got []"),
     (say(messages=[dict(role="user", content=None)]), 400, "expected text, got None"),
     (say(messages=[dict(role="assistant", content=None, tool_calls=[dict(id="a")]),
                    dict(role="tool", content="a")]), 400, "tool_calls: not supported"),
     (ask(logprobs=2), 400, "logprobs: 2 is not supported"),
+    (ask(logprobs=0), 400, "logprobs: 0 is not supported"),
     (dict(body=b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}"), 400, "temperature"),
     (say(logprobs=True), 400, "logprobs: True is not supported"),
     (ask(min_tokens=5), 400, "min_tokens: 5 is not supported"),
@@ -707,6 +718,8 @@ def test_a_failure_costs_its_texts_only(model, monkeypatch, capfd):
             patch.setattr(model, "forward", lambda *_, **kw: 1 / 0)
             with pytest.raises(openai.APIError, match="generation failed"):
                 list(stream)
+            with pytest.raises(openai.InternalServerError, match="generation failed"):
+                complete(server, stream=True)  # a status, before the first token
         assert complete(server, max_tokens=2).choices
     assert "ZeroDivisionError" in capfd.readouterr().err
 
@@ -724,6 +737,15 @@ def test_a_panic_costs_its_request_only(monkeypatch, capfd):
         assert status == 500
         assert healthy(server)
     assert "Panic" in capfd.readouterr().err
+
+
+def test_an_error_of_the_server_is_json_too(monkeypatch, capfd):
+    with serving(small(LETTERS), tokenizer := CharTokenizer("abc ")) as server:
+        monkeypatch.setattr(tokenizer, "encode", lambda text: 1 / 0)
+        status, _, body = send(server, body=dict(prompt="a"))
+    error = json.loads(body)["error"]
+    assert (status, error["type"]) == (500, "server_error") and "log" in error["message"]
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 # -----------------------------------------------------------------------------
@@ -782,7 +804,7 @@ def test_pages_of_others_get_nothing(server):
 def test_pages_that_are_allowed_get_answers_and_preflights():
     """--cors: the browser asks first, without the key, and reads the answer."""
     page, own = "https://chat.example", dict(Host="localhost:8000")
-    with serving(small(), key="secret", origins=[page]) as server:
+    with serving(small(), key="secret", origins=[page + "/"]) as server:
         asked = own | {"Origin": page, "Access-Control-Request-Method": "POST",
                        "Access-Control-Request-Headers": "authorization,content-type"}
         status, headers, _ = send(server, "OPTIONS", **asked)
@@ -823,11 +845,36 @@ def test_a_key_is_asked_for():
             assert send(server, "GET", path, Host="llm.example")[0] == (200 if open_ else 401)
             assert send(server, "GET", path, Authorization="Bearer sec\xfc")[0] == (
                 200 if open_ else 401)
-        assert b"invalid_api_key" in send(server, body=dict(prompt="a"))[2]
+        status, headers, body = send(server, body=dict(prompt="a"))
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert b"invalid_api_key" in body
+        for header, status in (("bearer secret", 200), ("secret", 401), ("Basic secret", 401)):
+            assert send(server, "GET", "/v1/models", Authorization=header)[0] == status
         api = client(server).with_options(api_key="secret")
         assert api.completions.create(model="tiny", prompt="a", max_tokens=2).choices
         with pytest.raises(openai.AuthenticationError):
             complete(server)
+
+
+def test_other_sites_cannot_show_the_page(server):
+    headers = send(server, "GET", "/")[1]
+    assert headers["X-Frame-Options"] == "DENY" and "Server" not in headers
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_client_that_does_not_read_does_not_delay_the_end_for_ever(monkeypatch):
+    """Its response fills the buffers, and would wait in them."""
+    monkeypatch.setattr(server_file, "FINISH_SECONDS", 0.5, raising=False)
+    with serving(small(LETTERS, **LONG), LETTERS, max_tokens=10**6, timeout=600) as server:
+        assert healthy(server)  # it has begun
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.connect(("127.0.0.1", server.port))
+            s.sendall(raw(dict(prompt="a", max_tokens=10**6, stream=True)))
+            soon(lambda: any(c.flow.write_paused for c in server.server_state.connections), 100)
+            server.should_exit = True
+            soon(lambda: not server.server_state.tasks)
 
 
 def test_a_full_queue_says_so():
@@ -844,7 +891,7 @@ def test_a_full_queue_says_so():
         with connect(server) as one_more:
             one_more.sendall(request)
             reply = answer_of(one_more)
-            assert b" 503 " in reply
+            assert b" 503 " in reply and b"retry-after: 1" in reply
         assert healthy(server)
         for s in waiting:
             s.close()
@@ -975,22 +1022,25 @@ def test_a_signal_lets_texts_finish(checkpoint, tmp_path):
         fork.kill()
 
 
-def test_a_second_signal_ends_it_at_once(checkpoint):
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once(checkpoint, tmp_path, sig):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    errors = tmp_path / "errors"
     process = Fork(main, ([
         f"--ckpt={checkpoint}", f"--port={port}", "--max-tokens=1000000", "--device=cpu",
-        "--dtype=float32"],)).process  # in bfloat16 its greedy text meets the end of text
+        "--dtype=float32"],),
+        stderr=errors).process  # in bfloat16 its greedy text meets the end of text
     try:
         soon(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 60)
         stream = first_of(port, 10**6)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, sig)
         next(stream)
         time.sleep(0.5)
         assert process.is_alive()
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, sig)
         process.join(20)
-        assert not process.is_alive()
+        assert process.exitcode == 128 + sig and "Traceback" not in errors.read_text()
         with pytest.raises(openai.APIConnectionError):  # cut, and not taken for the end
             list(stream)
     finally:
@@ -1010,6 +1060,8 @@ def test_errors_of_the_command_line(checkpoint, tmp_path, capsys):
         for options in (["--port", str(taken.getsockname()[1])], ["--host=192.0.2.1"]):
             assert "bind on address" in error(*options)
     assert "--host 0.0.0.0 makes this server reachable" in error("--host=0.0.0.0")
+    for key in ("", " ", "a\n", "a ", "\udcff"):  # no client can send it; "$UNSET"
+        assert "--api_key: expected printable" in error(f"--api_key={key}")
     assert "no/ckpt.pt" in error("--ckpt", "no/ckpt.pt")
 
 

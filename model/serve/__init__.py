@@ -39,8 +39,8 @@ class ServeOptions(LoadOptions):
 def serve(options):
     """Run the command: answer HTTP requests until SIGINT or SIGTERM; active ones are finished.
 
-    Raises OSError if the address cannot be used, ValueError or UserError for the model, a missing
-    key (other machines can reach the address) or a missing package.
+    Raises OSError if the address cannot be used, ValueError or UserError for the model, an invalid
+    key, a missing one (other machines can reach the address) or a missing package.
     """
     require("starlette", "model.serve")
     require("uvicorn", "model.serve")
@@ -49,7 +49,11 @@ def serve(options):
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listening:
         address, port = listening.getsockname()[:2]
-        api_key = options.api_key or os.environ.get(API_KEY_VARIABLE)
+        api_key = options.api_key
+        if api_key is None:
+            api_key = os.environ.get(API_KEY_VARIABLE) or None
+        if api_key == "" or api_key and not (api_key.isprintable() and api_key == api_key.strip()):
+            raise ValueError("--api_key: expected printable characters, without blanks around them")
         if not (api_key or ipaddress.ip_address(address).is_loopback):
             raise ValueError(f"--host {options.host} makes this server reachable for others: set "
                              f"--api_key, or {API_KEY_VARIABLE} in the environment")

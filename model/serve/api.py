@@ -13,10 +13,11 @@ from train.base.fields import key, parse_value
 
 # Options that change the answer but are not implemented, and values with which they do not.
 UNSUPPORTED_OPTIONS = """
-    best_of echo logit_bias function_call tool_choice presence_penalty frequency_penalty
+    best_of echo logit_bias functions function_call tool_choice presence_penalty frequency_penalty
     repetition_penalty logprobs top_logprobs response_format structured_outputs guided_json
-    guided_choice guided_regex guided_grammar reasoning_effort min_tokens suffix""".split()
-NEUTRAL = dict(best_of=[1], repetition_penalty=[1], function_call=["none"],
+    guided_choice guided_regex guided_grammar reasoning_effort modalities min_tokens
+    suffix""".split()
+NEUTRAL = dict(best_of=[1], repetition_penalty=[1], modalities=[["text"]], function_call=["none"],
                tool_choice=["auto", "none"], response_format=[{"type": "text"}])
 
 
@@ -86,12 +87,14 @@ def parse_options(body):
     for invalid and unsupported options.
     """
     for name in UNSUPPORTED_OPTIONS:
-        value = body.get(name)
-        if value and value not in NEUTRAL.get(name, ()):
+        value = body.get(name)  # "logprobs": 0 asks for those of the text
+        is_set = value or name == "logprobs" and type(value) is int
+        if is_set and value not in NEUTRAL.get(name, ()):
             raise APIError(400, f"{name}: {value!r:.80} is not supported; remove it, or serve the "
                            "exported folder with vLLM")
-    body["max_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens")
-    stop = parse_texts("stop", body.pop("stop", None) or [])
+    if body.get("max_completion_tokens") is not None:
+        body["max_tokens"] = body["max_completion_tokens"]
+    stop = parse_texts("stop", body.pop("stop", None) or "")
     options = RequestOptions(stop=[text for text in stop if text])
     for f in fields(options):
         try:
@@ -105,7 +108,7 @@ def parse_options(body):
 def parse_texts(name, value):
     """Return the list of texts for the option `name` of a request: one text or a list of them."""
     texts = [value] if isinstance(value, str) else value
-    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
         raise APIError(400, f"{name}: expected a text or a list of texts, got {value!r:.80}")
     return texts
 
@@ -116,7 +119,8 @@ def encode_prompts(value, tokenizer):
     Raises APIError if it is invalid.
     """
     try:
-        return [encode_prompt(tokenizer, text) for text in parse_texts("prompt", value or "")]
+        texts = parse_texts("prompt", "" if value is None else value)
+        return [encode_prompt(tokenizer, text) for text in texts]
     except ValueError as error:  # characters that are not in the vocabulary
         raise APIError(400, f"prompt: {error}") from None
 
@@ -133,7 +137,9 @@ def encode_messages(body, engine, template, max_new_tokens):
     """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
-    variables = body.get("chat_template_kwargs") or {}
+    variables = body.get("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
+        raise APIError(400, f"chat_template_kwargs: expected an object, got {variables!r:.80}")
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "assistant":

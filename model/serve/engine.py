@@ -97,8 +97,10 @@ class Engine:
     def submit(self, jobs):
         """Add the Jobs of one request to the queue and return at once.
 
-        Raises APIError (503) if the queue has no room for all of them.
+        Raises APIError (503) if the queue has no room for all of them, (400) if it never has.
         """
+        if len(jobs) > self.max_queue:
+            raise APIError(400, f"at most {self.max_queue} texts per request, got {len(jobs)}")
         for job in jobs:
             job.detokenizer = Detokenizer(self.tokenizer, job.options.stop)
             [job.generator] = create_generators(job.options.seed, self.device)

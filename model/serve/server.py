@@ -6,6 +6,7 @@ One thread serves all connections; the engine computes in a second thread (model
 import asyncio
 import hmac
 import json
+import os
 import time
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from model.serve.api import Answer, parse_request
 from model.serve.engine import APIError
 
 CHAT_PATH = "/v1/chat/completions"
+FINISH_SECONDS = 30  # for active requests when the server stops
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 
 
 class Server(uvicorn.Server):
     """HTTP server with OpenAI's API; run([listening]) serves until SIGINT or SIGTERM.
 
-    Active requests are then finished; a second SIGINT ends them.
+    Active requests are then finished, for FINISH_SECONDS (30) at most; a second signal exits.
     name: of the model, for clients. template: the model's ChatTemplate, or None: no chats.
     key: the required bearer token. None: no key, and requests must name this machine in the Host
     header: as localhost or `host`. origins: other web pages that may send requests from a browser
@@ -40,28 +43,43 @@ class Server(uvicorn.Server):
         self.template = template
         self.key = key
         self.created = int(time.time())
-        # Other web pages cannot read responses (CORS). A page's own name may have been made to
-        # resolve to this server (DNS rebinding), so without a key other names are not accepted.
+        # Other web pages cannot read responses, or send JSON without permission (CORS). A page's
+        # own name may have been made to resolve to this server (DNS rebinding), so without a key
+        # other names are not accepted.
         hosts = ["*"] if key else ["localhost", "127.0.0.1", "[::1]", host]
         app = Starlette(
             routes=[Route("/", self.get_page), Route("/health", self.get_health),
                     Route("/v1/models", self.get_models),
                     Route("/v1/completions", self.post_completion, methods=["POST"]),
                     Route(CHAT_PATH, self.post_completion, methods=["POST"])],
-            exception_handlers={APIError: self.handle_error,
+            exception_handlers={APIError: self.handle_error, Exception: self.handle_error,
                                 ClientDisconnect: lambda request, error: None},
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
                         Middleware(CORSMiddleware, allow_headers=["*"],
-                                   allow_methods=["GET", "POST"], allow_origins=origins)])
-        super().__init__(uvicorn.Config(app))
+                                   allow_methods=["GET", "POST"],  # an origin has no path
+                                   allow_origins=[origin.rstrip("/") for origin in origins])])
+        super().__init__(uvicorn.Config(
+            app, timeout_keep_alive=30, timeout_graceful_shutdown=FINISH_SECONDS,
+            server_header=False,
+            headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")]))
+
+    def handle_exit(self, sig, frame):
+        """Begin to shut down; at a second signal exit at once. Overrides uvicorn's handler."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
 
     async def handle_error(self, request, error):
-        return JSONResponse(error.body(), error.status)
+        """Return the JSON response for an exception, with status 500 if it is no APIError."""
+        if not isinstance(error, APIError):
+            error = APIError(500, "internal error; see the server's log")
+        return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
         """Raise APIError (401) unless the request has the server's key, if any, as bearer token."""
-        token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key and not hmac.compare_digest(token.encode("latin-1"), self.key.encode()):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if self.key and not (scheme.lower() == "bearer" and hmac.compare_digest(
+                token.strip().encode("latin-1"), self.key.encode())):
             raise APIError(401, "expected Authorization: Bearer and the API key",
                            code="invalid_api_key")
 
@@ -82,6 +100,10 @@ class Server(uvicorn.Server):
     async def post_completion(self, request):
         """Return a JSON response or a stream of server-sent events for a completion request."""
         self.check_key(request)
+        # A browser sends other content types to other sites without asking for permission.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise APIError(415, "expected Content-Type: application/json")
         chat = request.url.path == CHAT_PATH
         # In a worker thread: parsing and encoding a long prompt must not block other connections.
         options, jobs, include_usage = await asyncio.to_thread(
@@ -95,7 +117,9 @@ class Server(uvicorn.Server):
         events = read_events(queue, jobs, request)
         if not options.stream:
             return JSONResponse(answer.complete([event async for event in events]))
-        return StreamingResponse(write_stream(answer, events, include_usage),
+        # An error before the first token is an HTTP error. The default: the client has left.
+        first = await anext(events, (0, "", None))
+        return StreamingResponse(write_stream(answer, first, events, include_usage),
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                                  media_type="text/event-stream")
 
@@ -119,15 +143,17 @@ async def read_events(queue, jobs, request):
             job.ended = True
 
 
-async def write_stream(answer, events, include_usage):
+async def write_stream(answer, first, events, include_usage):
     """Yield the server-sent events of a streamed response, as texts, and "[DONE]".
 
-    events: an async iterator. answer: the Answer that formats them. include_usage: send the token
-    counts before "[DONE]". An APIError of `events` is sent as the last event, without "[DONE]".
+    first, events: the first event, and an async iterator of the others. answer: the Answer that
+    formats them. include_usage: send the token counts before "[DONE]". An APIError of `events` is
+    sent as the last event, without "[DONE]".
     """
     def send(content):
         return f"data: {json.dumps(content)}\n\n"
     try:
+        yield send(answer.chunk(first))
         async for event in events:
             yield send(answer.chunk(event))
         if include_usage:
