@@ -211,10 +211,13 @@ def test_an_export_replaces_nothing(tmp_path, capsys):
     make(tmp_path / "ckpt.pt")
     folder = export(tmp_path / "ckpt.pt", tmp_path / "hf")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    for to in (tmp_path / "ckpt.pt", f"{folder}/", f"{folder}/model.safetensors"):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "named like a file.gguf").mkdir()
+    for to in (tmp_path / "ckpt.pt", f"{folder}/", f"{folder}/model.safetensors", "/dev/null",
+               tmp_path / "dangling", tmp_path / "named like a file.gguf"):
         assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--to", str(to)]) == 2
-        assert "exists already; remove it" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+        assert "exists already; give another name" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "empty").mkdir()
     export(tmp_path / "ckpt.pt", tmp_path / "empty")
 
@@ -760,6 +763,18 @@ def test_only_names_of_folders_become_folders(tmp_path, capsys):
         assert (code, (tmp_path / name).exists()) == ((2, False) if refused else (0, True)), name
         said = capsys.readouterr().err
         assert not refused or said.count("\n") == 1 and "FILE.gguf or a folder" in said
+
+
+def test_no_export_is_taken_for_a_checkpoint_of_a_run(tmp_path, capsys):
+    make(tmp_path / "ckpt.pt", norm="layer", pos="learned", mlp="gelu_exact", n_hidden=128)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    for name, expected in (("ckpt.pt", 2), ("ckpt_best.pt", 2), ("ckpt_prev.pt", 2),
+                           ("ckpt_0000009.pt", 2), ("ckpt_merged.pt", 0)):
+        assert convert.main(["--ckpt", str(tmp_path / "ckpt.pt"),
+                             "--to", str(tmp_path / "run" / name)]) == expected
+        assert ("a checkpoint of the run" in capsys.readouterr().err) == (expected == 2)
+        assert (tmp_path / "run" / name).exists() == (expected == 0)
 
 
 def test_as_typed_and_nothing_of_it_in_the_main_job(tmp_path, data_dir):

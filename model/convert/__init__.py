@@ -183,9 +183,10 @@ FORMATS = {".pt": export_nanogpt, ".safetensors": export_weights, ".gguf": expor
 def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
     """Write a model in the format that the name `to` implies, and print a description.
 
-    to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder, which must not exist or
-    be empty. FILE.pt is the unchanged checkpoint in one file if `ckpt` is sharded and `ema` False;
-    or else, with adapters or memory layers, the result of export_merged(); or else nanoGPT's.
+    to: FILE.safetensors, FILE.gguf, FILE.pt or else a Hugging Face folder; it must not exist, or be
+    an empty folder for the last. FILE.pt is the unchanged checkpoint in one file if `ckpt` is
+    sharded and `ema` False; or else, with adapters or memory layers, the result of export_merged();
+    or else nanoGPT's.
     ckpt: a path that read_model() accepts. backbone: path of the frozen model; `None`: as trained.
     save_precision: the weights' dtype, ignored for FILE.pt except by export_merged().
     ema: write the running averages of the weights. Raises UserError or ValueError.
@@ -195,9 +196,16 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
     if not to or ending[1:2].isalpha() and ending not in FORMATS:
         raise CheckpointError(f"--to {to!r}: expected FILE.pt, FILE.safetensors, FILE.gguf or a "
                               "folder (FOLDER/ if it is named like a file)")
-    if os.path.isfile(to) or os.path.isdir(to) and os.listdir(to):
-        raise CheckpointError(f"--to {to}: exists already; remove it, or give another name")
-    os.makedirs(os.path.dirname(os.path.abspath(to)), exist_ok=True)
+    path = os.path.abspath(to)
+    is_empty_folder = ending not in FORMATS and os.path.isdir(to) and not os.listdir(to)
+    if os.path.lexists(path) and not is_empty_folder:
+        raise CheckpointError(f"--to {to}: exists already; give another name")
+    folder, name = os.path.split(path)
+    is_of_run = re.fullmatch(r"ckpt(_best|_prev|_\d+)?\.pt", name)
+    if is_of_run and os.path.exists(f"{folder}/metrics.jsonl"):
+        raise CheckpointError(f"--to {to}: has the name of a checkpoint of the run in {folder}; "
+                              "give another name")
+    os.makedirs(folder, exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")

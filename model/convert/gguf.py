@@ -70,8 +70,8 @@ def export_gguf(source, to, precision):
 def gguf_tensors(weights, c, kind, arch, names):
     """Return {name in llama.cpp: tensor}, in the layout of llama.cpp.
 
-    weights: {name in this program: tensor}. c: the GPTConfig. kind: the model_type, a
-    key of FAMILIES. arch: the architecture in llama.cpp. names: the package gguf's TensorNameMap.
+    weights: {name in this program: tensor}. c: the GPTConfig. kind: the model_type, a key of
+    FAMILIES. arch: the architecture in llama.cpp. names: the package gguf's TensorNameMap.
     Raises CheckpointError for tensors that transformers does not have.
     """
     out = {}

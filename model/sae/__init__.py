@@ -236,11 +236,10 @@ class SparseAutoencoder(nn.Module):
         """Return the AuxK loss (N,), which revives dead features (arXiv:2406.04093, A.2).
 
         x (N, C): scaled. pre (N, F): features before the nonlinearity. error (N, C): x minus
-        reconstruction.
-        W (F, C): of decoder(); `None`: pre and W are computed here, for the dead features only.
-        Dead features have not fired for dead_after steps. The loss is the share of the squared
-        error that remains if the auxk largest of them reconstruct the error. If fewer than auxk are
-        dead, it is multiplied by their number / auxk.
+        reconstruction. W (F, C): of decoder(); `None`: pre and W are computed here, for the dead
+        features only. Dead features have not fired for dead_after steps. The loss is the share of
+        the squared error that remains if the auxk largest of them reconstruct the error. If fewer
+        than auxk are dead, it is multiplied by their number / auxk.
         """
         if not self.may_have_dead:
             return error.new_zeros(len(error))
