@@ -4,6 +4,7 @@ One thread serves all connections; the engine computes in a second thread (model
 """
 
 import asyncio
+import contextlib
 import hmac
 import json
 import os
@@ -111,8 +112,7 @@ class Server(uvicorn.Server):
         answer = Answer(jobs, options.n, chat, self.name)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
         for i, job in enumerate(jobs):  # events (text, finish_reason) come from the engine's thread
-            job.on_event = lambda event, i=i: loop.call_soon_threadsafe(
-                queue.put_nowait, (i, *event))
+            job.on_event = lambda event, i=i: put(loop, queue, (i, *event))
         self.engine.submit(jobs)
         events = read_events(queue, jobs, request)
         if not options.stream:
@@ -122,6 +122,12 @@ class Server(uvicorn.Server):
         return StreamingResponse(write_stream(answer, first, events, include_usage),
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                                  media_type="text/event-stream")
+
+
+def put(loop, queue, event):
+    """Add an event to an asyncio.Queue, from another thread; do nothing if its loop is closed."""
+    with contextlib.suppress(RuntimeError):  # the server has stopped without this request
+        loop.call_soon_threadsafe(queue.put_nowait, event)
 
 
 async def read_events(queue, jobs, request):
