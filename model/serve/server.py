@@ -114,12 +114,16 @@ class Server(uvicorn.Server):
         for i, job in enumerate(jobs):  # events (text, finish_reason) come from the engine's thread
             job.on_event = lambda event, i=i: put(loop, queue, (i, *event))
         self.engine.submit(jobs)
-        events = read_events(queue, jobs, request)
+        events = read_events(queue, jobs)
+        watch = asyncio.create_task(cancel_on_disconnect(request, jobs))
+        try:
+            # An error before the first token, or before a whole response, is an HTTP error.
+            pieces = [await anext(events)] if options.stream else [e async for e in events]
+        finally:
+            watch.cancel()
         if not options.stream:
-            return JSONResponse(answer.complete([event async for event in events]))
-        # An error before the first token is an HTTP error. The default: the client has left.
-        first = await anext(events, (0, "", None))
-        return StreamingResponse(write_stream(answer, first, events, include_usage),
+            return JSONResponse(answer.complete(pieces))
+        return StreamingResponse(write_stream(answer, pieces[0], events, include_usage),
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                                  media_type="text/event-stream")
 
@@ -130,15 +134,15 @@ def put(loop, queue, event):
         loop.call_soon_threadsafe(queue.put_nowait, event)
 
 
-async def read_events(queue, jobs, request):
+async def read_events(queue, jobs):
     """Yield the events (index of the job, text, finish_reason) in `queue` until all jobs finish.
 
-    Ends early if the client disconnects. A finish_reason that is an exception is raised. At the
-    end, also if the caller stops early, all jobs are cancelled.
+    A finish_reason that is an exception is raised. At the end, also if the caller stops early, all
+    jobs are cancelled.
     """
     n_active = len(jobs)
     try:
-        while n_active and not await request.is_disconnected():
+        while n_active:
             i, text, finish_reason = await queue.get()
             if isinstance(finish_reason, Exception):
                 raise finish_reason
@@ -147,6 +151,13 @@ async def read_events(queue, jobs, request):
     finally:
         for job in jobs:
             job.ended = True
+
+
+async def cancel_on_disconnect(request, jobs):
+    """Wait until the client disconnects; then end jobs[0] with an exception for read_events()."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    jobs[0].emit("", ClientDisconnect())
 
 
 async def write_stream(answer, first, events, include_usage):
@@ -167,3 +178,5 @@ async def write_stream(answer, first, events, include_usage):
         yield "data: [DONE]\n\n"
     except APIError as error:
         yield send(error.body())
+    except ClientDisconnect:  # noticed just before the response began
+        pass
