@@ -44,9 +44,9 @@ def prepare_tokens(o):
 
     o: PrepareOptions; o.shards: number of training files (default: all).
     Returns {"train": {"tokens", "files"}, "val": {"tokens"}}. Removes files of an earlier
-    preparation. Raises DataError for a failed download, options for text, e.g.
-    o.tokenizer, and a folder with data of other sources unless o.force is True; SetupError without
-    the package huggingface_hub.
+    preparation. Raises DataError for a failed download, options for text, e.g. o.tokenizer, and a
+    folder with data of other sources unless o.force is True; SetupError without the package
+    huggingface_hub.
     """
     names = ("field", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:

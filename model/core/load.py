@@ -147,7 +147,7 @@ def saved_config(values):
     known = fields_by_name(config_class(values.get("model", "gpt")))
     removed = REMOVED_KEYS | REMOVED_OF_TYPES - known.keys()
     layers = values.get("layer", ())
-    was_list = isinstance(layers, list) and known["layer"].type is int
+    was_list = isinstance(layers, list) and "layer" in known and known["layer"].type is int
     unsupported = dict(layer=was_list and len(layers) > 1,
                        target="target" in removed and values.get("target", "input") != "input",
                        time_layers="time_layers" in removed and values.get("time_layers"))
