@@ -308,7 +308,8 @@ def test_the_memory_of_a_snapshot_is_given_back_once_it_is_written(tmp_path):
         print(*[(n - before) / 2**20 for n in (seen[0], after, memory_resident())])"""
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     during, after, exported = map(float, done.stdout.split("\n")[-2].split())
-    assert during > 95 and after < 5 and exported < 10, (done.stdout, done.stderr)
+    # The weights in bfloat16 are 50 MB, and are converted one after the other.
+    assert during > 95 and after < 5 and exported < 25, (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("n_threads", [1, 4])

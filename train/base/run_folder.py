@@ -18,7 +18,7 @@ from train.base.background import BackgroundThread
 from train.base.checkpoint_file import open_checkpoint, replace_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, CollectiveExit, quote_path
 from train.base.files import lock_folder, next_free_path, unlock, write_text
-from train.base.memory import memory_available, return_freed_memory
+from train.base.memory import memory_available
 from train.base.tensors import map_tensors, named_tensors, write_safetensors
 
 MIN_MAPPED_BYTES = 1 << 16  # of a tensor whose copy is a memory map, of which Linux permits 65,530
@@ -227,13 +227,9 @@ class RunFolder:
 
     def export(self, state):
         """Write model.safetensors: weights, floats in save_precision; metadata: DESCRIPTION."""
-        dtype = getattr(torch, self.save_precision)
-        weights = {n: t.to(dtype) if t.is_floating_point() else t
-                   for n, t in state["model"].items()}
         description = {k: json.dumps(state[k]) for k in file_format.DESCRIPTION if k in state}
-        write_safetensors(self.file("model.safetensors"), weights, description)
-        del weights  # malloc may keep the memory of the converted ones
-        return_freed_memory()
+        write_safetensors(self.file("model.safetensors"), state["model"], description,
+                          getattr(torch, self.save_precision))
 
     def archive_later_checkpoints(self, progress, log):
         """Move checkpoints that are not of the resumed run's past to a new subfolder old_N/.

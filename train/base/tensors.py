@@ -128,26 +128,29 @@ def digest(path, n_bytes=None):
     return sha.hexdigest()
 
 
-def write_safetensors(path, tensors, metadata=None):
+def write_safetensors(path, tensors, metadata=None, precision=None):
     """Write a .safetensors file atomically, and return {"size": bytes, "sha256": digest}.
 
     tensors: {name: tensor}, on any device, dtypes in SAFETENSORS_DTYPES; written in this order.
-    metadata: {name: text} for the header.
+    metadata: {name: text} for the header. precision: the dtype of floating-point tensors in the
+    file, which are converted one after the other; `None`: as they are.
     Format: https://github.com/huggingface/safetensors.
     """
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     header = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    dtypes = [precision if precision and t.is_floating_point() else t.dtype
+              for t in tensors.values()]
     offset = 0
-    for name, t in tensors.items():
-        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape),
-                            data_offsets=[offset, offset + t.nbytes])
-        offset += t.nbytes
+    for (name, t), dtype in zip(tensors.items(), dtypes):
+        start, offset = offset, offset + t.numel() * dtype.itemsize
+        header[name] = dict(dtype=names[dtype], shape=list(t.shape), data_offsets=[start, offset])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensor data starts at a multiple of 8
     with atomic_write(path) as f:
         hashing = HashingFile(f)
         hashing.write(struct.pack("<Q", len(text)) + text)
-        for t in tensors.values():
-            hashing.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        for t, dtype in zip(tensors.values(), dtypes):
+            data = t.detach().to("cpu", dtype).contiguous().flatten()
+            hashing.write(data.view(torch.uint8).numpy())
         sha256 = hashing.finish()
     return dict(size=8 + len(text) + offset, sha256=sha256)
