@@ -739,6 +739,15 @@ def test_a_panic_costs_its_request_only(monkeypatch, capfd):
     assert "Panic" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("method, path, status, allowed", [
+    ("POST", "/v1/embeddings", 404, None), ("GET", "/v1/completions", 405, "POST")])
+def test_an_unknown_path_or_method_gets_an_error_of_openai(server, method, path, status, allowed):
+    got, headers, body = send(server, method, path)
+    error = json.loads(body)["error"]
+    assert (got, headers["Allow"], error["type"]) == (status, allowed, "invalid_request_error")
+    assert f"{method} {path}" in error["message"] and "/v1/chat/completions" in error["message"]
+
+
 def test_an_error_of_the_server_is_json_too(monkeypatch, capfd):
     with serving(small(LETTERS), tokenizer := CharTokenizer("abc ")) as server:
         monkeypatch.setattr(tokenizer, "encode", lambda text: 1 / 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -53,8 +54,9 @@ class Server(uvicorn.Server):
                     Route("/v1/models", self.get_models),
                     Route("/v1/completions", self.post_completion, methods=["POST"]),
                     Route(CHAT_PATH, self.post_completion, methods=["POST"])],
-            exception_handlers={APIError: self.handle_error, Exception: self.handle_error,
-                                ClientDisconnect: lambda request, error: None},
+            exception_handlers={kind: self.handle_error
+                                for kind in (APIError, HTTPException, Exception)}
+            | {ClientDisconnect: lambda request, error: None},
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
                         Middleware(CORSMiddleware, allow_headers=["*"],
                                    allow_methods=["GET", "POST"],  # an origin has no path
@@ -71,10 +73,15 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def handle_error(self, request, error):
-        """Return the JSON response for an exception, with status 500 if it is no APIError."""
-        if not isinstance(error, APIError):
+        """Return the JSON response for an exception, with status 500 if it is of neither class."""
+        headers = getattr(error, "headers", None)  # with 405, the methods of the path
+        if isinstance(error, HTTPException):
+            error = APIError(error.status_code, f"{request.method} {request.url.path}: "
+                             f"{error.detail}; expected POST /v1/completions, POST {CHAT_PATH} or "
+                             "GET /v1/models")
+        elif not isinstance(error, APIError):
             error = APIError(500, "internal error; see the server's log")
-        return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
+        return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
 
     def check_key(self, request):
         """Raise APIError (401) unless the request has the server's key, if any, as bearer token."""
