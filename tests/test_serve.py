@@ -871,7 +871,7 @@ def test_other_sites_cannot_show_the_page(server):
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_a_client_that_does_not_read_does_not_delay_the_end_for_ever(monkeypatch):
+def test_a_client_that_does_not_read_does_not_delay_the_end_for_ever(monkeypatch, capfd):
     """Its response fills the buffers, and would wait in them."""
     monkeypatch.setattr(server_file, "FINISH_SECONDS", 0.5, raising=False)
     with serving(small(LETTERS, **LONG), LETTERS, max_tokens=10**6, timeout=600) as server:
@@ -884,6 +884,8 @@ def test_a_client_that_does_not_read_does_not_delay_the_end_for_ever(monkeypatch
             soon(lambda: any(c.flow.write_paused for c in server.server_state.connections), 100)
             server.should_exit = True
             soon(lambda: not server.server_state.tasks)
+    log = capfd.readouterr().err
+    assert "timeout graceful shutdown exceeded" in log and "Traceback" not in log
 
 
 def test_a_full_queue_says_so():

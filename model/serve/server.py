@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -65,6 +66,7 @@ class Server(uvicorn.Server):
             app, timeout_keep_alive=30, timeout_graceful_shutdown=FINISH_SECONDS,
             server_header=False,
             headers=[("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY")]))
+        logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
 
     def handle_exit(self, sig, frame):
         """Begin to shut down; at a second signal exit at once. Overrides uvicorn's handler."""
@@ -133,6 +135,11 @@ class Server(uvicorn.Server):
         return StreamingResponse(write_stream(answer, pieces[0], events, include_usage),
                                  headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                                  media_type="text/event-stream")
+
+
+def is_no_cancellation(record):
+    """Return whether a log record is not the traceback of a request that FINISH_SECONDS cut."""
+    return not (record.exc_info and record.exc_info[0] is asyncio.CancelledError)
 
 
 def put(loop, queue, event):
