@@ -15,6 +15,7 @@ same logits as the model.
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 
@@ -220,7 +221,11 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
         else:
             source = read_source(state, ckpt, backbone, for_others=ending != ".safetensors")
             export = FORMATS.get(ending, export_folder)
-            description = export(source, to, save_precision)
+            try:
+                description = export(source, to, save_precision)
+            except BaseException:
+                shutil.rmtree(to, ignore_errors=True)  # the next try may use this name
+                raise
     echo(f"Wrote {to}: {description}")
 
 
