@@ -93,7 +93,9 @@ class HasTeachers(weights.HoldsFrozen):
 
     def teacher_flops(self):
         """Return the FLOPs per token of all teachers' forward passes."""
-        return sum(m.flops_per_unit() / getattr(m, "row_tokens", 1) for m in self.frozen)
+        # Of a chat model they are per row, of DPO per pair, of GRPO with sampled answers.
+        return sum((super(chat.ChatGPT, m) if isinstance(m, chat.ChatGPT) else m).flops_per_unit()
+                   for m in self.frozen)
 
 
 class Student(HasTeachers, GPT):

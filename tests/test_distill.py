@@ -26,6 +26,7 @@ from model.core.init import stable_hash
 from model.core.load import load_model, saved_config
 from model.core.weights import load_frozen
 from model.distill import Student
+from model.dpo import PreferenceGPT
 from model.gpt import GPT, GPTConfig
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
@@ -115,6 +116,18 @@ def test_flops_count_a_forward_pass_of_the_teacher(teacher):
     student.frozen = (big.requires_grad_(False),)
     head = student.wte.weight.numel()  # the divergence computes the output layer once more
     assert student.flops_per_unit() == alone + whole / 3 + 6 * head
+
+
+def test_flops_of_a_teacher_are_per_token_for_any_model_type():
+    """DPO's are per pair, GRPO's per prompt with sampled answers."""
+    shape = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256, block_size=8)
+    student, flops = Student(shape), set()
+    for model_type in (GPT, PreferenceGPT, grpo.PolicyGPT):
+        teacher = model_type(shape).requires_grad_(False)
+        teacher.row_tokens, teacher.keys = 8, SimpleNamespace(group_size=4, answer_tokens=4)
+        student.frozen = (teacher,)
+        flops.add(student.teacher_flops())
+    assert len(flops) == 1
 
 
 def test_flops_of_answers_are_those_of_rows():
