@@ -545,8 +545,11 @@ def test_convert_makes_one_file_of_shards(on_four_ranks, tmp_path):
         assert done.stdout == f"Wrote {to}: the same checkpoint in one file\n"
         assert not sharded_file.is_sharded(to)
         assert_same_file(to, on_four_ranks / "ckpt.pt")
+    from model.convert import convert
     from model.sample import load_model
     load_model(ckpt)
+    with pytest.raises(CheckpointError, match="FILE.safetensors"):  # not ignored
+        convert(str(ckpt), str(tmp_path / "b.pt"), save_precision="bfloat16")
 
 
 # -----------------------------------------------------------------------------

@@ -208,6 +208,9 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
                               "give another name")
     os.makedirs(folder, exist_ok=True)
     if ending == ".pt" and is_sharded(ckpt) and not ema:
+        if save_precision != "float32":
+            raise CheckpointError(f"--save_precision: {to} will be the unchanged checkpoint, which "
+                                  "a run can resume; for weights only, give FILE.safetensors")
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")
         return
