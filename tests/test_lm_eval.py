@@ -175,6 +175,27 @@ def test_a_chat_model_is_asked_in_its_own_format(folder, tmp_path):
             assert flat(a["filtered_resps"]) == pytest.approx(flat(b["filtered_resps"]), abs=1e-4)
 
 
+def test_a_model_is_read_with_its_own_tokenizer(folder, tmp_path):
+    """Not with that of Qwen, which composes accents, because its class is Qwen2's."""
+    state = torch.load(folder / "ckpt.pt")
+    shape = state["model_args"] | dict(qkv_bias=True)
+    weights = GPT(GPTConfig(**shape)).state_dict() | state["model"]
+    save_checkpoint(str(tmp_path / "ckpt.pt"), state | dict(model=weights, model_args=shape))
+    docs = (folder / "docs.jsonl").read_text().replace("many", "mane\u0301")
+    (tmp_path / "docs.jsonl").write_text(docs)
+    text = (folder / "choice.yaml").read_text().replace(str(folder), str(tmp_path))
+    (tmp_path / "choice.yaml").write_text(text)
+    assert lm_eval.main(["--ckpt", str(tmp_path / "ckpt.pt"), "--tasks=local_choice",
+                         "--device=cpu", "--include_path", str(tmp_path), "--log_samples",
+                         "--out", str(tmp_path / "a.json")]) == 0
+    model, tokenizer = load_model(tmp_path / "ckpt.pt")
+    reader = tasks.ExampleReader(tokenizer, None, model.config.block_size)
+    for sample in json.loads((tmp_path / "a.json").read_text())["samples"]["local_choice"]:
+        row = reader.parse(sample["doc"], 0)
+        found = [p for p, _ in tasks.score_sequences(model, row.sequences)]
+        assert found == pytest.approx([float(p) for p, _ in sample["filtered_resps"]], rel=1e-5)
+
+
 def flat(values):
     """Numbers as they are, texts as their characters' codes."""
     out = []

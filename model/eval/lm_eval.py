@@ -46,6 +46,7 @@ def evaluate(options):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
+    from transformers import PreTrainedTokenizerFast
     o = options
     if o.log_samples and not o.out:
         raise DataError("--log_samples: needs --out FILE.json")
@@ -57,9 +58,12 @@ def evaluate(options):
         open(o.out, "a").close()
     with tempfile.TemporaryDirectory() as folder:
         export(o, folder)
+        # AutoTokenizer of transformers 5 would take any tokenizer of a Qwen2 for Qwen's.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         results = simple_evaluate(
-            "hf", dict(pretrained=folder, dtype="float32"), o.tasks, num_fewshot=o.num_fewshot,
-            batch_size=o.batch_size, device=str(get_device(o.device)), limit=o.limit,
+            "hf", dict(pretrained=folder, tokenizer=tokenizer, dtype="float32"), o.tasks,
+            num_fewshot=o.num_fewshot, batch_size=o.batch_size,
+            device=str(get_device(o.device)), limit=o.limit,
             apply_chat_template=o.apply_chat_template, task_manager=manager)
     print(make_table(results))
     if o.out:
