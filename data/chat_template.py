@@ -298,9 +298,7 @@ class ChatTemplate:
 
     def with_end_ids(self, tokenizer):
         """Return a copy with end_ids(tokenizer) as `ends`; return the built-in template as is."""
-        if not self.ends:
-            return self
-        return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)})
+        return ChatTemplate(self.spec | {"ends": self.end_ids(tokenizer)}) if self.ends else self
 
 
 def open_chat_format(source):

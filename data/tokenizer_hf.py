@@ -22,15 +22,6 @@ def token_text(token):
     return "".join(BYTE_CHARACTERS[b] for b in token)
 
 
-def list_merges(ranks):
-    """Return the pairs of tokens in `ranks`, {bytes: rank}, that join to a token, in rank order."""
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-        merges += [(a, b) for a, b in halves if a in ranks and b in ranks]
-    return merges
-
-
 # -----------------------------------------------------------------------------
 # writing
 
@@ -59,7 +50,10 @@ def tokenizer_json(tokenizer):
     model = dict(
         type="BPE", ignore_merges=True,  # a text that is a token as a whole needs no merges
         vocab={token_text(token): rank for token, rank in ranks.items()},
-        merges=[f"{token_text(a)} {token_text(b)}" for a, b in list_merges(ranks)])
+        # The pairs of tokens that join to a token, in rank order.
+        merges=[f"{token_text(token[:i])} {token_text(token[i:])}"
+                for token in sorted(ranks, key=ranks.get) for i in range(1, len(token))
+                if token[:i] in ranks and token[i:] in ranks])
     return content | dict(pre_tokenizer=pre_tokenizer, model=model,
                           decoder=byte_level | dict(use_regex=True))
 

@@ -119,9 +119,8 @@ class FromChatKeys:
     lora_rank: int = key(0, "train only adapters of this rank; 0: all weights", ge=0)
 
     def problems(self):
-        if self.init_from != "scratch":
-            return []
-        return ["init_from: missing; set it to a chat model, e.g. out/chat/ckpt.pt"]
+        problem = "init_from: missing; set it to a chat model, e.g. out/chat/ckpt.pt"
+        return [problem] if self.init_from == "scratch" else []
 
 
 def read_rows_meta(config, model, command, *keys):

@@ -48,7 +48,7 @@ from model.gpt import GPTConfig
 from model.moe import MoEConfig
 from model.sample import load_model
 from model.sample.compiled import compile_decoder
-from model.serve.api import encode_prompts, parse_request
+from model.serve.api import parse_request
 from model.serve.engine import Engine
 from train.base.checkpoint_file import load_checkpoint, save_checkpoint
 from train.base.errors import CheckpointError, DataError, UserError
@@ -731,7 +731,7 @@ def test_a_prompt_begins_as_in_transformers(tmp_path, monkeypatch):
                                 "--max_new_tokens=20", "--dtype=float32"]) == 0
             wanted = model.generate(asked, max_new_tokens=20, do_sample=False)
             assert torch.equal(texts.pop(), wanted)
-            assert encode_prompts(prompt, ours) == asked.tolist()
+            assert encode_prompt(ours, prompt) == asked[0].tolist()
             assert ours.encode(prompt) == asked[0, 1:].tolist()
     gguf = pytest.importorskip("gguf")
     assert convert.main(["--ckpt", str(tmp_path / "b"), "--to", str(tmp_path / "m.gguf")]) == 0

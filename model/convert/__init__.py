@@ -214,9 +214,7 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
         save_checkpoint(to, load_checkpoint(ckpt))
         echo(f"Wrote {to}: the same checkpoint in one file")
         return
-    state = read_model(ckpt)
-    if ema:
-        state = use_ema(state, ckpt)
+    state = use_ema(read_model(ckpt), ckpt) if ema else read_model(ckpt)
     needs_merging = saved_model_type(state) == "memory" or any(map(is_adapter, state["model"]))
     with reporting_full_disk(to):
         if ending == ".pt" and needs_merging:  # nanoGPT's format has neither

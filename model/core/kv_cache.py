@@ -148,6 +148,5 @@ def create_cache(model, rows, size=None):
     device, dtype = model.wte.weight.device, model.wte.weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    if getattr(model, "needs_full_cache", False):
-        size = None
-    return KVCache(model.config, rows, device, dtype, size)
+    needs_full_cache = getattr(model, "needs_full_cache", False)
+    return KVCache(model.config, rows, device, dtype, None if needs_full_cache else size)

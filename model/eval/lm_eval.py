@@ -59,10 +59,10 @@ def evaluate(options):
     with tempfile.TemporaryDirectory() as folder:
         export(o, folder)
         # AutoTokenizer of transformers 5 would take any tokenizer of a Qwen2 for Qwen's.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        model = dict(pretrained=folder, dtype="float32",
+                     tokenizer=PreTrainedTokenizerFast.from_pretrained(folder))
         results = simple_evaluate(
-            "hf", dict(pretrained=folder, tokenizer=tokenizer, dtype="float32"), o.tasks,
-            num_fewshot=o.num_fewshot, batch_size=o.batch_size,
+            "hf", model, o.tasks, num_fewshot=o.num_fewshot, batch_size=o.batch_size,
             device=str(get_device(o.device)), limit=o.limit,
             apply_chat_template=o.apply_chat_template, task_manager=manager)
     print(make_table(results))

@@ -55,10 +55,14 @@ def parse_request(data, chat, engine, template):
     options = parse_options(body)
     options.max_tokens = min(options.max_tokens or (engine.max_tokens if chat else 16),
                              engine.max_tokens)
-    if chat:
-        prompts = [encode_messages(body, engine, template, options.max_tokens)]
-    else:
-        prompts = [(ids, 0) for ids in encode_prompts(body.get("prompt"), engine.tokenizer)]
+    try:
+        if chat:
+            prompts = [encode_messages(body, engine, template, options.max_tokens)]
+        else:
+            texts = parse_texts("prompt", "" if body.get("prompt") is None else body["prompt"])
+            prompts = [(encode_prompt(engine.tokenizer, text), 0) for text in texts]
+    except (ValueError, UserError) as error:  # e.g. characters that are not in the vocabulary
+        raise APIError(400, str(error)) from None
     usage = body.get("stream_options")
     jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, engine)]
     return options, jobs, isinstance(usage, dict) and bool(usage.get("include_usage"))
@@ -113,18 +117,6 @@ def parse_texts(name, value):
     return texts
 
 
-def encode_prompts(value, tokenizer):
-    """Return the ids of each prompt in `value`, a text or a list of texts; `None`: an empty text.
-
-    Raises APIError if it is invalid.
-    """
-    try:
-        texts = parse_texts("prompt", "" if value is None else value)
-        return [encode_prompt(tokenizer, text) for text in texts]
-    except ValueError as error:  # characters that are not in the vocabulary
-        raise APIError(400, f"prompt: {error}") from None
-
-
 def encode_messages(body, engine, template, max_new_tokens):
     """Return (ids of the prompt, number of messages left out) for a chat request.
 
@@ -132,8 +124,8 @@ def encode_messages(body, engine, template, max_new_tokens):
     the assistant's, which the model continues. body["messages"] is changed: null as the assistant's
     text becomes "", and reasoning is removed. body["chat_template_kwargs"]: template variables.
     max_new_tokens: tokens to reserve for the answer, at most half of the context. If the prompt is
-    too long for the rest, the oldest messages are left out. Raises APIError for invalid messages,
-    and if `template`, a ChatTemplate, is None.
+    too long for the rest, the oldest messages are left out. Raises APIError, ValueError or
+    UserError for invalid messages, and APIError if `template`, a ChatTemplate, is None.
     """
     if template is None:
         raise APIError(404, "not a chat model; use /v1/completions", code="no_template")
@@ -146,15 +138,12 @@ def encode_messages(body, engine, template, max_new_tokens):
             message["content"] = message.get("content") or ""  # agents send null
             for name in "reasoning_content", "thinking":  # of earlier answers: for no model
                 message.pop(name, None)
-    try:
-        turns = parse_messages(messages, "messages")
-        if all(role == "assistant" for role, _ in turns):
-            raise ValueError("expected at least one that is not the assistant's")
-        size = engine.config.block_size
-        max_tokens = max(size - max_new_tokens, size // 2)
-        return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
-    except (ValueError, UserError) as error:
-        raise APIError(400, str(error)) from None
+    turns = parse_messages(messages, "messages")
+    if all(role == "assistant" for role, _ in turns):
+        raise ValueError("messages: expected at least one that is not the assistant's")
+    size = engine.config.block_size
+    max_tokens = max(size - max_new_tokens, size // 2)
+    return template.fit_prompt(turns, engine.tokenizer, max_tokens, variables)
 
 
 # -----------------------------------------------------------------------------

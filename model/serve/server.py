@@ -78,9 +78,8 @@ class Server(uvicorn.Server):
         """Return the JSON response for an exception, with status 500 if it is of neither class."""
         headers = getattr(error, "headers", None)  # with 405, the methods of the path
         if isinstance(error, HTTPException):
-            error = APIError(error.status_code, f"{request.method} {request.url.path}: "
-                             f"{error.detail}; expected POST /v1/completions, POST {CHAT_PATH} or "
-                             "GET /v1/models")
+            error = APIError(error.status_code, f"{request.method} {request.url.path}: expected "
+                             f"POST /v1/completions or {CHAT_PATH}, or GET /v1/models")
         elif not isinstance(error, APIError):
             error = APIError(500, "internal error; see the server's log")
         return JSONResponse(error.body(), error.status, headers or ERROR_HEADERS.get(error.status))
@@ -97,9 +96,8 @@ class Server(uvicorn.Server):
         return FileResponse(Path(__file__).with_name("serve.html"))
 
     async def get_health(self, request):
-        engine = self.engine
-        return JSONResponse(dict(status="ok", writing=len(engine.rows), slots=engine.slots,
-                                 waiting=len(engine.waiting)))
+        return JSONResponse(dict(status="ok", slots=self.engine.slots,
+                                 writing=len(self.engine.rows), waiting=len(self.engine.waiting)))
 
     async def get_models(self, request):
         self.check_key(request)
