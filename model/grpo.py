@@ -329,13 +329,13 @@ class RewardFunction:
 def user_code(path, context=""):
     """Return a context manager for calls of code in the user's file at `path`.
 
-    An Exception is raised as a UserError with the line number in the file and with `context` at the
-    end. Afterwards, the working directory is restored.
+    An Exception or SystemExit is raised as a UserError with the line number in the file and with
+    `context` at the end. Afterwards, the working directory is restored.
     """
     folder = os.getcwd()
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == path]
         raise UserError(f"reward: {path}{lines[-1] if lines else ''}: {type(error).__name__}: "

@@ -468,6 +468,7 @@ def test_without_prompts_it_is_a_gpt():
     ("def reward(prompt, answer:", r"SyntaxError: .*\(reward.py, line 1\)"),
     ("import nothing_of_that_name", r"reward.py:1: ModuleNotFoundError"),
     ("def reward(p, a, r):\n    return r['x']", r"reward.py:2: KeyError: 'x'; the prompt: 'Say'"),
+    ("import sys\nsys.exit('no key')", "reward.py:2: SystemExit: no key"),
     ("def reward(p, a): pass", "TypeError: reward.. takes 2"),
     ("def reward(p, a, r): pass", "TypeError: float.. argument must be .*'NoneType'"),
     ("def reward(p, a, r): return float('nan')", "returned nan"),
