@@ -155,10 +155,12 @@ def check_same(pairs, path, allowed):
     allowed: the value of --allow_change, names that may differ; "all": every name.
     """
     # Lists of other lengths, e.g. classes, have tensors of other shapes: newly initialised.
-    check_unchanged({name: (old, new) for name, (old, new) in pairs.items()
-                     if None not in (old, new) and old not in (new, [new])
-                     and not (isinstance(new, list) and len(old) != len(new))
-                     and not (name == "tokenizer" and is_same_tokenizer(old, new))}, path, allowed)
+    changes = {name: (old, new) for name, (old, new) in pairs.items()
+               if None not in (old, new) and old not in (new, [new])
+               and not (isinstance(new, list) and len(old) != len(new))
+               and not (name == "tokenizer" and is_same_tokenizer(old, new))}
+    remedy = f", or prepare the data with --tokenizer {quote_path(path)}"
+    check_unchanged(changes, path, allowed, remedy if "tokenizer" in changes else "")
 
 
 def check_tokenizer(tokenizer, path, spec, config):
