@@ -189,7 +189,8 @@ def convert(ckpt, to, save_precision="float32", backbone=None, ema=False):
     sharded and `ema` False; or else, with adapters or memory layers, the result of export_merged();
     or else nanoGPT's.
     ckpt: a path that read_model() accepts. backbone: path of the frozen model; `None`: as trained.
-    save_precision: the weights' dtype, ignored for FILE.pt except by export_merged().
+    save_precision: the weights' dtype, ignored in nanoGPT's format; for shards as FILE.pt, which
+    keeps theirs, "float32" only.
     ema: write the running averages of the weights. Raises UserError or ValueError.
     """
     ending = os.path.splitext(to)[1]
