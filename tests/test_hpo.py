@@ -483,7 +483,7 @@ def test_maximising_another_number(search, capsys):
 
 
 @pytest.mark.parametrize("args, env, words", [
-    (["--eval_interval=0"], {}, "needs evaluations"),
+    (["--eval_interval=0"], {}, "needs evaluations"), (["--max_iters=0"], {}, "max_iters above 0"),
     ([], {"WORLD_SIZE": "2"}, "without torchrun"),
     (["--data_dir=nowhere"], {}, "nowhere"), (["--early_stopping_metric=val_acc"], {}, "val_acc"),
     (["--space=nowhere.yaml"], {}, "nowhere.yaml: cannot be read"),

@@ -325,8 +325,8 @@ class SearchOptions:
 def run_search(options, config):
     """Run the search of SearchOptions, print errors of the search, and return the exit code.
 
-    Raises UserError without evaluations, under torchrun, or if stages set max_iters and `config`
-    max_epochs; ConfigError for an invalid space; SetupError without optuna.
+    Raises UserError without steps or evaluations, under torchrun, or if stages set max_iters and
+    `config` max_epochs; ConfigError for an invalid space; SetupError without optuna.
     """
     require("optuna", "the search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -334,8 +334,8 @@ def run_search(options, config):
     space, stages = read_space(options.space, config)
     if under_torchrun():
         raise UserError("runs without torchrun: start it several times instead")
-    if not config.evaluates:
-        raise UserError("a search needs evaluations: eval_interval above 0")
+    if not config.evaluates or not (config.max_iters or config.max_epochs):
+        raise UserError("a search needs evaluations: eval_interval and max_iters above 0")
     if config.max_epochs and any(stage["max_iters"] for stage in stages):
         raise UserError("stages set max_iters: give max_iters instead of max_epochs")
     os.makedirs(options.out, exist_ok=True)
