@@ -131,6 +131,9 @@ def test_the_state_of_each_run(data_dir, tmp_path):
         with open(tmp_path / "b/train.log", "a") as f:
             f.write("Learning rate: 0.1\niter 8: loss 1.0, 30 tok/s, eta 0:04:10\n")
         assert cards(get)["b"]["state"] == "running" and cards(get)["b"]["eta"] == "0:04:10"
+        with open(tmp_path / "b/train.log", "a") as f:
+            f.write("iter 9: loss 1.0, eta 2 days, 3:00:00, accuracy 0.5\n")
+        assert cards(get)["b"]["eta"] == "2 days, 3:00:00"
 
 
 def test_the_last_samples_are_shown(tmp_path):

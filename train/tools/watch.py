@@ -70,7 +70,7 @@ def read_run(folder, stamp):
     return records, dict(
         name=str(folder), changed=stamp[0], step=last("loss"), evaluation=last("val_loss"),
         state=STATES[max(STATES, key=log.rfind)], lines=log.splitlines()[-LOG_LINES:],
-        eta="".join(re.findall(r", eta (\S+)", log)[-1:]),
+        eta="".join(re.findall(r", eta ((?:\d+ days?, )?[\d:]+)", log)[-1:]),
         sample="".join(samples.rpartition("=== iter ")[1:]).strip())
 
 
