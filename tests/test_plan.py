@@ -16,7 +16,7 @@ from train.config import FIELDS, TrainConfig
 from train.device import PEAK_TFLOPS
 from train.distributed import Ranks
 from train.optimizer import working_dtype
-from train.options.ranks import bytes_sent, step_collectives
+from train.options.ranks import bytes_sent, padded_numel, step_collectives
 from train.tools.plan import GPUS, activation_bytes, costs, state_memory
 
 KINDS = {"allreduce_": "all_reduce", "all_reduce": "all_reduce",
@@ -207,6 +207,11 @@ def test_activations_are_what_autograd_keeps():
         model = Two()
     # The input, the result of relu and the argument of the square.
     assert activation_bytes(model, (torch.zeros(5, 10),), torch.float32) == 4 * (10 + 30 + 20)
+
+
+def test_a_scalar_parameter_is_one_row():
+    params = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.ones(3, 5))
+    assert [padded_numel(params, n) for n in (1, 2)] == [16, 22]
 
 
 def test_a_plan_is_printed_and_nothing_is_written(data_dir, tmp_path, capsys):

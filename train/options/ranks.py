@@ -176,7 +176,8 @@ def muon_collectives(model, config, world_size, dtype):
 
 def padded_numel(params, shard_size):
     """Return the element count of `params`, dimension 0 padded to multiples of shard_size."""
-    return sum(-(-p.size(0) // shard_size) * shard_size * (p.numel() // p.size(0)) for p in params)
+    return sum(-(-(*p.shape, 1)[0] // shard_size) * shard_size * math.prod(p.shape[1:])
+               for p in params)  # a scalar is one row
 
 
 def bytes_sent(collectives, per_node):
