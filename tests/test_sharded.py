@@ -247,6 +247,13 @@ def test_a_manifest_cannot_lead_out_of_its_run(tmp_path):
     assert shards.folder.startswith(str(tmp_path / "a"))
 
 
+def test_a_folder_with_a_name_that_is_not_utf8_is_kept(tmp_path):
+    path = os.fsencode(tmp_path) + b"/shards/a_\xff"
+    os.makedirs(path)
+    RunFolder(str(tmp_path)).open()
+    assert os.path.isdir(path)
+
+
 def test_moved_checkpoints_take_their_shards_along(tmp_path):
     states = [make_state(step, step) for step in (1, 2)]
     for state in states:

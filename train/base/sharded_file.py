@@ -293,7 +293,7 @@ def unnamed_shards(root):
     named = {folder_named_in(path) for path in pathlib.Path(root).glob("ckpt*.pt")}
     folders = {f"shards/{path.name}": path for path in pathlib.Path(root).glob("shards/*_*")}
     return [path for folder, path in folders.items()
-            if HEAD.match(b'{"folder": "%s"' % folder.encode()) and folder not in named]
+            if HEAD.match(b'{"folder": "%s"' % os.fsencode(folder)) and folder not in named]
 
 
 def remove_unnamed_shards(root, kept=()):
