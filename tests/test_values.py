@@ -12,7 +12,7 @@ from conftest import REPO
 from model.core.load import REMOVED_KEYS
 from model.gpt import GPT, GPTConfig
 from train.base.errors import ConfigError
-from train.base.fields import base_type, fields_by_name, parse_value
+from train.base.fields import base_type, fields_by_name, key, parse_value
 from train.base.keys import FIELDS
 from train.config import (
     ALIASES,
@@ -50,6 +50,16 @@ from train.lr_scheduler import ReduceOnPlateau, get_lr
 def test_values_are_read_as_their_type(name, raw, value):
     read = parse_value(FIELDS[name], raw)
     assert read == value and type(read) is type(value)
+
+
+def test_types_may_be_texts():
+    """As in a model file with `from __future__ import annotations`."""
+    @dataclass
+    class Keys:
+        ids: "list[int]" = key([], "numbers")
+        size: "int | None" = key(None, "a number")
+    found = fields_by_name(Keys)
+    assert parse_value(found["ids"], "1,2") == [1, 2] and parse_value(found["size"], "null") is None
 
 
 @pytest.mark.parametrize("name, raw, words", [
@@ -277,8 +287,8 @@ def test_the_names_of_others_are_not_ours():
     assert set(ALIASES.words) <= names | others
     assert set(ALIASES.switches) <= set(ALIASES.names) | set(ALIASES.words)
     assert targets - set(FIELDS) - {"ignored"} | {"task"} == set(ALIASES.models)
-    for key, types in ALIASES.models.items():
-        assert {m for m in models if key in keys[m]} == set(types.replace(" or ", ", ").split(", "))
+    for own, types in ALIASES.models.items():
+        assert {m for m in models if own in keys[m]} == set(types.replace(" or ", ", ").split(", "))
 
 
 def test_a_runs_arguments_without_those_of_its_start(tmp_path):

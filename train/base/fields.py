@@ -17,7 +17,6 @@ import math
 import operator
 import os
 import re
-import typing
 from dataclasses import field, fields
 
 import yaml
@@ -84,7 +83,8 @@ def parse_value(field, raw):
     if kind is list:
         if not (meta.get("text") or meta.get("positional")):  # a,b: two items
             value = [word.strip() for item in value for word in item.split(",") if word.strip()]
-        item_type, = typing.get_args(field.type)
+        # Of "list[int]": with `from __future__ import annotations`, the type is a text.
+        item_type = base_type(str(field.type).removeprefix("list["))
         items = value = [convert(item, *TYPES[item_type]) for item in value]
     for item in items:
         check_limits(item, meta)
