@@ -945,7 +945,7 @@ def test_gguf_has_the_tensors_and_the_shape_of_llama_cpp(folders, tmp_path, name
     assert (field("block_count"), field("embedding_length"), field("feed_forward_length"), field(
         "attention.head_count"), field("attention.head_count_kv"), field("vocab_size")) == (
         c.num_hidden_layers, 32, 48, 4, 2, 300)
-    assert field("attention.key_length") == getattr(c, "head_dim", None) or 8
+    assert field("attention.key_length") == (getattr(c, "head_dim", None) or 8)
     assert field("context_length") == (5 if "window" in name else 64)
     if name == "llama3":
         plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
