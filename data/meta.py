@@ -57,7 +57,8 @@ def read_meta(folder, allow_incomplete=False):
 
     Raises DataError for a damaged file and, unless allow_incomplete, an interrupted preparation.
     """
-    for name, load in (("meta.json", json.load), ("meta.pkl", load_pickle)):
+    for name, load in (("meta.json", json.load),
+                       ("meta.pkl", lambda f: PlainUnpickler(f).load())):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
             continue
@@ -155,8 +156,3 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         raise ValueError(f"it names {module}.{name}, which could run code")
-
-
-def load_pickle(f):
-    """Return the content of an open pickle; raise ValueError if it names a class or a function."""
-    return PlainUnpickler(f).load()
