@@ -103,12 +103,12 @@ def pack_chats(chats, width):
 # -----------------------------------------------------------------------------
 # train and validation splits. The split of a sample does not change when data are added.
 
-def documents_in_val(first, count, fraction):
-    """Return a bool array (count,): whether documents first, first + 1, ... are for validation.
+def documents_in_val(count, fraction):
+    """Return a bool array (count,): whether documents 0, 1, ... are for validation.
 
     About `fraction` of all documents are, chosen by a hash (splitmix64) of the index.
     """
-    index = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+    index = np.arange(1, count + 1, dtype=np.uint64)
     return (mix64(index * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0 ** -53 < fraction
 
 

@@ -141,19 +141,19 @@ def test_documents_drawn_for_validation(tmp_path):
             documents.append(bytes(document[:-1].astype(np.uint8)).decode())
         assert len(documents) == meta["splits"][split]["documents"]
         found[split] = documents
-    drawn = documents_in_val(0, 300, 0.1)
+    drawn = documents_in_val(300, 0.1)
     assert found["val"] == [t for t, d in zip(texts, drawn, strict=True) if d]
     assert found["train"] == [t for t, d in zip(texts, drawn, strict=True) if not d]
     # frozen: the same documents must be held out for ever
-    assert np.flatnonzero(documents_in_val(0, 60, 0.1)).tolist() == [
+    assert np.flatnonzero(documents_in_val(60, 0.1)).tolist() == [
         2, 32, 33, 41, 42, 43, 53]
-    assert documents_in_val(17, 1, 0.1) == documents_in_val(0, 18, 0.1)[-1:]
-    assert abs(documents_in_val(0, 100_000, 0.05).mean() - 0.05) < 0.003
+    assert documents_in_val(1000, 0.1)[:300].tolist() == drawn.tolist()
+    assert abs(documents_in_val(100_000, 0.05).mean() - 0.05) < 0.003
 
 
 def test_uneven_documents_fall_back_to_the_end(tmp_path):
     texts = ["x" * 5] * 300
-    texts[int(np.flatnonzero(documents_in_val(0, 300, 0.1))[0])] = "y" * 100_000  # all of val
+    texts[int(np.flatnonzero(documents_in_val(300, 0.1))[0])] = "y" * 100_000  # all of val
     meta = quiet([jsonl(tmp_path / "d.jsonl", texts)], tmp_path / "o")
     assert meta["val"]["by"] == "tail"
     assert meta["splits"]["val"] | {"sha256": 0} == {  # what follows the long one: none is cut

@@ -45,7 +45,7 @@ def choose_split(documents, fraction):
     """
     size = documents.size
     ends = np.array(documents.ends)
-    in_val = documents_in_val(0, len(ends), fraction)
+    in_val = documents_in_val(len(ends), fraction)
     sizes = np.diff(ends, prepend=0)
     val_size = int(sizes[in_val].sum())
     if in_val.sum() >= MIN_VAL_DOCUMENTS and fraction / 2 <= val_size / size <= fraction * 2:
