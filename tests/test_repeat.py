@@ -330,7 +330,7 @@ def test_a_run_of_a_killed_command_is_no_crash(go, tmp_path, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--seeds", "1"], "--seeds: must be at least 2"), (["--set", "sead=3"], "unknown key 'sead'"),
     (["--set", " "], "expected KEY=VALUE, got ' '"), (["--set", "base"], "KEY=VALUE, got 'base'"),
-    (["--set", "data_dir='a"], "No closing quotation"),
+    (["--set", "data_dir='a"], """--set, --size: "data_dir='a": No closing quotation"""),
     (["--set", "seed=7"], "seed=7: this command sets seed of each run"),
     (["--set", "training.seed=7"], "training.seed=7: this command sets seed of each run"),
     (["--set", "seed=1"], "seed=1: this command sets seed of each run"),  # as in the base

@@ -156,13 +156,17 @@ def split_settings(texts):
     """Return {setting: list of arguments} for texts "KEY=VALUE ...".
 
     Texts that differ only in blanks and quotes are one setting. Raises UserError for an empty text,
-    for "base", and for a text that sets seed or out_dir (except in a file that it names).
+    for "base", for quotation marks that do not match, and for a text that sets seed or out_dir
+    (except in a file that it names).
     """
     settings = {}
     for text in texts:
         if text.strip() in ("", BASE):
             raise UserError(f"--set, --size: expected KEY=VALUE, got {text!r}")
-        arguments = shlex.split(text)
+        try:
+            arguments = shlex.split(text)
+        except ValueError as error:  # e.g. a quotation mark that is not closed
+            raise UserError(f"--set, --size: {text!r}: {error}") from None
         _, given = read_settings(None, arguments, problems=[])
         for name in ("seed", "out_dir"):
             if name in given and not file_of(given[name][1]):
