@@ -45,7 +45,8 @@ def open_tokenizer(source) -> Tokenizer:
         return tokenizer_from_spec(read_checkpoint_spec(source)["tokenizer"])
     path = local_folder(source, weights=False)
     if os.path.isdir(path):
-        if "tokenizer.json" in os.listdir(path) and "meta.json" not in os.listdir(path):
+        has_json = os.path.exists(os.path.join(path, "tokenizer.json"))
+        if has_json and not os.path.exists(os.path.join(path, "meta.json")):
             return read_hf_tokenizer(path)
         if tokenizer := load_dataset_tokenizer(path):
             return tokenizer

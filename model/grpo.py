@@ -48,6 +48,7 @@ from train.distributed import all_gather_vectors
 
 MAX_REWARD = 1e15  # the squared norm of gradients must be finite in float32
 WIDTH_MULTIPLE = 32  # of rows, in tokens: few different shapes
+PADDING = (0, 0, 0, IGNORE, -1, 0.0)  # a padded position of a row, see pack_answers
 MIN_DEVIATION = 1e-4  # added to the standard deviation of rewards, as in TRL
 
 
@@ -125,8 +126,7 @@ class AnsweringGPT(chat.ChatGPT):
                        seed=seeds, stop_token=None if hasattr(self, "reshard") else ends,
                        n_vocab=self.reward_function.tokenizer.n_vocab, lengths=lengths,
                        samples_per_row=samples_per_row)
-        return [ids[:next((n for n, i in enumerate(ids, 1) if i in ends), None)]
-                for ids in out[:, prompts.size(1):].tolist()]
+        return [cut_at_end(ids, ends) for ids in out[:, prompts.size(1):].tolist()]
 
     def pack(self, prompts, lengths, answers, weights):
         """Return [tokens (n, T, 5), weights (n, T)] of collate_rows() on the device of `prompts`.
@@ -225,6 +225,14 @@ class PolicyGPT(WithAdapters, AnsweringGPT):
         return super().flops_per_unit() * (1 + answers)
 
 
+def cut_at_end(ids, ends):
+    """Return the list `ids` up to and including the first token in `ends`."""
+    for i, token in enumerate(ids, 1):
+        if token in ends:
+            return ids[:i]
+    return ids
+
+
 # -----------------------------------------------------------------------------
 # rows with a prompt and several answers
 
@@ -269,7 +277,7 @@ def collate_rows(rows, max_tokens):
     rows = rows or [[]]
     longest = max(1, *map(len, rows))
     width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, max_tokens)
-    rows = [row + [(0, 0, 0, IGNORE, -1, 0.0)] * (width - len(row)) for row in rows]
+    rows = [row + [PADDING] * (width - len(row)) for row in rows]
     return (torch.tensor([[step[:5] for step in row] for row in rows]),
             torch.tensor([[step[5] for step in row] for row in rows]))
 

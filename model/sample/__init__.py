@@ -21,6 +21,8 @@ from train.base.fields import key
 from train.device import choose_dtype
 from train.distributed import get_device
 
+SEPARATOR = "-" * 72  # between several texts
+
 
 @dataclass
 class LoadOptions:
@@ -117,7 +119,7 @@ def sample(options):
         end = next((k for k, i in enumerate(ids) if i in stops), len(ids))
         n_tokens += min(end + 1, len(ids))  # with the stop token, without the padding after it
         if n > 1:
-            echo(f"{options.prompt}{tokenizer.decode(ids[:end])}\n{'-' * 72}")
+            echo(f"{options.prompt}{tokenizer.decode(ids[:end])}\n{SEPARATOR}")
     rate = n_tokens / (time.perf_counter() - started)
     print(f"\n[{n_tokens} tokens, {rate:.1f} tokens/s]", file=sys.stderr)
 
