@@ -44,10 +44,9 @@ NANOGPT_KEYS = {name: name for name in ("n_layer", "n_head", "n_embd", "block_si
 # Keys that are read; or that change the logits, with the only value that can be computed here; or
 # that change no logits. Any other key could change them, unless its value is null, false or empty.
 USED = {"rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar",
-        "sliding_window", "use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
-        "max_window_layers", "layer_types", "no_rope_layers", "no_rope_layer_interval",
-        "num_local_experts", "local_attention", "local_rope_theta", "global_attn_every_n_layers",
-        "tie_word_embeddings"}
+        "sliding_window", "use_sliding_window", "sliding_window_pattern", "max_window_layers",
+        "layer_types", "no_rope_layers", "no_rope_layer_interval", "num_local_experts",
+        "local_attention", "local_rope_theta", "global_attn_every_n_layers", "tie_word_embeddings"}
 ONLY = dict(decoder_sparse_step=1, partial_rotary_factor=1, scale_attn_weights=True,
             position_embedding_type="absolute")
 HARMLESS = re.compile(
@@ -270,7 +269,7 @@ def read_layers(c, n):
 
 def default_layers(c, n):
     """Return the letters, F or W, of the n layers of a config.json `c` without layer_types."""
-    if every := c.get("_sliding_window_pattern", c.get("sliding_window_pattern")):  # Gemma 3
+    if every := c.get("sliding_window_pattern"):  # Gemma 3
         return ["W" if (i + 1) % every else "F" for i in range(n)]
     if every := c.get("global_attn_every_n_layers"):  # ModernBERT
         return ["W" if i % every else "F" for i in range(n)]
