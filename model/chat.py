@@ -173,17 +173,22 @@ def sample(model, data, config):
 
     The prompts are the user messages config.sample_prompts, by default the first prompt in each of
     up to three rows of data.val. An answer has at most config.sample_tokens tokens. Without a
-    template in data.spec, returns sample() of model/gpt.py. Raises ValueError if the logits are
-    not finite.
+    template in data.spec, returns sample() of model/gpt.py. The message of a ValueError, for
+    logits that are not finite, is written into the text.
     """
     if "template" not in data.spec:
         return gpt.sample(model, data, config)
     tokenizer = tokenizer_from_spec(data.spec["tokenizer"])
     prompts = [model.template.prompt_ids([("user", text)], tokenizer)
                for text in config.sample_prompts]
-    prompts = prompts or model.first_prompts(*data.val.fixed_batch(0, 3))[:3]
-    return [tokenizer.decode(ids + generate_answer(model, tokenizer, ids, config.sample_tokens))
-            for ids in prompts]
+
+    def complete(ids):
+        try:
+            ids = ids + generate_answer(model, tokenizer, ids, config.sample_tokens)
+            return tokenizer.decode(ids)
+        except ValueError as error:
+            return f"{tokenizer.decode(ids)} [no sample: {error}]"
+    return [*map(complete, prompts or model.first_prompts(*data.val.fixed_batch(0, 3))[:3])]
 
 
 # -----------------------------------------------------------------------------

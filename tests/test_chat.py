@@ -554,6 +554,18 @@ def test_a_prompt_is_cut_between_messages_by_the_longest_end_that_fits():
         assert ids == template.prompt_ids(fitting[0], BYTES) and n == 8 - len(fitting[0])
 
 
+def test_a_prompt_without_a_sample_costs_no_other():
+    gpt = ChatGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=257, block_size=64,
+                            tie_weights=False)).eval()
+    gpt.wte.weight.data[ord("z")] = torch.nan
+    gpt.template = ChatTemplate()
+    spec = dict(template=gpt.template.spec, tokenizer={"kind": "byte"})
+    bad, good = model.chat.sample(gpt, types.SimpleNamespace(spec=spec), types.SimpleNamespace(
+        sample_prompts=["z", "a"], sample_tokens=4))
+    assert "z" in bad and "[no sample: the model's logits are not finite" in bad
+    assert "Assistant:" in good and "no sample" not in good
+
+
 def test_sample_chat_is_greedy_by_default(capitals, monkeypatch, capsys):
     from model import chat, sample
     calls = []
