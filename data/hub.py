@@ -24,6 +24,8 @@ WEIGHT_FILES = ["model*.safetensors"]
 CONTENT = {"config.json": "model_type", "tokenizer.json": "model",
            "model.safetensors.index.json": "weight_map", "chat_template.jinja": "{{"}
 MAX_JSON_BYTES = 1 << 27
+MAX_FILE_BYTES = 100 << 30  # twice what the hub sends by HTTP
+MAX_SECONDS = 24 * 3600
 MAX_JSON_SECONDS = 600
 
 
@@ -87,11 +89,10 @@ def check_file(path, name):
         raise ValueError
 
 
-def download(name, function, max_bytes=100 << 30, max_seconds=24 * 3600, **arguments):
+def download(name, function, max_bytes=MAX_FILE_BYTES, max_seconds=MAX_SECONDS, **arguments):
     """Call huggingface_hub.FUNCTION(**arguments) in a child process and return the path, a text.
 
     arguments: values of JSON types, with repo_id and without endpoint. name: for error messages.
-    max_bytes: by default twice what the hub sends by HTTP.
     Raises DataError if the download fails, takes more than max_seconds, or has a file of more than
     max_bytes, or if HF_ENDPOINT is not an https address (or http to localhost); SetupError without
     the package.

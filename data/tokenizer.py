@@ -22,6 +22,7 @@ from train.base.errors import DataError
 # Large parts of a spec, which are separate files in a data folder.
 TOKENIZER_FILES = {"ranks": "tokenizer.tiktoken", "json": "tokenizer.json"}
 NAMES = ("byte", "char", "gpt2", "bpe")
+GPT2_VOCAB_SIZE = 50257  # of token files without meta.json, as of nanoGPT and llm.c
 # GPT-2's vocabulary in one file; tiktoken's "gpt2" needs two files for the same ids.
 R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 
@@ -157,7 +158,7 @@ def find_vocabulary(data_dir, name=None, size=None):
         tokenizer = named
     if tokenizer is None:
         folder = os.path.dirname(find_files(data_dir, "train")[0])
-        return size or read_meta(folder).vocab_size or 50257, None  # files of nanoGPT and llm.c
+        return size or read_meta(folder).vocab_size or GPT2_VOCAB_SIZE, None
     if size and tokenizer.n_vocab > size:
         raise DataError(f"vocab_size: {size} is below the {tokenizer.n_vocab} of the tokenizer of "
                         f"{data_dir}; leave it out, or prepare data with the weights' tokenizer")

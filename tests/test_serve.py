@@ -748,6 +748,13 @@ def test_an_unknown_path_or_method_gets_an_error_of_openai(server, method, path,
     assert f"{method} {path}" in error["message"] and "/v1/chat/completions" in error["message"]
 
 
+def test_characters_that_a_tokenizer_lacks_are_named_with_their_field():
+    with serving(small(LETTERS), LETTERS) as server:
+        status, _, body = send(server, body=dict(prompt="\u00e4"))
+    message = json.loads(body)["error"]["message"]
+    assert status == 400 and message.startswith("prompt: characters '\u00e4' are not among")
+
+
 def test_an_error_of_the_server_is_json_too(monkeypatch, capfd):
     with serving(small(LETTERS), tokenizer := CharTokenizer("abc ")) as server:
         monkeypatch.setattr(tokenizer, "encode", lambda text: 1 / 0)

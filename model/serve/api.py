@@ -62,7 +62,7 @@ def parse_request(data, chat, engine, template):
             texts = parse_texts("prompt", "" if body.get("prompt") is None else body["prompt"])
             prompts = [(encode_prompt(engine.tokenizer, text), 0) for text in texts]
     except (ValueError, UserError) as error:  # e.g. characters that are not in the vocabulary
-        raise APIError(400, str(error)) from None
+        raise APIError(400, f"{'' if chat else 'prompt: '}{error}") from None
     usage = body.get("stream_options")
     jobs = [job for prompt in prompts for job in create_jobs(*prompt, options, engine)]
     return options, jobs, isinstance(usage, dict) and bool(usage.get("include_usage"))
