@@ -725,9 +725,11 @@ def test_files_of_a_user_stay(data_dir, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.tmp.md").write_text("mine")
+    (out / "model.gguf.tmp.123").write_text("of model.convert")
     (out / "ckpt.pt.tmp.123").write_text("left by a killed run")
     go(data_dir, out, max_iters=2)
-    assert (out / "notes.tmp.md").exists() and not (out / "ckpt.pt.tmp.123").exists()
+    assert (out / "notes.tmp.md").exists() and (out / "model.gguf.tmp.123").exists()
+    assert not (out / "ckpt.pt.tmp.123").exists()
 
 
 def test_a_refusal_keeps_the_old_run_in_its_place(data_dir, tmp_path):

@@ -73,7 +73,9 @@ class RunFolder:
             self.lock = lock_folder(self.path)
             self.stat = os.stat(self.path)
             for name in os.listdir(self.path):
-                if re.search(r"\.tmp\.\d+(\.pt)?$", name):  # of a killed process
+                # Of a killed process. Other names may be of a command that writes to this folder.
+                if name.startswith((".job", *RUN_FILES)) and re.search(
+                        r"\.tmp\.\d+(\.pt)?$", name):
                     os.unlink(self.file(name))
             if not restarted_job(self.path)[1]:  # nothing here is of this job until take()
                 pathlib.Path(self.path, ".job").unlink(missing_ok=True)
