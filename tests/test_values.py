@@ -335,6 +335,8 @@ def test_what_must_hold_between_keys(changes, words):
                                           ("x", None), ("5", "1, 2, 3, 4, 6, 12\n")])
 def test_ranks_that_share_a_batch(monkeypatch, world, valid):
     monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")  # is refused later
+    assert TrainConfig(distributed="hsdp").replica_size(4) == 4
     c = TrainConfig(batch_size=4, gradient_accumulation_steps=3)
     found = [text + "\n" for text in find_conflicts(c)]
     assert not found if valid is None else found[0].endswith(f"valid numbers of ranks: {valid}")

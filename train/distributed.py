@@ -132,7 +132,8 @@ def read_environment():
     numbers = [env[name] for name in ENVIRONMENT[:3]]
     if not any(numbers):
         return None
-    numbers.append(os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"])
+    env["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE") or env["WORLD_SIZE"]
+    numbers.append(env["LOCAL_WORLD_SIZE"])
     numbers = [int(text) for text in numbers if text.isdigit()]
     if not all(env.values()) or len(numbers) < 4 or numbers[0] >= numbers[2]:
         text = ", ".join(f"{name}={value}" for name, value in env.items())

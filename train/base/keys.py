@@ -358,8 +358,8 @@ class TrainConfig(GPTKeys, SystemKeys, OptimizerKeys, LearningRateKeys, LengthKe
         1 for ddp, all for fsdp; for hsdp shard_size (default: ranks of a node), at most all.
         """
         if self.distributed == "hsdp":
-            size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-            return min(size, world_size)
+            local = os.environ.get("LOCAL_WORLD_SIZE", "")  # read_environment() refuses other texts
+            return min(self.shard_size or int(local if local.isdigit() else world_size), world_size)
         return world_size if self.distributed == "fsdp" else 1
 
     def shards_model(self, world_size):
