@@ -221,6 +221,18 @@ def test_a_branch_that_is_finished_is_the_latest(tmp_path, data_dir):
     assert max(m["iter"] for m in metrics(tmp_path)) == 10
 
 
+def test_a_branch_without_evaluations_keeps_the_other_run_in_the_folder(tmp_path, data_dir):
+    """two runs without evaluations; --resume FILE of the longer one in the folder of the other ->
+    all checkpoints of the other are in old_1"""
+    keys = PLAIN | dict(eval_interval=0, save_interval=2, keep_last=2)
+    go(data_dir, tmp_path / "a", **keys, max_iters=8)
+    go(data_dir, tmp_path / "b", **keys, max_iters=4, seed=5)
+    other = {path.name: path.read_bytes() for path in (tmp_path / "b").glob("ckpt*")}
+    go(data_dir, tmp_path / "b", **keys, max_iters=12, resume=str(tmp_path / "a/ckpt_0000008.pt"))
+    old = (tmp_path / "b/old_1").glob("ckpt*")
+    assert {path.name: path.read_bytes() for path in old} == other
+
+
 def test_a_branch_from_step_0_is_the_latest_and_its_start_may_be_the_best(tmp_path, data_dir):
     """a run with init_from; --resume its checkpoint of step 0, killed before the next save -> the
     next start continues at step 0; in another folder the best checkpoint is that of the run"""

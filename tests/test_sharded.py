@@ -259,7 +259,8 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     for state in states:
         save(tmp_path, 2, state)
     folder = RunFolder(str(tmp_path))
-    folder.archive_later_checkpoints(Progress(iter_num=1).state_dict(), lambda text: None)
+    folder.archive_later_checkpoints(tmp_path / "ckpt_prev.pt", vars(Progress(iter_num=1)),
+                                     lambda text: None)
     assert not (tmp_path / "ckpt.pt").exists()
     folder.open()  # removes what no checkpoint in the folder names
     assert len(list(tmp_path.glob("shards/*"))) == 1

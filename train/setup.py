@@ -317,7 +317,7 @@ class Run:
 
         def prepare_files():
             if c.resume_file:
-                self.folder.archive_later_checkpoints(p.state_dict(), self.log.info)
+                self.folder.archive_later_checkpoints(self.start.path, vars(p), self.log.info)
             self.folder.take(c.resume, self.log.info)
             # A finished run keeps the keys that it was trained with.
             is_described = os.path.exists(self.folder.file("config.yaml"))

@@ -233,16 +233,18 @@ class RunFolder:
         write_safetensors(self.file("model.safetensors"), state["model"], description,
                           getattr(torch, self.save_precision))
 
-    def archive_later_checkpoints(self, progress, log):
+    def archive_later_checkpoints(self, path, progress, log):
         """Move checkpoints that are not of the resumed run's past to a new subfolder old_N/.
 
-        For --resume FILE. progress: state_dict() of the resumed run's Progress.
-        log(text): called if files were moved.
+        For --resume FILE. path: of the resumed checkpoint. progress: the attributes of the resumed
+        run's Progress. log(text): called if files were moved.
         Of ckpt.pt, ckpt_prev.pt, ckpt_best.pt it moves unreadable files, those of a later step or
-        of another run (other evaluations), and a ckpt_best.pt that is not the best of this run; of
-        the numbered ones, later steps, or all if one of the three is of another run. metrics.jsonl
-        is copied with them, or moved if there is a checkpoint of another run.
+        of another run (other evaluations; without common ones, if `path` is in another folder), and
+        a ckpt_best.pt that is not the best of this run; of the numbered ones, later steps, or all
+        if one of the three is of another run. metrics.jsonl is copied with them, or moved if there
+        is a checkpoint of another run.
         """
+        home = os.path.dirname(os.path.realpath(path)).removesuffix(f"{os.sep}shards")
         names = []
         is_other = False  # whether a checkpoint of another run is here
         for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt"):
@@ -255,8 +257,9 @@ class RunFolder:
                     names.append(name)
                 continue
             other = state.get("progress") or {}
-            histories = zip(other.get("history", ()), progress["history"])
-            differs = any(repr(a) != repr(b) for a, b in histories)  # as texts NaN equals NaN
+            # Compared as texts: NaN equals NaN.
+            rows = [*zip(map(repr, other.get("history", ())), map(repr, progress["history"]))]
+            differs = any(a != b for a, b in rows) if rows else home != os.path.realpath(self.path)
             is_later = state.get("iter_num", 0) > progress["iter_num"]
             is_best = other.get("best_metric") == progress["best_metric"]
             if differs or is_later or name == "ckpt_best.pt" and not is_best:
