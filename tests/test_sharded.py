@@ -6,6 +6,7 @@ same to PyTorch's own storages, and kill -9 of each rank at each point of a save
 
 import collections
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -701,3 +702,18 @@ def test_memory_and_steps_during_a_save(tmp_path, data_dir):
           f"; steps beside a save to their neighbours: {[round(r, 2) for r in ratios]}")
     assert peaks[0] < 1.2 * max(peaks[1:])
     assert sorted(ratios)[len(ratios) // 2] < 1.1
+
+
+def test_shards_that_cannot_be_read_now_are_not_replaced(tmp_path, data_dir, monkeypatch):
+    """too many open files while digests are verified -> refused, and the checkpoint stays"""
+    keys = dict(checkpoint_format="sharded", save_interval=2)
+    go(data_dir, tmp_path, max_iters=4, **keys)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("ckpt*")}
+
+    def fail(shards, names):  # once
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(sharded_file.Shards, "verify", fail)
+    with pytest.raises(CheckpointError, match="Too many open files"):
+        go(data_dir, tmp_path, max_iters=8, **keys)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("ckpt*")} == before

@@ -120,22 +120,26 @@ def find_start(folder, config, ranks, log):
     broadcast_from_rank0(open_folder, ranks)
     while True:
         start = broadcast_from_rank0(find, ranks)
-        problem = find_damage(start, ranks)
-        if problem is None:
+        if not (problem := find_damage(start, ranks)):
             return start
         damaged[start.path] = problem
 
 
 def find_damage(start, ranks):
-    """Return a message if shards of `start` are damaged, otherwise `None`; all ranks must call."""
-    if not start.shards:
-        return None
-    problem = None
-    try:  # at the world size of the save: this rank's own files
-        start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
+    """Return a message if shards of `start` are damaged, otherwise ""; all ranks must call.
+
+    Raises CheckpointError if shards cannot be read for a reason outside of the files.
+    """
+    problem = False, ""  # whether the reason is outside, and the message
+    try:
+        if start.shards:  # at the world size of the save: this rank's own files
+            start.shards.verify(sorted(start.shards.files)[ranks.rank::ranks.world_size])
     except (ValueError, OSError) as error:
-        problem = f"{start.path}: {error}"
-    return next(filter(None, gather_objects(problem, ranks)), None)
+        problem = file_format.is_temporary(error), f"{start.path}: {error}"
+    is_temporary, message = max(gather_objects(problem, ranks))
+    if is_temporary:
+        raise CheckpointError(message)
+    return message
 
 
 def find_checkpoint(config, log, damaged):
@@ -277,8 +281,7 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
     Unknown values do not differ, e.g. the validation data of a run without evaluations.
     """
     names = ["early_stopping_metric", "early_stopping_mode"]
-    if config.early_stopping_metric in task_metrics:
-        names.append("eval_task_rows")
+    names += ["eval_task_rows"] * (config.early_stopping_metric in task_metrics)
     loaders = [data.val] if data.val else []
     if hasattr(data.val, "shares"):  # eval_iters is the number of batches per source of a mixture
         loaders = data.val.loaders.values()

@@ -194,8 +194,8 @@ def check_content(state, device="cpu"):
 
 
 def is_temporary(error):
-    """Return whether a CheckpointError has a cause outside of the file, e.g. too little memory."""
-    cause = error.__cause__
+    """Return whether an error, or its cause, is not of the file, e.g. too little memory."""
+    cause = error.__cause__ or error
     return (isinstance(cause, MemoryError) or "allocate memory" in str(error)
             or getattr(cause, "errno", 0) in (errno.EACCES, errno.EMFILE, errno.ENFILE))
 
