@@ -184,8 +184,8 @@ class Attention(nn.Module):
 
         ropes: the tables of GPTConfig.rope_tables() at the T positions; () without rotary ones.
         cache: a KVCache with the earlier tokens, updated in place; call its start() before.
-        mask: (B or 1, 1, T or 1, T) bool instead of the causal mask, true where a query sees a key;
-            for T = 1 (B, 1, 1, 1). ValueError with a cache.
+        mask: (B or 1, 1, T or 1, T) bool instead of the causal mask, true where a query sees a key.
+            ValueError with a cache.
         """
         c = self.config
         # Queries and keys stay side by side: norm and rotation are the same for both.

@@ -503,6 +503,8 @@ def test_one_query_with_a_kernel_and_without(monkeypatch, dtype, rows, kernel):
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             patch.delattr(F, "scaled_dot_product_attention")
         y = attend(q, k, k, mask=mask)
+        for shared in mask[-1:], mask[-1:, 0]:  # one mask for all rows
+            close(attend(q, k, k, mask=shared), explicit(q, k[:, :, :5], k[:, :, :5]), 1e-2)
     close(y[:-1], explicit(q[:-1], k[:-1], k[:-1]), 1e-2)
     close(y[-1:], explicit(q[-1:], k[-1:, :, :5], k[-1:, :, :5]), 1e-2)
 

@@ -141,9 +141,12 @@ def token_logprobs(model, x, targets):
 
 
 def chunk_rows(n_columns, device_type):
-    """Return a chunk's row count: up to 256 MB of float32, 32 MB on a CPU, at least 128 rows."""
+    """Return a chunk's row count, a power of two, for logits with n_columns in float32.
+
+    It is the largest with up to 256 MB, 32 MB on a CPU; 256 if these are fewer than 128 rows.
+    """
     rows = (1 << (23 if device_type == "cpu" else 26)) // n_columns
-    return 1 << (rows.bit_length() - 1) if rows >= 128 else 256  # a power of two
+    return 1 << (rows.bit_length() - 1) if rows >= 128 else 256
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -380,8 +383,8 @@ def attend(q, k, v, dropout=0.0, mask=None, causal=True):
     """Return softmax(q k^T / sqrt(D)) v, (B, H, T, D), for q (B, H, T, D) and k, v (B, G, S, D).
 
     H / G heads share keys. Query i is at position S - T + i. dropout: of the attention weights.
-    mask: (B or 1, 1, T or 1, S) bool, for T = 1 (B, 1, 1, S) or (B, 1, S); true where a query sees
-        a key; `None`: causal, also if `causal` is false.
+    mask: (B or 1, 1, T or 1, S) bool, for T = 1 also (B or 1, 1, S); true where a query sees a key;
+        `None`: causal, also if `causal` is false.
     causal: true if `mask`, unless it is equal for all queries, is false for keys after a query.
     """
     T, S, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
@@ -431,7 +434,7 @@ def has_amx():
 def attend_one(q, k, v, mask):
     """Return attend() for one query per row, as in decoding: q (B, H, 1, D), k, v (B, G, S, D).
 
-    mask: (B, 1, 1, S) or (B, 1, S) bool, or `None`: all keys.
+    mask: (B or 1, 1, 1, S) or (B or 1, 1, S) bool, or `None`: all keys.
     By matrix products, in which the H / G heads that share keys are the rows. On a CPU,
     F.scaled_dot_product_attention is used where it is faster: in float32 for B = 1, in bfloat16
     with AMX. On a GPU cuDNN plans again for every number of keys, and the compiler fuses
@@ -442,14 +445,14 @@ def attend_one(q, k, v, mask):
     if (q.device.type == "cpu" and not torch.compiler.is_compiling()
             and (B == 1 if k.dtype == torch.float32 else has_amx())):
         rows = q.reshape(B, G, -1, D).to(k.dtype)  # (B, G, H / G, D)
-        mask = None if mask is None else mask.view(B, 1, 1, -1)
+        mask = None if mask is None else mask.view(len(mask), 1, 1, -1)
         return F.scaled_dot_product_attention(rows, k, v, mask).view(B, H, 1, D).to(q.dtype)
     rows = (q * D ** -0.5).reshape(B * G, -1, D).to(k.dtype)  # (B G, H / G, D)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # (B G, S, D), views
     # The keys come first: in bfloat16 a CPU copies a transposed part of a cache.
     scores = torch.bmm(k, rows.transpose(1, 2)).view(B, G, -1, H // G)  # (B, G, S, H / G)
     if mask is not None:
-        scores = scores.masked_fill(~mask.view(B, 1, -1, 1), -math.inf)
+        scores = scores.masked_fill(~mask.view(len(mask), 1, -1, 1), -math.inf)
     p = scores.transpose(2, 3).softmax(-1).flatten(0, 1)  # (B G, H / G, S)
     return torch.bmm(p, v).view(B, H, 1, D).to(q.dtype)
 
