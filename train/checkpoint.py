@@ -106,8 +106,7 @@ def find_start(folder, config, ranks, log):
             start.shape = weights_module().take_shape(config, start.state, start.path)
         if start.kind == "init_from":
             for name, value in start.shape.items():
-                given = getattr(config, name)
-                if given != fields_by_name(config)[name].default:
+                if (given := getattr(config, name)) != fields_by_name(config)[name].default:
                     log(f"{name}: {value} from {start.path} (overrides {given})")
         return start
 
@@ -281,7 +280,8 @@ def find_evaluation_changes(state, config, data, task_metrics=()):
     Unknown values do not differ, e.g. the validation data of a run without evaluations.
     """
     names = ["early_stopping_metric", "early_stopping_mode"]
-    names += ["eval_task_rows"] * (config.early_stopping_metric in task_metrics)
+    if config.early_stopping_metric in task_metrics:
+        names.append("eval_task_rows")
     loaders = [data.val] if data.val else []
     if hasattr(data.val, "shares"):  # eval_iters is the number of batches per source of a mixture
         loaders = data.val.loaders.values()
