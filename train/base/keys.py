@@ -249,7 +249,10 @@ class GPTKeys:
             "embed_norm: needs norm_position pre or both":
                 not self.embed_norm or self.norm_position in ("pre", "both"),
             f"n_kv_head ({self.n_kv_head}) must divide n_head ({self.n_head})":
-                self.n_head % (self.n_kv_head or 1) == 0}
+                self.n_head % (self.n_kv_head or 1) == 0,
+            # ops.ID_BITS: larger ids would get the row of another token
+            f"prev_embedding, ngram_rows: vocab_size ({self.vocab_size}) must be below 2**20":
+                not (self.prev_embedding or self.ngram_rows) or (self.vocab_size or 0) < 1 << 20}
         return [text for text, holds in rules.items() if not holds]
 
     def check_shape(self):
