@@ -1,6 +1,7 @@
 """data/prepare/ and what it is made of: exact outputs, splits, errors, kills, memory."""
 
 import base64
+import fcntl
 import gzip
 import hashlib
 import json
@@ -772,6 +773,17 @@ def test_a_corpus_replaces_the_shards_and_rows_of_earlier_preparations(tmp_path,
             for path in find_files(str(tmp_path / "o"), split)] == [
         "fineweb_train_000001.bin", "fineweb_val_000000.bin"]
     assert not (tmp_path / "o/train_tokens.npy").exists()
+
+
+def test_a_corpus_is_downloaded_by_one_process_at_a_time(tmp_path, monkeypatch, gpt2, capsys):
+    """A second one with fewer shards would remove those of the first, which ended with success."""
+    def download(*args, filename, **options):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(os.open(tmp_path / "o", os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        raise DataError("stop")
+    monkeypatch.setattr("data.prepare.corpora.download", download)
+    assert main(["--dataset", "fineweb10B", "--out", str(tmp_path / "o")]) == 2
+    assert "stop" in capsys.readouterr().err
 
 
 def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):

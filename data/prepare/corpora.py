@@ -11,7 +11,7 @@ from data.prepare.folders import PREPARED, check_replaceable
 from data.token_files import open_shard
 from data.tokenizer import open_tokenizer, write_tokenizer
 from train.base.errors import DataError
-from train.base.files import atomic_write
+from train.base.files import atomic_write, exclusive_lock
 
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                    "tinyshakespeare/input.txt")
@@ -44,9 +44,9 @@ def prepare_tokens(o):
 
     o: PrepareOptions; o.shards: number of training files (default: all).
     Returns {"train": {"tokens", "files"}, "val": {"tokens"}}. Removes files of an earlier
-    preparation. Raises DataError for a failed download, options for text, e.g. o.tokenizer, and a
-    folder with data of other sources unless o.force is True; SetupError without the package
-    huggingface_hub.
+    preparation, and waits for another download to this folder. Raises DataError for a failed
+    download, options for text, e.g. o.tokenizer, and a folder with data of other sources unless
+    o.force is True; SetupError without the package huggingface_hub.
     """
     names = ("field", "num_samples", "val_fraction", "tokenizer", "vocab_size")
     if unused := [name for name in names if getattr(o, name)]:
@@ -56,18 +56,19 @@ def prepare_tokens(o):
     sources = [f"{HUB}/datasets/{repo}/resolve/main/"]
     check_replaceable(o.out, "gpt", sources, o.force)
     os.makedirs(o.out, exist_ok=True)
-    meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")), sources=sources,
-                incomplete=True)
-    write_meta(o.out, meta)  # an interrupted download can be resumed
     files = [f"{start}_val_000000.bin",
              *(f"{start}_train_{i:06d}.bin" for i in range(1, (o.shards or n_files) + 1))]
-    for name in set(os.listdir(o.out)).difference(files, ["tokenizer.tiktoken"]):
-        # Of an earlier preparation: training would read them instead of these shards, or as well.
-        if re.fullmatch(rf"{PREPARED}|fineweb(edu)?_(train|val)_\d+\.bin", name):
-            os.unlink(os.path.join(o.out, name))
-    paths = [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=repo, filename=file,
-                      repo_type="dataset", local_dir=os.path.abspath(o.out)) for file in files]
-    n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)
-    meta.incomplete = None
-    write_meta(o.out, meta)
+    with exclusive_lock(o.out):  # another download would remove its files
+        meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")),
+                    sources=sources, incomplete=True)
+        write_meta(o.out, meta)  # an interrupted download can be resumed
+        for name in set(os.listdir(o.out)).difference(files, ["tokenizer.tiktoken"]):
+            # Of an earlier preparation: training would read them instead of the shards, or too.
+            if re.fullmatch(rf"{PREPARED}|fineweb(edu)?_(train|val)_\d+\.bin", name):
+                os.unlink(os.path.join(o.out, name))
+        paths = [download(f"dataset {o.dataset}", "hf_hub_download", repo_id=repo, filename=file,
+                          repo_type="dataset", local_dir=os.path.abspath(o.out)) for file in files]
+        n_val, *n_train = (open_shard(path, "uint16").n_tokens for path in paths)
+        meta.incomplete = None
+        write_meta(o.out, meta)
     return dict(train=dict(tokens=sum(n_train), files=len(n_train)), val=dict(tokens=n_val))
