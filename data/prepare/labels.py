@@ -109,7 +109,7 @@ def split_rows(rows, fraction):
         splits[split_by_group(row.group, fraction)].append(row)
     if empty := [name for name in SPLITS if not splits[name]]:
         raise DataError(f"{', '.join(empty)}: none of {len(rows)} rows; give more, or a larger "
-                        "fraction")
+                        "--val_fraction")
     return splits
 
 
