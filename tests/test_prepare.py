@@ -469,6 +469,10 @@ def test_standard_input_does_not_replace_that_of_an_earlier_command(tmp_path):
     done = python(*command, "--field=text", "--force", cwd=tmp_path, env={"PYTHONPATH": REPO},
                   input=LINES)
     assert done.returncode == 2 and "no records; --field" in done.stderr
+    (tmp_path / "a.jsonl").write_text(LINES)  # the lines of the stream would be text beside it
+    done = python(*command, "a.jsonl", "--field=text", "--out=o", cwd=tmp_path,
+                  env={"PYTHONPATH": REPO}, input=LINES)
+    assert done.returncode == 2 and "in files named *.jsonl" in done.stderr
 
 
 @pytest.mark.parametrize("name, content, message", [

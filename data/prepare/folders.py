@@ -37,13 +37,18 @@ def absolute(sources):
     return [os.path.abspath(name) if os.path.exists(name) else name for name in sources]
 
 
+def is_stream(source):
+    """Return whether `source` is standard input or another open file, whose content varies."""
+    return source.startswith(("/dev/stdin", "/dev/fd/"))
+
+
 def check_replaceable(out, model, sources, force):
     """Raise DataError unless the data in the folder `out` may be replaced.
 
     It may be if `out` is missing or empty, `force` is True, or meta.json, also of an interrupted
     preparation, has the same `model` (value of --model) and the same sources in the same order,
-    without /dev/stdin and /dev/fd/N, whose content varies. A source in `out` with the name of a
-    prepared file, e.g. train_rows.jsonl, is always an error. Raises OSError if `out` is a file.
+    without streams, see is_stream(). A source in `out` with the name of a prepared file, e.g.
+    train_rows.jsonl, is always an error. Raises OSError if `out` is a file.
     """
     for path in map(os.path.realpath, sources):
         if re.fullmatch(f"{re.escape(os.path.join(os.path.realpath(out), ''))}({PREPARED})", path):
@@ -54,8 +59,7 @@ def check_replaceable(out, model, sources, force):
         meta = read_meta(out, allow_incomplete=True)
     except DataError:
         meta = Meta()
-    if (meta.model, meta.sources) != (model, absolute(sources)) or any(
-            name.startswith(("/dev/stdin", "/dev/fd/")) for name in sources):
+    if (meta.model, meta.sources) != (model, absolute(sources)) or any(map(is_stream, sources)):
         raise DataError(f"{out}: contains files that were not prepared from these sources; name "
                         "another folder with --out, or replace its data with --force")
 

@@ -11,6 +11,7 @@ from array import array
 from pathlib import Path
 
 from data import records
+from data.prepare.folders import is_stream
 from data.tokenizer_types import clean
 from train.base.errors import DataError
 from train.base.files import FULL_DISK
@@ -150,7 +151,8 @@ def read_sources(o, path):
     """Copy the text of o.sources to the new file `path`; return (Documents, skipped files).
 
     o: PrepareOptions. Skips files already read, e.g. through a link, and files in folders that are
-    no text. Raises DataError with the problems, and for almost no text or o.field without records.
+    no text. Raises DataError with the problems, for almost no text, and for o.field without records
+    or with standard input, which is text.
     """
     documents = Documents(path)
     skipped = []
@@ -171,8 +173,10 @@ def read_sources(o, path):
                 skipped.append(file)
     documents.file.close()  # the end may have text of a file with problems
     records.raise_problems(problems)
-    if o.field and not documents.has_records:  # e.g. JSON lines from /dev/stdin would be text
-        raise DataError(f"{', '.join(o.sources)}: no records; --field is for these only")
+    # JSON lines from a stream would be text.
+    if o.field and (any(map(is_stream, o.sources)) or not documents.has_records):
+        raise DataError(f"{', '.join(o.sources)}: no records; --field is for these only, in files "
+                        f"named {' '.join('*' + end for end in records.RECORD_EXTENSIONS)}")
     if documents.size < MIN_BYTES:
         raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little to "
                         f"split; skipped files: {', '.join(skipped[:3]) or 'none'}")
