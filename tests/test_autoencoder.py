@@ -201,7 +201,8 @@ def test_synthetic_needs_every_modality():
     ("huge", "a: a value in rows 0 to"), ("val", "is infinite; expected numbers"),
     ("cube", "of up to 64 bits, (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("long", "float128 of shape"), ("name", "expected files with different names"), ("one run",
-    "nothing can be held out"), ("other", "not prepared from these sources")])
+    "nothing can be held out"), ("no run", "runs: NaN"),
+    ("other", "not prepared from these sources")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array = np.zeros((30, 2), "g" if case == "long" else "d")
     target = np.zeros((29 if case == "lengths" else 30, 2))
@@ -212,8 +213,10 @@ def test_bad_arrays(tmp_path, capsys, case, words):
     np.save(tmp_path / "t.npy", target)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("all of it")
-    np.save(tmp_path / "runs.npy", np.zeros((30, 2 if case == "two runs" else 1)))
-    more = ["--runs", tmp_path / "runs.npy"] if case in ("one run", "two runs") else []
+    runs = np.zeros((30, 2 if case == "two runs" else 1))
+    runs[:9] = np.nan if case == "no run" else 0
+    np.save(tmp_path / "runs.npy", runs)
+    more = ["--runs", tmp_path / "runs.npy"] if " run" in case else []
     source = tmp_path / f"{dict(missing='b', name='1').get(case, 'a')}.npy"
     out = tmp_path / ("full" if case == "other" else "out")
     code = features.main([str(a) for a in (source, "--target", tmp_path / "t.npy", *more, "--out",

@@ -106,12 +106,14 @@ def rows_in_val(runs, subjects, fraction):
 
     runs, subjects: (rows,) the numbers of each row's run and subject. At least one run per subject
     is chosen, but not all, by runs_in_val(); none if `fraction` is 0. Raises DataError for subjects
-    other than integers from 0 to 2**31 - 1, a run of several subjects and, unless `fraction` is 0,
-    a subject with only one run.
+    other than integers from 0 to 2**31 - 1, NaN in runs, a run of several subjects and, unless
+    `fraction` is 0, a subject with only one run.
     """
     if subjects.dtype.kind not in "iu" or subjects.min() < 0 or subjects.max() >= 1 << 31:
         raise DataError(f"subjects: {subjects.dtype} from {subjects.min()} to {subjects.max()}; "
                         "expected integers from 0 to 2147483647")
+    if np.isnan(runs).any():  # would be a run of its own in each row
+        raise DataError("runs: NaN in some rows; give each row the number of its run")
     labels = np.unique(np.stack([runs, subjects]), axis=1)[0]  # of each run and subject of it
     if len(shared := labels[1:][np.diff(labels) == 0]):
         raise DataError(f"run {shared[0]} has rows of several subjects; give --runs with a "
