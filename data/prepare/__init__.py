@@ -137,12 +137,9 @@ def run(o):
     if bool(o.sources) == bool(o.dataset):
         raise UserError("give one or more SOURCEs, or --dataset NAME")
     o.out = o.out or os.path.join("data", "bin", o.dataset or source_name(o.sources[0]))
-    if o.dataset in CORPORA:
-        splits = prepare_tokens(o)
-    else:
-        if o.dataset:
-            o.sources = [STDLIB if o.dataset == "stdlib" else download_shakespeare()]
-        splits = prepare(**vars(o))["splits"]
+    if o.dataset and o.dataset not in CORPORA:
+        o.sources = [STDLIB if o.dataset == "stdlib" else download_shakespeare()]
+    splits = prepare_tokens(o) if o.dataset in CORPORA else prepare(**vars(o))["splits"]
     report_text(o.out, splits)
 
 

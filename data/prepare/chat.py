@@ -62,9 +62,8 @@ def to_messages(record, fields=(), prompt_only=False):
     check_columns(record, fields)
     fields = fields or find_format(record, prompt_only)
     *questions, answer = fields
-    system = []
-    if record.get("system") not in EMPTY:
-        system = [("system", parse_content(record["system"]))]
+    text = record.get("system")
+    system = [] if text in EMPTY else [("system", parse_content(text))]
     if prompt_only and not questions and isinstance(record[answer], str):
         return [*system, ("user", record[answer])]
     if not questions or isinstance(record[answer], list):  # the question is messages as well
@@ -128,11 +127,9 @@ class ChatWriter(SampleWriter):
         width = self.block_size + 1
         chats = [chat for sample in samples for chat in sample]
         rows = pack_chats(chats, width)
-        ids, masks, numbers = [], [], []
-        for row in rows:
-            ids.append(np.concatenate([ids for ids, _ in row]))
-            masks.append(np.concatenate([mask for _, mask in row]))
-            numbers.append(np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]))
+        ids = [np.concatenate([ids for ids, _ in row]) for row in rows]
+        masks = [np.concatenate([mask for _, mask in row]) for row in rows]
+        numbers = [np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]) for row in rows]
         save_arrays(folder, split, tokens=self.pad_tokens(ids, width),
                     mask=pad_rows(masks, width, 0, np.uint8),
                     chat=pad_rows(numbers, width, [[len(row)] for row in rows], np.uint16))

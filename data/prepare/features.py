@@ -75,14 +75,13 @@ def prepare_features(arrays, target, out, val_fraction, runs, force=False, sourc
     numbers = dict(runs=runs)
     if subjects is not None:
         numbers["subjects"] = subjects
+        meta["subjects"] = np.unique(subjects).tolist()
     lengths = {name: array.shape[0] for name, array in (arrays | numbers).items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"arrays of different lengths: {lengths}; expected one row per frame")
     in_val = rows_in_val(runs, numbers.get("subjects", np.zeros(len(runs), int)), val_fraction)
     rows = dict(train=np.flatnonzero(~in_val), val=np.flatnonzero(in_val))
     meta["rows"] = {split: len(chosen) for split, chosen in rows.items()}
-    if subjects is not None:
-        meta["subjects"] = np.unique(subjects).tolist()
     numbers["runs"] = np.cumsum(np.append(0, np.diff(runs) != 0))  # ascending, from 0
     with new_folder(out, "autoencoder", list(sources), force) as folder:
         for name, array in arrays.items():

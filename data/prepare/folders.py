@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,10 +55,9 @@ def check_replaceable(out, model, sources, force):
             raise DataError(f"{path}: it would be replaced; name another folder with --out")
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
-    try:
+    meta = Meta()
+    with suppress(DataError):
         meta = read_meta(out, allow_incomplete=True)
-    except DataError:
-        meta = Meta()
     if (meta.model, meta.sources) != (model, absolute(sources)) or any(map(is_stream, sources)):
         raise DataError(f"{out}: contains files that were not prepared from these sources; name "
                         "another folder with --out, or replace its data with --force")

@@ -133,8 +133,7 @@ class SparseAutoencoder(nn.Module):
         if name not in ("W_enc", "W_dec"):
             return None
         generator = torch.Generator().manual_seed(stable_hash(seed, "W_dec"))
-        rows = torch.randn(self.keys.d_sae, self.spec["d_in"], generator=generator)
-        rows = F.normalize(rows, dim=1)
+        rows = F.normalize(torch.randn(self.keys.d_sae, self.spec["d_in"], generator=generator))
         return rows if name == "W_dec" else rows.T
 
     def decoder(self):
