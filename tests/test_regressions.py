@@ -275,6 +275,7 @@ def test_plateau_stops_at_min_lr(tmp_path, data_dir):
     (dict(warmup_epochs=0.001), "warm-up 1 steps"),
     (dict(warmup_ratio=0.5, warmup_iters=3), "warm-up 3 steps"),
     (dict(warmup_iters=30), "the warm-up of 30 steps is longer than the run of 6"),
+    (dict(warmup_iters=4, lr_decay_iters=3), "the warm-up of 4 steps is not below lr_decay_iters"),
     (dict(warmup_iters=30, max_iters=0), "Learning rate")])
 def test_lengths_are_shown_at_the_start(tmp_path, data_dir, capsys, given, told):
     go(data_dir, tmp_path, **dict(max_iters=6) | given)

@@ -408,9 +408,9 @@ def log_settings(log, config):
         log(f"Best checkpoint: {dict(min='lowest', max='highest')[c.early_stopping_mode]} {metric}")
     if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
         log("warning: no checkpoint before the end of the run (--save_interval N)")
-    if is_short and c.max_iters:
-        log(f"warning: the warm-up of {warmup} steps is longer than the run of {c.max_iters}: the "
-            "learning rate never reaches its peak")
+    if c.max_iters and (is_short or c.lr_decay_iters and get_lr(warmup, c) < c.learning_rate):
+        limit = f"longer than the run of {c.max_iters}" if is_short else "not below lr_decay_iters"
+        log(f"warning: the warm-up of {warmup} steps is {limit}: the rate never reaches its peak")
     if unused := c.unused_keys():
         log("Keys without effect: " + ", ".join(f"{k} (needs {v})" for k, v in unused.items()))
 
