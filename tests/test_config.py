@@ -21,6 +21,7 @@ from train.base.fields import parse_value
 from train.config import (
     FIELDS,
     TrainConfig,
+    describe_aliases,
     find_differences,
     format_config,
     format_help,
@@ -375,3 +376,9 @@ def test_the_order_of_lr_groups_is_kept_and_fixed(tmp_path):
 def test_no_name_is_no_folder():
     with pytest.raises(ConfigError, match="out_dir: expected a folder, got ''"):
         load_config(None, dict(out_dir=""))
+
+
+def test_a_path_with_as_is_no_other_name_of_a_key(tmp_path):
+    (tmp_path / "a as b.yaml").write_text("batch_size: 4\nlr: 0.001\n")
+    loaded = load_config(str(tmp_path / "a as b.yaml"))
+    assert describe_aliases(loaded) == ["Note: lr read as learning_rate 0.001"]

@@ -259,7 +259,7 @@ def resolve(settings, known, problems):
             resolved[name] = IGNORED, where
         for key, value in translated.items():
             old, first = resolved.pop(key, (None, ""))  # so that the latest one comes last
-            earlier = first.partition(" as ")[2]
+            earlier = first.rpartition(":")[2].partition(" as ")[2]  # after FILE:LINE
             alias = "" if {key: value} == {name: raw} else name
             if alias and isinstance(value, dict) and isinstance(old, dict):
                 value = old | value  # e.g. memory_lr and lora_lr, both for lr_groups
@@ -539,7 +539,7 @@ def describe_aliases(config):
     notes = []
     ignored = {}  # {reason: names}
     for name, where in config.origins.items():
-        alias = where.partition(" as ")[2]
+        alias = where.rpartition(":")[2].partition(" as ")[2]
         if name not in vars(config):
             ignored.setdefault(ALIASES.hints[name], []).append(name)
         elif alias:
