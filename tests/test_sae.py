@@ -834,19 +834,22 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, data_dir, backbone
         go(data_dir, tmp_path / "other", **options | dict(layer=1),
            init_from=str(tmp_path / "ckpt.pt"))
     assert go(data_dir, tmp_path, **options)["iter_num"] == 21
-    with pytest.raises(ValueError, match="layer: checkpoint has .0., now 1"):
+    with pytest.raises(ValueError, match="layer: checkpoint has 0, now 1"):
         save_checkpoint(str(tmp_path / "ckpt.pt"), state)
         go(data_dir, tmp_path, **options | dict(layer=1))
 
 
 @pytest.mark.parametrize("values", [dict(layer=[0, 1]), dict(target="mlp")])
-def test_kinds_of_an_earlier_version_are_refused(tmp_path, trained, values):
+def test_kinds_of_an_earlier_version_are_refused(tmp_path, data_dir, backbone, trained, values):
     state = torch.load(trained[0] / "ckpt.pt")
     state["config"] |= values
     save_checkpoint(str(tmp_path / "ckpt.pt"), state)
     name, value = *values, *values.values()
-    with pytest.raises(CheckpointError, match=re.escape(f"uses {name}: {value}, which this")):
+    message = re.escape(f"uses {name}: {value}, which this")
+    with pytest.raises(CheckpointError, match=message):
         load_model(str(tmp_path / "ckpt.pt"))
+    with pytest.raises(CheckpointError, match=message):  # also to resume
+        go(data_dir, tmp_path, **SAE | dict(backbone=str(backbone), max_iters=21))
 
 
 # -----------------------------------------------------------------------------

@@ -93,8 +93,8 @@ def find_start(folder, config, ranks, log):
         # Also without a checkpoint: the source files are read now, and may be edited before a save.
         weights_module().formulas.warn_of_differences(state, start.path, config.model)
         old = state.get("config") or {}
-        if old.get("family"):  # an earlier version
-            state["config"] = weights_module().load.upgrade_args(old)
+        if old:  # maybe of an earlier version
+            state["config"] = weights_module().load.upgrade_config(old, fields_by_name(config))
         first = old.get("init_from")  # a resumed run has the shape that it had at its start
         if start.kind == "scratch" and config.init_from != "scratch":
             first = config.init_from

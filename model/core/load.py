@@ -25,11 +25,9 @@ from train.system import load_model_type
 # Help of options that commands share.
 BACKBONE = "present path of the frozen model that the checkpoint needs (default: as in training)"
 EMA = "use the running averages of the weights, from a run with the key ema"
-# Keys of older versions, or with other values than theirs, that only matter in training.
+# Keys of older versions; eval_task_rows may be null there.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base", "max_minutes",
-                "eval_task_rows", "grpo_beta"}
-# The same of one model type; another one may use these names.
-REMOVED_OF_TYPES = {"time_layers", "target", "l1"}
+                "eval_task_rows", "grpo_beta", "time_layers", "target", "l1"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
@@ -144,8 +142,22 @@ def saved_config(values):
 
     Raises CheckpointError for values of an earlier version that this one cannot compute.
     """
-    known = fields_by_name(config_class(values.get("model", "gpt")))
-    removed = REMOVED_KEYS | REMOVED_OF_TYPES - known.keys()
+    values = upgrade_config(values, fields_by_name(config_class(values.get("model", "gpt"))))
+    # Its batch and shard_size need not suit the ranks of this process.
+    config = load_config(None, values | dict(distributed="ddp", world_size=1))
+    config = config.replace(world_size=None, distributed=values.get("distributed", "ddp"))
+    config.origins = {}
+    return config
+
+
+def upgrade_config(values, known):
+    """Return a saved dict "config" with the keys of this version, a copy.
+
+    known: {key: dataclass field} of the model type. Raises CheckpointError for values of an earlier
+    version that this one cannot compute.
+    """
+    # A fork may use these names.
+    removed = {name for name in REMOVED_KEYS if name not in known or values.get(name) is None}
     layers = values.get("layer", ())
     was_list = isinstance(layers, list) and "layer" in known and known["layer"].type is int
     unsupported = dict(layer=was_list and len(layers) > 1,
@@ -155,13 +167,7 @@ def saved_config(values):
         raise CheckpointError(f"this model uses {', '.join(names)}, which this version cannot "
                               "compute; use the version that trained it")
     values = {k: v for k, v in upgrade_args(values).items() if k not in removed}
-    if was_list:
-        values["layer"], = layers
-    # Its batch and shard_size need not suit the ranks of this process.
-    config = load_config(None, values | dict(distributed="ddp", world_size=1))
-    config = config.replace(world_size=None, distributed=values.get("distributed", "ddp"))
-    config.origins = {}
-    return config
+    return values | {"layer": layers[0]} if was_list else values
 
 
 def upgrade_args(args):
