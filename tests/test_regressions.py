@@ -282,6 +282,14 @@ def test_lengths_are_shown_at_the_start(tmp_path, data_dir, capsys, given, told)
     assert re.search(told, capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("given", [dict(warmup_iters=2), dict(warmup_iters=9, max_iters=9,
+                                                              lr_schedule="constant")])
+def test_a_warm_up_that_reaches_the_peak_is_no_warning(tmp_path, data_dir, capsys, given):
+    """Also where the rate after it is below the peak by rounding only."""
+    go(data_dir, tmp_path, **dict(max_iters=4, lr_decay_iters=4, learning_rate=6e-4) | given)
+    assert "never reaches" not in capsys.readouterr().out
+
+
 def test_a_resume_of_no_file_names_the_values(tmp_path, data_dir):
     err = refused("--resume", "Auto", data_dir=data_dir, out_dir=tmp_path / "out")
     assert err.startswith("Auto: no such file or folder with ckpt.pt; --resume takes auto, must")

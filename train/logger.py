@@ -395,12 +395,12 @@ def log_plan(log, config, ranks, data, model, device, precision, flops):
 def log_settings(log, config):
     """Log the learning rate, the metric of the best checkpoint, and warnings about settings."""
     c = config
-    warmup, _, _ = milestones(c)
+    warmup, end, _ = milestones(c)
     is_short = warmup > c.max_iters
     final = get_lr(max(c.max_iters - (is_short or c.lr_schedule == "step"), 0), c)
     if not c.eval_only:  # for train.tools.watch this line is the start of training
-        end = f", to {final:g}" if final != c.learning_rate else ""
-        log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps{end}")
+        last = f", to {final:g}" if final != c.learning_rate else ""
+        log(f"Learning rate: {c.learning_rate:g}, {c.lr_schedule}, warm-up {warmup} steps{last}")
     metric = c.early_stopping_metric
     if c.early_stopping_mode == "max" and metric.endswith("loss"):
         log(f"warning: ckpt_best.pt has the highest {metric} (--early_stopping_mode min)")
@@ -408,7 +408,8 @@ def log_settings(log, config):
         log(f"Best checkpoint: {dict(min='lowest', max='highest')[c.early_stopping_mode]} {metric}")
     if not (c.evaluates or c.save_interval or c.save_epochs or c.profile):
         log("warning: no checkpoint before the end of the run (--save_interval N)")
-    if c.max_iters and (is_short or c.lr_decay_iters and get_lr(warmup, c) < c.learning_rate):
+    is_cut = c.lr_decay_iters and warmup >= end and get_lr(warmup, c) < c.learning_rate
+    if c.max_iters and (is_short or is_cut):
         limit = f"longer than the run of {c.max_iters}" if is_short else "not below lr_decay_iters"
         log(f"warning: the warm-up of {warmup} steps is {limit}: the rate never reaches its peak")
     if unused := c.unused_keys():
