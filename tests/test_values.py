@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import REPO
 
-from model.core.load import REMOVED_KEYS
+from model.core.load import REMOVED_KEYS, upgrade_config
 from model.gpt import GPT, GPTConfig
 from train.base.errors import ConfigError
 from train.base.fields import base_type, fields_by_name, key, parse_value
@@ -60,6 +60,16 @@ def test_types_may_be_texts():
         size: "int | None" = key(None, "a number")
     found = fields_by_name(Keys)
     assert parse_value(found["ids"], "1,2") == [1, 2] and parse_value(found["size"], "null") is None
+
+
+def test_a_model_file_may_use_the_names_of_removed_keys():
+    """Also with the value null, which no earlier version had; else its runs cannot be resumed."""
+    @dataclass
+    class Keys:
+        target: str | None = key("x", "what")
+        l1: float | None = key(0.1, "a factor")
+    values = dict(target=None, l1=None, eval_task_rows=None, seed=3)
+    assert upgrade_config(values, fields_by_name(Keys)) == dict(target=None, l1=None, seed=3)
 
 
 @pytest.mark.parametrize("name, raw, words", [

@@ -25,9 +25,9 @@ from train.system import load_model_type
 # Help of options that commands share.
 BACKBONE = "present path of the frozen model that the checkpoint needs (default: as in training)"
 EMA = "use the running averages of the weights, from a run with the key ema"
-# Keys of older versions; eval_task_rows may be null there.
+# Keys of older versions.
 REMOVED_KEYS = {"dpo_loss", "length_normalized", "class_weights", "quantize_base", "max_minutes",
-                "eval_task_rows", "grpo_beta", "time_layers", "target", "l1"}
+                "grpo_beta", "time_layers", "target", "l1"}
 # Options of older versions, which can only be computed if they are off.
 REMOVED = ("softcap", "value_embeddings", "x0_residual")
 
@@ -156,17 +156,17 @@ def upgrade_config(values, known):
     known: {key: dataclass field} of the model type. Raises CheckpointError for values of an earlier
     version that this one cannot compute.
     """
-    # A fork may use these names.
-    removed = {name for name in REMOVED_KEYS if name not in known or values.get(name) is None}
+    removed = REMOVED_KEYS - known.keys()  # a fork may use these names
     layers = values.get("layer", ())
     was_list = isinstance(layers, list) and "layer" in known and known["layer"].type is int
-    unsupported = dict(layer=was_list and len(layers) > 1,
+    unsupported = dict(layer=was_list and len(layers) != 1,
                        target="target" in removed and values.get("target", "input") != "input",
                        time_layers="time_layers" in removed and values.get("time_layers"))
     if names := [f"{name}: {values[name]}" for name, is_set in unsupported.items() if is_set]:
         raise CheckpointError(f"this model uses {', '.join(names)}, which this version cannot "
                               "compute; use the version that trained it")
-    values = {k: v for k, v in upgrade_args(values).items() if k not in removed}
+    values = {k: v for k, v in upgrade_args(values).items()  # eval_task_rows null: the default
+              if k not in removed and (k, v) != ("eval_task_rows", None)}
     return values | {"layer": layers[0]} if was_list else values
 
 
