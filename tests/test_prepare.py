@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from data.token_files import find_files
 from data.tokenizer import load_dataset_tokenizer, load_tokenizer
 from data.tokenizer_types import JsonTokenizer
 from train.base.errors import DataError
+from train.base.files import exclusive_lock
 from train.config import load_argv, load_config
 from train.train import train
 
@@ -788,6 +790,19 @@ def test_a_corpus_is_downloaded_by_one_process_at_a_time(tmp_path, monkeypatch, 
     monkeypatch.setattr("data.prepare.corpora.download", download)
     assert main(["--dataset", "fineweb10B", "--out", str(tmp_path / "o")]) == 2
     assert "stop" in capsys.readouterr().err
+
+
+def test_a_corpus_does_not_replace_one_that_was_downloaded_meanwhile(tmp_path, gpt2, capsys):
+    """Two commands for one empty folder: the second one waits, and then finds other data."""
+    with exclusive_lock(tmp_path):
+        command = ["--dataset", "fineweb10B", "--out", str(tmp_path)]
+        second = threading.Thread(target=main, args=[command])
+        second.start()
+        time.sleep(0.2)
+        (tmp_path / "finewebedu_train_000001.bin").write_bytes(b"other")
+    second.join()
+    assert "not prepared from these sources" in capsys.readouterr().err
+    assert (tmp_path / "finewebedu_train_000001.bin").exists()
 
 
 def test_a_table_with_a_bad_row_in_a_folder_is_named(tmp_path, capsys):

@@ -54,11 +54,11 @@ def prepare_tokens(o):
                         f"--{unused[0]}")
     repo, start, n_files = CORPORA[o.dataset]
     sources = [f"{HUB}/datasets/{repo}/resolve/main/"]
-    check_replaceable(o.out, "gpt", sources, o.force)
     os.makedirs(o.out, exist_ok=True)
     files = [f"{start}_val_000000.bin",
              *(f"{start}_train_{i:06d}.bin" for i in range(1, (o.shards or n_files) + 1))]
     with exclusive_lock(o.out):  # another download would remove its files
+        check_replaceable(o.out, "gpt", sources, o.force)
         meta = Meta("gpt", "uint16", **write_tokenizer(o.out, open_tokenizer("gpt2")),
                     sources=sources, incomplete=True)
         write_meta(o.out, meta)  # an interrupted download can be resumed
