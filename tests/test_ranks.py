@@ -23,7 +23,7 @@ def compared(folder):
     rank = int(os.environ["RANK"])
     found = []
     with process_group(TrainConfig(device="cpu")) as ranks:
-        for case in ("", "key", "path", "version", "code", "node"):
+        for case in ("", "key", "path", "version", "code", "node", "hsdp"):
             config, lines, error = TrainConfig(device="cpu"), [], ""
             patch = pytest.MonkeyPatch()
             if rank and case == "key":
@@ -39,6 +39,9 @@ def compared(folder):
                 patch.setattr(environment, "__file__", f"{folder}/{rank}/train/base/a.py")
             elif case == "node":
                 patch.setenv("GROUP_RANK", str(rank))
+            elif case == "hsdp":  # nodes with different numbers of ranks
+                config.distributed = "hsdp"
+                patch.setenv("LOCAL_WORLD_SIZE", str(rank + 1))
             try:
                 comparison.check_ranks(config, ranks, lines.append)
             except SetupError as refused:
@@ -89,6 +92,7 @@ def test_what_differs_between_ranks_is_named(tmp_path):
     assert not error and f"warning: different torch: {torch.__version__} on rank 0; 0.0.1 on " in (
         "\n".join(lines))
     assert "code: " in found["code"][1] and "on rank 0; " in found["code"][1]
+    assert "(set --shard_size): 1 on rank 0; 2 on rank 1" in found["hsdp"][1]
     lines, error = found["node"]
     assert not error and lines[0] == "Ranks: nodes 2, processes 2" and len(lines) == 3
 

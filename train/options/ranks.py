@@ -70,6 +70,7 @@ def describe_rank(config, ranks):
     """
     on_gpu = ranks.device.type == "cuda"
     keys = {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get("path")}
+    keys["ranks per copy of the model (set --shard_size)"] = config.replica_size(ranks.world_size)
     address = None
     with (suppress(OSError, KeyError), socket.socket(type=socket.SOCK_DGRAM) as s):
         s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing, and needs no host name
