@@ -270,6 +270,21 @@ def test_a_file_that_was_deleted_is_written_again(tmp_path):
     assert (tmp_path / "a.log").read_text() == "two\n"
 
 
+def test_a_file_whose_folder_was_moved(tmp_path):
+    """The moved file gets the lines until the folder exists again, as a save creates it."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    file = LineFile(old / "a.log")
+    file.write("one")
+    old.rename(new)
+    file.write("two")
+    old.mkdir()
+    file.write("three")
+    file.close()
+    assert (new / "a.log").read_text() == "one\ntwo\n"
+    assert (old / "a.log").read_text() == "three\n"
+
+
 def test_a_stale_handle_costs_one_line(tmp_path, capsys, monkeypatch):
     """A file on a network file system, whose handle became stale: the run goes on."""
     file = LineFile(tmp_path / "a.log")

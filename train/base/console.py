@@ -64,7 +64,10 @@ class LineFile:
     def write(self, line):
         data = (b"\n" if self.incomplete else b"") + line.encode("utf-8", "replace") + b"\n"
         try:
-            if self.file and os.fstat(self.file.fileno()).st_nlink == 0:  # the file was deleted
+            folder = os.path.dirname(self.path)
+            # Deleted, or moved with its folder, which a save has created again.
+            if self.file and (os.fstat(self.file.fileno()).st_nlink == 0
+                              or os.path.isdir(folder) and not os.path.exists(self.path)):
                 self.close()
             self.file = self.file or open_no_follow(self.path, "ab")
             self.incomplete = self.file.write(data) < len(data)  # on a full disk
