@@ -1,6 +1,7 @@
 """Checkpoints that leave the machine (mirror): a folder, a store in memory, a real S3 server."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -164,14 +165,16 @@ def test_an_existing_checkpoint_is_not_replaced_and_never_is_refused(data_dir, t
     assert (out / "ckpt.pt").stat().st_ino == before and len(copies(store)) == 1
 
 
-def kill_in_the_second_copy():
-    """A process that is killed (-9) when half of its second ckpt.pt is in the store."""
+def kill_in_a_copy(file, times):
+    """A process that is killed (-9) when half of `file` is in the store for this time."""
     from fsspec.implementations.local import LocalFileSystem
+    seen = []
 
     def put_half(self, source, target, **kwargs):
         with open(source, "rb") as f, open(target, "wb") as copy:
             data = f.read()
-            if target.endswith("copy_000002.pt"):
+            seen.append(target)
+            if sum(file in target for target in seen) == times:
                 copy.write(data[:len(data) // 2])
                 copy.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -179,17 +182,21 @@ def kill_in_the_second_copy():
     LocalFileSystem.put_file = put_half
 
 
-def test_a_kill_during_a_copy_leaves_the_one_before(data_dir, tmp_path, capsys):
+@pytest.mark.parametrize("file, times", [("copy_000002", 1), ("ckpt_best", 2)])
+def test_a_kill_during_a_copy_leaves_the_one_before(data_dir, tmp_path, capsys, file, times):
     a, b, store = (tmp_path / name for name in ("a", "b", "store"))
     store.mkdir()
     go(data_dir, a)
-    killed = Program(data_dir, b, mirror=str(store), prepare=kill_in_the_second_copy)
+    killed = Program(data_dir, b, mirror=str(store),
+                     prepare=functools.partial(kill_in_a_copy, file, times))
     assert killed.wait()[0] == -9
-    assert copies(store) == ["copy_000001.pt", "copy_000002.pt"]
+    assert copies(store) == ["copy_000001.pt"]
     shutil.rmtree(b)
     go(data_dir, b, mirror=str(store))
-    assert "copy_000002.pt is damaged or incomplete" in capsys.readouterr().out
-    assert_same_file(a / "ckpt.pt", b / "ckpt.pt")
+    assert "is damaged or incomplete" not in capsys.readouterr().out
+    for name in ("ckpt.pt", "ckpt_best.pt"):
+        assert_same_file(a / name, b / name)
+    assert len(list(store.iterdir())) == 4  # ckpt_best.pt, two copies, writable
 
 
 def test_shards_are_copied_with_their_manifest(data_dir, tmp_path, capsys):
@@ -283,13 +290,14 @@ def test_a_store_that_fails_to_list_keeps_its_copies(data_dir, tmp_path, monkeyp
 
 
 def test_a_complete_copy_is_kept_if_the_comparison_fails(data_dir, tmp_path, monkeypatch):
-    store, disk = tmp_path / "store", type(fsspec.filesystem("file"))
-    size, fail = disk.size, iter([True])
-    monkeypatch.setattr(disk, "size", lambda self, path: 1 / 0 if "copy_" in str(path) and next(
-        fail, False) else size(self, path))
-    go(data_dir, tmp_path / "out", mirror=str(store), max_iters=2, eval_interval=0)
+    memory = fsspec.filesystem("memory")
+    size, fail = memory.size, iter([True])
+    monkeypatch.setattr(type(memory), "size", lambda self, path: 1 / 0 if "copy_" in str(
+        path) and next(fail, False) else size(path))
+    go(data_dir, tmp_path / "out", mirror="memory://compared", max_iters=2, eval_interval=0)
     assert "ZeroDivisionError" in (tmp_path / "out/train.log").read_text()
-    assert (store / copies(store)[-1]).read_bytes() == (tmp_path / "out/ckpt.pt").read_bytes()
+    copy = memory.cat_file("/compared/copy_000001.pt")
+    assert copy == (tmp_path / "out/ckpt.pt").read_bytes()
 
 
 def test_a_copy_that_arrives_damaged_is_reported(data_dir, tmp_path, monkeypatch):

@@ -206,6 +206,8 @@ class Mirror:
         Files that are equal in the store are skipped. Raises OSError if a copy differs in size or
         the last KiB, and errors of the store; an incomplete copy of ckpt.pt is deleted.
         """
+        # In a folder, the last copy of `name` stays until the next is complete, as in S3.
+        part = f"{path}.part" if type(self.fs) is type(self.disk) else path
         source = os.path.join(self.folder, name)
         link = f"{source.removesuffix('.pt')}.tmp.{os.getpid()}.pt"
         add_link(source, link)  # the run may replace the file, and keeps its shards
@@ -214,15 +216,19 @@ class Mirror:
             files = sharded_file.open_shards(link).files if folder else ()
             pairs = [(os.path.join(self.folder, folder, file), f"{self.root}/{folder}/{file}")
                      for file in files]
-            for local, remote in [*pairs, (link, path)]:
+            is_new = not self.is_copy(link, path)
+            for local, remote in pairs + [(link, part)] * is_new:
                 if not self.is_copy(local, remote):
                     self.fs.put_file(local, remote)
                     if not self.is_copy(local, remote):
                         raise OSError(f"{remote} has another size or digest than {local}")
+            if is_new and part != path:
+                self.fs.mv(part, path)
         except Exception:
             with contextlib.suppress(Exception):  # what is incomplete would fill the store
-                if name == "ckpt.pt" and self.fs.exists(path) and not self.is_copy(link, path):
-                    self.fs.rm_file(path)
+                is_own = part != path or name == "ckpt.pt"  # no earlier copy has this name
+                if is_own and self.fs.exists(part) and not self.is_copy(link, part):
+                    self.fs.rm_file(part)
                 self.remove_unnamed_shards()
             raise
         finally:
