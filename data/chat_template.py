@@ -79,18 +79,22 @@ def parse_messages(value, name):
             raise ValueError("weight 0: answers that are not learned are not supported")
         if separate := [name for name in SEPARATE if message.get(name)]:
             raise ValueError(f"{separate[0]}: not supported; expected all text in the content")
-        turns.append((ROLES[role], parse_content(message.get("content", message.get("value")))))
+        content = message.get("content", message.get("value"))
+        turns.append((ROLES[role], parse_content(content, name)))
     return turns
 
 
-def parse_content(content):
-    """Return the text of a string or OpenAI's parts [{"text": string}, ...], else ValueError."""
+def parse_content(content, name):
+    """Return the text of a string or OpenAI's parts [{"text": string}, ...], else ValueError.
+
+    name: the record's field, for the message.
+    """
     texts = [content]
     if isinstance(content, list):
         texts = [part.get("text", part) if isinstance(part, dict) else [part] for part in content]
     for text in texts:
         if not isinstance(text, str):
-            raise ValueError(f"expected text, got {text!r:.80}")
+            raise ValueError(f"{name}: expected text, got {text!r:.80}")
     return "".join(texts)
 
 

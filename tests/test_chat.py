@@ -166,7 +166,7 @@ def test_whole_and_parts_tokenise_alike(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     gpt2, draw = load_tokenizer("gpt2"), random.Random(1)
     for _ in range(300):
-        messages = [(role, parse_content("".join(draw.choices("ab 's1\n\t.:#é", k=12))))
+        messages = [(role, parse_content("".join(draw.choices("ab 's1\n\t.:#é", k=12)), "content"))
                     for role in ("user", "assistant") * 2]
         (ids, mask), = ChatTemplate().sequences(messages, gpt2)
         texts = [f"### User:\n{messages[i][1].strip()}\n\n### Assistant:\n" for i in (0, 2)]
@@ -288,7 +288,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("lines, argv, message", [
     ('{"a": 1}\n', [], "a.jsonl:1: its fields (a) are none of"),
-    ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: expected text, got 3"),
+    ('{"prompt": "a", "response": 3}\n', [], "a.jsonl:1: response: expected text, got 3"),
     ('{"prompt": "a", "response": null}\n', [], "its fields (prompt, response: null) are none of"),
     ('{"prompt": " ", "response": "x"}\n', [], "a.jsonl:1: no question in prompt"),
     ('{"q": null, "a": "x"}\n', ["--field", "q", "--field", "a"], "no question in q"),
@@ -296,8 +296,8 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', [], "weight 0: answers"),
     *((json.dumps(dict(messages=[{"role": "assistant", "content": "a", name: [{}]}])), [],
        f"{name}: not supported") for name in ("tool_calls", "reasoning_content", "thinking")),
-    ('{"instruction": "Square it.", "input": 0, "output": "0"}\n', [], "expected text, got 0"),
-    ('{"system": 0, "prompt": "a", "response": "b"}\n', [], "expected text, got 0"),
+    ('{"instruction": "Square", "input": 0, "output": "0"}\n', [], "input: expected text, got 0"),
+    ('{"system": 0, "prompt": "a", "response": "b"}\n', [], "system: expected text, got 0"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
     ('[1]\n', [], "expected an object, got a list"),
     ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are"),

@@ -63,18 +63,19 @@ def to_messages(record, fields=(), prompt_only=False):
     fields = fields or find_format(record, prompt_only)
     *questions, answer = fields
     text = record.get("system")
-    system = [] if text in EMPTY else [("system", parse_content(text))]
+    system = [] if text in EMPTY else [("system", parse_content(text, "system"))]
     if prompt_only and not questions and isinstance(record[answer], str):
         return [*system, ("user", record[answer])]
     if not questions or isinstance(record[answer], list):  # the question is messages as well
         messages = [message for name in fields for message in parse_messages(record[name], name)]
         has_system = messages and messages[0][0] == "system"
         return messages if has_system else system + messages
-    question = [parse_content(record[name]).strip() for name in questions
+    question = [parse_content(record[name], name).strip() for name in questions
                 if record[name] not in EMPTY]
     if not any(question):
         raise ValueError(f"no question in {', '.join(questions)}; expected text")
-    return [*system, ("user", "\n\n".join(question)), ("assistant", parse_content(record[answer]))]
+    return [*system, ("user", "\n\n".join(question)),
+            ("assistant", parse_content(record[answer], answer))]
 
 
 def find_format(record, prompt_only):
