@@ -172,6 +172,8 @@ def csv_rows(stream, name, columns):
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     # Not strict, a quote that is not closed would silently swallow the rows after it.
     rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
+    while rows.fieldnames == []:  # a blank line
+        rows.fieldnames = None
     header = rows.fieldnames or []
     if NOT_UTF8.search("".join(header)):
         raise ValueError(CONVERT)

@@ -320,6 +320,11 @@ def test_blank_lines_may_precede_the_records(tmp_path):
     found = list(records(str(tmp_path / "a.json")))
     assert [row["text"] for _, row in found] == ["a", "b"]
     assert [where.rpartition(":")[2] for where, _ in found] == ["3", "4"]
+    (tmp_path / "a.csv").write_text("\n\ntext\na\n")
+    assert list(records(str(tmp_path / "a.csv"))) == [(f"{tmp_path}/a.csv:4", {"text": "a"})]
+    (tmp_path / "a.csv").write_text("\n\n")
+    with pytest.raises(ValueError, match="no field 'text'"):
+        list(records(str(tmp_path / "a.csv"), ["text"]))
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
