@@ -217,7 +217,10 @@ def dataset_rows(source):
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
-            dataset = dataset["train"] if isinstance(dataset, dict) else dataset
+            if isinstance(dataset, dict):
+                if "train" not in dataset:
+                    raise ValueError(f"no split train; name a split's folder: {', '.join(dataset)}")
+                dataset = dataset["train"]
             dataset = dataset.with_format(None)  # that of set_format() is saved: tensors, columns
         else:
             name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]

@@ -327,6 +327,15 @@ def test_blank_lines_may_precede_the_records(tmp_path):
         list(records(str(tmp_path / "a.csv"), ["text"]))
 
 
+def test_a_saved_data_set_without_a_split_train_names_its_splits(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read when it is imported
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="no split train; name a split's folder: dev"):
+        list(records(str(tmp_path / "saved")))
+    assert len(list(records(str(tmp_path / "saved/dev")))) == len(ROWS)
+
+
 @pytest.mark.parametrize("name", ["messages", "conversations"])
 def test_a_system_field_is_the_first_message(name):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
