@@ -976,7 +976,8 @@ def test_other_peoples_folders_are_left_alone(tmp_path, capsys):
     assert main([a, "--out", str(tmp_path / "c")]) == 2
     assert main([a, "--out", str(tmp_path / "c" / "x" / "y")]) == 2  # below a file
     err = capsys.readouterr().err
-    assert err.count("Not a directory") == 2 and "not prepared from these sources" in err
+    assert f"{a}: is a file; name a folder with --out\n" in err
+    assert err.count("Not a directory") == 1 and "not prepared from these sources" in err
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt", "c", "o"]
 
 

@@ -48,11 +48,13 @@ def check_replaceable(out, model, sources, force):
     It may be if `out` is missing or empty, `force` is True, or meta.json, also of an interrupted
     preparation, has the same `model` (value of --model) and the same sources in the same order,
     without streams, see is_stream(). A source in `out` with the name of a prepared file, e.g.
-    train_rows.jsonl, is always an error. Raises OSError if `out` is a file.
+    train_rows.jsonl, is always an error, as is a file `out`.
     """
     for path in map(os.path.realpath, sources):
         if re.fullmatch(f"{re.escape(os.path.join(os.path.realpath(out), ''))}({PREPARED})", path):
             raise DataError(f"{path}: it would be replaced; name another folder with --out")
+    if os.path.isfile(out):
+        raise DataError(f"{out}: is a file; name a folder with --out")
     if not os.path.lexists(out) or set(os.listdir(out)) <= {INSIDE} or force:
         return
     meta = Meta()
