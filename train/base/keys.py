@@ -43,7 +43,8 @@ def parse_rope_scaling(text):
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
     data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with data, or a mixture "
-                             "a:0.7,b:0.3 of folders", path=True, check=parse_mixture)
+                             "a:0.7,b:0.3 of different folders, weights above 0", path=True,
+                             check=parse_mixture)
     out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
