@@ -30,6 +30,7 @@ from train.base.files import (
     exclusive_lock,
     lock_folder,
     open_no_follow,
+    reporting_full_disk,
     sync_folder,
     write_text,
 )
@@ -58,6 +59,13 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path):
         f.write(b"half")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_full_disk_while_numpy_writes_a_file_is_reported(tmp_path):
+    """As for model.convert --to FILE.gguf. The error has no number."""
+    with pytest.raises(UserError, match="a.gguf could not be written: no space left"):
+        with reporting_full_disk("a.gguf"), atomic_write(tmp_path / "a.gguf"):
+            raise OSError("4096 requested and 3568 written")
 
 
 def test_a_temporary_name_that_is_a_link(outside):

@@ -67,8 +67,9 @@ def reporting_full_disk(path):
     try:
         yield
     except OSError as error:
-        # numpy's error has no number: "4096 requested and 3568 written".
-        if error.errno not in FULL_DISK and "requested and" not in str(error):
+        # numpy's error has no number: "4096 requested and 3568 written"; str() hides it if the
+        # error has a filename.
+        if error.errno not in FULL_DISK and "requested and" not in str(error.args):
             raise
         reason = error.strerror or "no space left on device"
         raise UserError(f"{path} could not be written: {reason}") from error
