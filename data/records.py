@@ -277,6 +277,12 @@ def source_records(source):
         raise DataError(f"{source}: cannot be read: {error}") from None
 
 
+def without_nan(record):
+    """Return a copy of a record with `None` for each field that is NaN, pandas' missing value."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in record.items()}
+
+
 def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
     """Yield parse(record) for each good record of `stream`, an iterable of (location, record).
 
@@ -289,8 +295,7 @@ def parse_each(stream, parse, problems, max_problems=MAX_PROBLEMS):
         try:
             if isinstance(record, ValueError):
                 raise record
-            yield parse({name: None if isinstance(value, float) and math.isnan(value) else value
-                         for name, value in record.items()})  # NaN: pandas' missing value
+            yield parse(without_nan(record))
         except SetupError:  # e.g. a missing package
             raise
         except (ValueError, RecursionError, UserError) as error:

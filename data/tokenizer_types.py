@@ -25,6 +25,7 @@ GPT2_PATTERN = (r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # GPT-2's ranks
 # tiktoken overflows the stack on a million white-space characters.
 MAX_SPACE_RUN = 500_000
+LONG_SPACE_RUN = re.compile(rf"\s{{{MAX_SPACE_RUN}}}")
 HIDDEN = "\U0010fffd"  # private use: no text has it
 MAX_VOCAB = 1 << 22  # a damaged spec must not request terabytes
 
@@ -36,7 +37,7 @@ def clean(text):
 
 def split_long_spaces(text):
     """Yield the parts of `text`, divided after each run of MAX_SPACE_RUN white-space characters."""
-    while len(text) > MAX_SPACE_RUN and (run := re.search(rf"\s{{{MAX_SPACE_RUN}}}", text)):
+    while len(text) > MAX_SPACE_RUN and (run := LONG_SPACE_RUN.search(text)):
         yield text[:run.end()]
         text = text[run.end():]
     yield text

@@ -70,7 +70,7 @@ class Mirror:
             if never:
                 raise ValueError("--resume never, and it has the checkpoints of a run")
             self.get_best(log)
-            if not any(self.get(path, "ckpt.pt", log) for path in reversed(copies)):
+            if not self.get_newest(copies, "ckpt.pt", log):
                 raise ValueError(f"none of its {len(copies)} checkpoints is complete")
         except Exception as error:
             raise CheckpointError(f"mirror: {c.mirror} cannot be used: {error!r:.300}; the run may "
@@ -89,7 +89,7 @@ class Mirror:
             copies = self.checkpoints("copy_")
             if not copies or any(self.is_copy(path, copies[-1]) for path in paths):
                 return
-            if not any(self.get(path, "ckpt_mirror.pt", log) for path in reversed(copies)):
+            if not self.get_newest(copies, "ckpt_mirror.pt", log):
                 return
             if not all(self.is_later(fetched, path) for path in paths):
                 return
@@ -121,6 +121,10 @@ class Mirror:
             raise SetupError(f"mirror: {self.config.mirror} has the checkpoints of a run with "
                              "another seed or other data; choose another")
         return True
+
+    def get_newest(self, copies, name, log):
+        """Copy the newest complete one of `copies`, oldest first, to `name`; return if one is."""
+        return any(self.get(path, name, log) for path in reversed(copies))
 
     def get_best(self, log):
         """Copy ckpt_best.pt from the store to the run's folder if the store has it."""
