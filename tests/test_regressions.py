@@ -563,6 +563,15 @@ def test_allow_change_names_keys(tmp_path, data_dir):
     assert go(data_dir, tmp_path, **changes, allow_change=["beta2", "grad_clip"])["iter_num"] == 3
 
 
+def test_allow_change_refuses_an_unknown_name(tmp_path, data_dir):
+    for steps in (1, 2):  # a new run, and a resume
+        message = refused(data_dir=data_dir, out_dir=tmp_path, max_iters=steps,
+                          allow_change="xyz,grad_clp,data,beta2,vocab_size")
+        assert ("unknown name xyz, grad_clp; expected keys of `run_train.py --model gpt --help`, "
+                "all, data\n") in message
+        go(data_dir, tmp_path, max_iters=steps, allow_change=["data"])
+
+
 def test_init_from_is_not_called_scratch(tmp_path, data_dir, capsys):
     go(data_dir, tmp_path / "a", max_iters=1)
     capsys.readouterr()

@@ -12,11 +12,12 @@ from pathlib import Path
 import yaml
 
 from train.base import fields as key_fields
-from train.base.errors import ConfigError
+from train.base.errors import ConfigError, SetupError
 from train.base.keys import FIELDS, GROUP_NAMES, GROUPS, START_KEYS, TrainConfig
 from train.system import REPOSITORY, load_model_type
 
 DEFAULT_PATH = os.path.join("train", "config.yaml")
+MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 
 # -----------------------------------------------------------------------------
@@ -410,8 +411,7 @@ def describe_files(config):
     files = split_paths(",".join([*input_files(config).values(), *config.eval_tasks]))
     paths = [path for file in files if file
              for path in (Path(file), *sorted(Path(file).glob("*"))) if path.exists()]
-    states = [path.stat() for path in paths]
-    return "".join(f" {state.st_size} {state.st_mtime_ns}" for state in states)
+    return "".join(f" {state.st_size} {state.st_mtime_ns}" for state in map(Path.stat, paths))
 
 
 # -----------------------------------------------------------------------------
@@ -464,6 +464,34 @@ def needing_evaluations(c):
     set_keys = dict(lr_schedule=c.lr_schedule == "plateau", eval_only=c.eval_only,
                     early_stopping_patience=c.early_stopping_patience, eval_tasks=c.eval_tasks)
     return [f"{name}: {getattr(c, name)}" for name, is_set in set_keys.items() if is_set]
+
+
+# -----------------------------------------------------------------------------
+# checks of keys with the data
+
+def check_allowed(config, spec, state):
+    """Raise ConfigError if allow_change has a name that no check compares.
+
+    spec: Data.spec of the run. state: content of the checkpoint that the run starts from, or {}.
+    """
+    keys = key_fields.fields_by_name(config)
+    others = sorted({"all", "data", *map(str, [*spec, *(state.get("spec") or {})])} - keys.keys())
+    if unknown := [name for name in config.allow_change if name not in [*keys, *others]]:
+        raise ConfigError([f"allow_change: unknown name {', '.join(unknown)}; expected keys of "
+                           f"`run_train.py --model {config.model} --help`, {', '.join(others)}"])
+
+
+def check_epochs(config, samples):
+    """Raise SetupError if max_iters is more than MAX_EPOCHS_IN_STEPS epochs of `samples` samples.
+
+    With max_epochs or eval_only, there is no limit.
+    """
+    epochs = config.max_iters * config.samples_per_step / samples
+    if epochs > MAX_EPOCHS_IN_STEPS and not (config.max_epochs or config.eval_only):
+        raise SetupError(
+            f"max_iters: {config.max_iters:,} steps of {config.samples_per_step:,} samples are "
+            f"{epochs:,.0f} epochs of the {samples:,} samples of the training data; for more than "
+            f"{MAX_EPOCHS_IN_STEPS}, give the length in epochs, e.g. --max_epochs 3")
 
 
 # -----------------------------------------------------------------------------

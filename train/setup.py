@@ -19,14 +19,12 @@ from train.base.adamw import AdamW
 from train.base.errors import ConfigError, DataError, SetupError, Stopped, UserError
 from train.base.fields import parse_mixture
 from train.base.run_folder import RunFolder
-from train.config import load_config, needing_evaluations, to_yaml
+from train.config import check_allowed, check_epochs, load_config, needing_evaluations, to_yaml
 from train.dataloader import Data, Prefetcher, as_loader, seed_step
 from train.device import ON_OFF, Compiler, should_compile
 from train.lr_scheduler import EarlyStopping, ReduceOnPlateau, SpikeDetector
 from train.optimizer import Muon, build_optimizer
 from train.system import bind_before_step, flops_per_step, hook, load_model_type
-
-MAX_EPOCHS_IN_STEPS = 200  # more need a length in epochs (max_epochs)
 
 
 @dataclass
@@ -114,6 +112,7 @@ class Run:
         """
         self.data = open_data(self.config, self.ranks, data)
         dataloader.check_loader(self.data.train, self.config, self.ranks)
+        check_allowed(self.config, self.data.spec, self.start.state or {})
         settings = needing_evaluations(self.config)
         if self.data.val is None and self.config.evaluates and settings:
             raise SetupError(f"{settings[0]} needs evaluations, and the data has no validation "
@@ -558,20 +557,6 @@ def validate_config(config):
         from train.options.trackers import check_trackers
         check_trackers(config.tracker)
     return config
-
-
-def check_epochs(config, samples):
-    """Raise SetupError if max_iters is more than MAX_EPOCHS_IN_STEPS epochs of `samples` samples.
-
-    With max_epochs or eval_only, there is no limit.
-    """
-    c = config
-    epochs = c.max_iters * c.samples_per_step / samples
-    if epochs > MAX_EPOCHS_IN_STEPS and not (c.max_epochs or c.eval_only):
-        raise SetupError(
-            f"max_iters: {c.max_iters:,} steps of {c.samples_per_step:,} samples are {epochs:,.0f} "
-            f"epochs of the {samples:,} samples of the training data; give the length in epochs, "
-            f"e.g. --max_epochs 3 (more than {MAX_EPOCHS_IN_STEPS} are possible too)")
 
 
 def open_data(config, ranks, data=None):

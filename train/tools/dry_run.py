@@ -17,12 +17,12 @@ from train import distributed
 from train.base.console import compact, duration
 from train.base.errors import CollectiveExit, echo
 from train.base.memory import memory_available, memory_resident, return_freed_memory
-from train.config import input_files
+from train.config import check_epochs, input_files
 from train.device import ON_OFF, choose_dtype, compile_model, describe_device, should_compile, timed
 from train.logger import log_plan, peak_memory
 from train.optimizer import build_optimizer
 from train.options.ranks import check_ranks, log_network
-from train.setup import check_epochs, open_data
+from train.setup import open_data
 from train.system import flops_per_step, load_model_type
 from train.tools.plan import log_table, state_memory
 from train.train import clip_gradients
