@@ -169,9 +169,11 @@ def parse_mixture(data_dir):
     """Return {folder: weight} of a mixture "folder:weight,folder:weight", or {} for other text.
 
     data_dir: value of this key; no mixture without a comma, or if no part has a weight.
-    A leading ~ is expanded; weights are as given. Raises ValueError if a weight of a mixture is
-    missing or not a positive number, or a folder is empty or repeated.
+    A leading ~ is expanded; weights are as given. Raises ValueError if `data_dir` is empty, a
+    weight of a mixture is missing or not a positive number, or a folder is empty or repeated.
     """
+    if not data_dir.strip():
+        raise ValueError
     parts = [part.rpartition(":") for part in data_dir.split(",")]
     if len(parts) < 2 or not any(re.match(r":\s*[-+.\d]", colon + n) for _, colon, n in parts):
         return {}
