@@ -213,6 +213,16 @@ def test_the_model_interface_is_the_one_that_is_declared():
         assert names == {n for n in vars(declared) if not n.startswith("_")} - {"module"}
 
 
+def test_the_reward_of_the_page_accepts_the_records_of_the_example():
+    """As in the commands above it: data.prepare.prompts example, --reward my_reward.py."""
+    from data.prepare.samples import example_records
+    names = {}
+    (cell,) = blocks_of(TEXTS["model/README.md"], "python")
+    exec(cell, names)
+    _, record = next(example_records("example"))
+    assert names["reward"](record["prompt"], record["chosen"], record) > 0.9
+
+
 def test_pages_are_narrow_and_the_first_one_short():
     lines = TEXTS["README.md"].split("\n")
     assert len(lines) <= 225 and lines.index("## First run") <= 40
