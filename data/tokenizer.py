@@ -56,7 +56,7 @@ def open_tokenizer(source) -> Tokenizer:
             return rank_tokenizer(parse_ranks(f.read(), path))
     except OSError as error:
         raise DataError(f"tokenizer {path!r}: {error.strerror}; expected byte, char, gpt2, bpe, a "
-                        "rank file in tiktoken's format or a folder") from None
+                        "rank file in tiktoken's format, a checkpoint or a folder") from None
 
 
 def load_tokenizer(name: str, path: str | os.PathLike | None = None) -> Tokenizer:

@@ -34,7 +34,7 @@ class Keys:
     lora_rank: int = key(8, "rank of the adapters", ge=1)
     lora_alpha: float = key(16.0, "scale of the adapters, divided by lora_rank", gt=0)
     lora_targets: list[str] = key(["attn", "mlp"], "linear layers that get an adapter, e.g. "
-                                  "attn.q, mlp, h.3, h.*.attn.[qv]")
+                                  "attn.q, mlp, h.3, h.*.attn.[qv] [attn,mlp]")
 
 
 # -----------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from train.distributed import get_device
 class ReportOptions(labels.Fields):
     """Evaluate a classifier on its own test data, or on other files."""
     ckpt: str = key("out/classifier/ckpt_best.pt", "checkpoint", path=True, aliases="checkpoint")
-    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the run's "
-                          "first)", nargs="+", metavar="PATH", text=True, aliases="dataset.path")
+    data: list[str] = key([], "files, or a folder of data.prepare.labels (default: the "
+                          "run's)", nargs="+", metavar="PATH", text=True, aliases="dataset.path")
     split: str = key("test", "split of a folder, by the folds of the run if it has any",
                      choices=labels.SPLITS)
     out: str | None = key(None, "folder to write: metrics.json, predictions.jsonl (default: "
