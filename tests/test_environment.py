@@ -27,6 +27,7 @@ from train.base import cli
 from train.base.errors import CheckpointError, DataError
 from train.checkpoint import load_checkpoint
 from train.config import TrainConfig
+from train.train import train
 
 
 @pytest.fixture(scope="module")
@@ -362,3 +363,16 @@ def test_memory_of_a_step_is_kept_for_the_next():
     assert returned > 50e6
     done = process(MALLOC_TOP_PAD_="131072")
     assert int(done.stdout.split()[1]) > 1000, done.stderr  # what the user chose, stays
+
+
+def test_a_file_without_permission_is_one_line(data_dir, tmp_path, monkeypatch, capsys):
+    names = os.listdir
+
+    def listdir(path):  # root may read everything
+        if str(path) == str(data_dir):
+            raise PermissionError(13, "Permission denied", path)
+        return names(path)
+    monkeypatch.setattr(os, "listdir", listdir)
+    config = TrainConfig(device="cpu", data_dir=str(data_dir), out_dir=str(tmp_path / "out"))
+    assert robust.run_reporting_errors(config, train) == 2
+    assert capsys.readouterr().err == f"[Errno 13] Permission denied: {str(data_dir)!r}\n"

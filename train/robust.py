@@ -183,9 +183,9 @@ def decide_action(loss, norm, progress, spikes, on_spike, scaled):
 def run_reporting_errors(config, job, prints=False):
     """Call job(config), print an error, and return the exit code (under torchrun, exit with it).
 
-    0: success; 1: a crash, non-finite numbers, or the last save failed; 2: invalid input; 128 + n:
-    stopped by signal n. prints: whether the job prints a result; an OSError without a filename,
-    e.g. of stdout, is then raised.
+    0: success; 1: a crash, non-finite numbers, or the last save failed; 2: invalid input, or a file
+    without permission; 128 + n: stopped by signal n. prints: whether the job prints a result; an
+    OSError without a filename, e.g. of stdout, is then raised.
     """
     try:
         job(config)
@@ -199,7 +199,7 @@ def run_reporting_errors(config, job, prints=False):
     except BaseException as error:
         if prints and isinstance(error, OSError) and error.filename is None:
             raise
-        if isinstance(error, UserError) or missing_part(error):
+        if isinstance(error, UserError | PermissionError) or missing_part(error):
             return exit_process(report_error(error))
         report_crash(error, config)
         return exit_process(1)  # without waiting for other ranks, which may not respond
