@@ -9,6 +9,7 @@ import time
 import pytest
 import yaml
 from conftest import REPO, TINY
+from runs import go
 
 from train.config import load_config
 from train.logger import Logger
@@ -277,6 +278,14 @@ def test_wandb_tells_the_address_of_its_run(tmp_path, monkeypatch):
         log.start(0)
         log.step(step(0))
     assert "W&B: https://wandb.ai/me/ironGPT/runs/abc" in (tmp_path / "train.log").read_text()
+
+
+def test_opening_a_tracker_is_no_time_of_a_step(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(Trackers, "__init__", lambda *args: time.sleep(0.5))
+    monkeypatch.setattr(Trackers, "call", lambda *args: None)
+    go(data_dir, tmp_path, tracker=["wandb"], max_iters=1)
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert next(r["time_ms"] for r in records if "loss" in r) < 400
 
 
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path):
