@@ -18,7 +18,7 @@ import torch
 
 from train.base.errors import CheckpointError
 from train.base.files import add_link, atomic_write, sync_folder
-from train.base.sharded_file import is_sharded, open_shards
+from train.base.sharded_file import decode, is_sharded, open_shards
 from train.base.tensors import SAFETENSORS_DTYPES, HashingFile, digest, find_non_finite, walk
 
 FORMAT_VERSION = 1
@@ -106,11 +106,11 @@ def open_checkpoint(path, values=False):
     try:
         if is_sharded(path):
             shards = open_shards(path)
-            state = shards.state(shards.meta)
+            state = decode(shards.plain, shards.meta)
             check_content(state, "meta")
             if values:
                 shards.verify(shards.files)
-                state = shards.state(shards.read)
+                state = decode(shards.plain, shards.read)
         else:
             signed = verify_digest(path)
             # Without mmap: a later change of the file would change the tensors or crash the

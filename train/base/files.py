@@ -7,6 +7,7 @@ followed, because in a shared folder a link could point to a file of a different
 
 import errno
 import os
+import pathlib
 import shutil
 import socket
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,8 +34,7 @@ def atomic_write(path, before_rename=lambda temporary: None):
     unchanged and the new file deleted. An OSError without a filename is given the filename `path`.
     """
     temporary = f"{path}.tmp.{os.getpid()}"
-    with suppress(FileNotFoundError):  # left by a killed process
-        os.unlink(temporary)
+    pathlib.Path(temporary).unlink(missing_ok=True)  # left by a killed process
     try:
         with open(temporary, "xb") as f:  # exclusive: does not follow a link created since then
             yield f
@@ -84,8 +84,7 @@ def write_text(path, text):
 def add_link(source, target):
     """Replace `target` atomically by a hard link to `source`, or by a copy if linking fails."""
     temporary = f"{target}.tmp.{os.getpid()}"
-    with suppress(FileNotFoundError):  # left by a killed process with the same number
-        os.unlink(temporary)
+    pathlib.Path(temporary).unlink(missing_ok=True)  # of a killed process with the same number
     try:
         os.link(os.path.realpath(source), temporary)
     except OSError:
@@ -95,8 +94,8 @@ def add_link(source, target):
         try:
             os.replace(temporary, target)
         finally:
-            with suppress(FileNotFoundError):  # exists after an error, or if both are one file
-                os.unlink(temporary)
+            # It exists after an error, or if both are one file.
+            pathlib.Path(temporary).unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------

@@ -152,16 +152,12 @@ class Shards:
     folder: path of the folder with the files.
     files: {file name: {"size": bytes, "sha256": digest}}.
     tensors: {dotted name: {"dtype", "shape", "chunks"}}; chunks: dicts of write_shards().
-    plain: the content of the checkpoint, as returned by encode().
+    plain: the content of the checkpoint, as returned by encode(); for decode().
     """
     folder: str
     files: dict
     tensors: dict
     plain: dict
-
-    def state(self, tensor):
-        """Return the content of the checkpoint, with tensors from tensor(dotted name)."""
-        return decode(self.plain, tensor)
 
     def check(self):
         """Raise ValueError unless the files and sizes match self.files, and chunks form tensors."""
