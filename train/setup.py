@@ -330,7 +330,7 @@ class Run:
             if p.history and p.evaluated == p.iter_num and (p.iter_num or p.first_eval_counts):
                 self.note_best(p.history[-1])
         self.log.start(p.iter_num, p.evaluated == p.iter_num)
-        self.clock.start(p.iter_num)  # opening a tracker takes seconds
+        self.clock.start(p.iter_num)  # again: opening a tracker takes seconds
         self.is_taken = True
 
     def note_best(self, numbers):
@@ -536,6 +536,7 @@ def open_run(config, ranks, model=None, on_evaluation=None, data=None):
         it = run.progress.iter_num
         if config.eval_only or run.evaluation_is_due(last=it >= run.config.max_iters):
             run.prepare_step(max(0, it - 1))
+        run.clock.start(it)
         yield run
 
 
