@@ -474,7 +474,8 @@ def test_standard_input_does_not_replace_that_of_an_earlier_command(tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES)  # the lines of the stream would be text beside it
     done = python(*command, "a.jsonl", "--field=text", "--out=o", cwd=tmp_path,
                   env={"PYTHONPATH": REPO}, input=LINES)
-    assert done.returncode == 2 and "in files named *.jsonl" in done.stderr
+    assert done.returncode == 2 and "/dev/stdin: no records; --field is" in done.stderr
+    assert "(files named *.jsonl" in done.stderr and "a.jsonl" not in done.stderr
 
 
 @pytest.mark.parametrize("name, content, message", [

@@ -174,9 +174,9 @@ def read_sources(o, path):
     documents.file.close()  # the end may have text of a file with problems
     records.raise_problems(problems)
     # JSON lines from a stream would be text.
-    if o.field and (any(map(is_stream, o.sources)) or not documents.has_records):
-        raise DataError(f"{', '.join(o.sources)}: no records; --field is for these only, in files "
-                        f"named {' '.join('*' + end for end in records.RECORD_EXTENSIONS)}")
+    if o.field and ((streams := [*filter(is_stream, o.sources)]) or not documents.has_records):
+        raise DataError(f"{', '.join(streams or o.sources)}: no records; --field is for these only "
+                        f"(files named {', '.join('*' + e for e in records.RECORD_EXTENSIONS)})")
     if documents.size < MIN_BYTES:
         raise DataError(f"{', '.join(o.sources)}: {documents.size} bytes of text; too little to "
                         f"split; skipped files: {', '.join(skipped[:3]) or 'none'}")
