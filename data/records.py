@@ -171,29 +171,27 @@ def csv_rows(stream, name, columns):
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     # Not strict, a quote that is not closed would silently swallow the rows after it.
-    rows = csv.DictReader(text, delimiter="\t" if is_tsv else ",", strict=True)
-    while rows.fieldnames == []:  # a blank line
-        rows.fieldnames = None
-    header = rows.fieldnames or []
+    rows = csv.reader(text, delimiter="\t" if is_tsv else ",", strict=True)
+    header = next(filter(None, rows), [])  # [] is a blank line
     if NOT_UTF8.search("".join(header)):
         raise ValueError(CONVERT)
     check_header(header, columns)
     while True:
-        first = rows.reader.line_num + 1
+        first = rows.line_num + 1
         try:
-            row = next(rows)
+            values = next(filter(None, rows))
+            row = dict(zip(header, values))
             # Too many or too few: the values could be in the wrong columns, or parts of a text.
-            if None in row or None in row.values():
-                n = len(rows.fieldnames)
-                row = ValueError(f"not the {n} values of the header; quote texts")
-            elif NOT_UTF8.search("".join(row.values())):
+            if len(values) != len(header):
+                row = ValueError(f"not the {len(header)} values of the header; quote texts")
+            elif NOT_UTF8.search("".join(values)):
                 row = ValueError(CONVERT)
         except StopIteration:
             return
         except csv.Error:
-            row = ValueError(f"the quotes of a value in lines {first} to {rows.reader.line_num} do "
+            row = ValueError(f"the quotes of a value in lines {first} to {rows.line_num} do "
                              "not end with it; quote whole values, and double the quotes in them")
-        yield f"{name}:{rows.reader.line_num}", row
+        yield f"{name}:{rows.line_num}", row
 
 
 def parquet_rows(stream, name, columns):
@@ -217,10 +215,9 @@ def dataset_rows(source):
     try:
         if is_saved(source):
             dataset = datasets.load_from_disk(source)
-            if isinstance(dataset, dict):
-                if "train" not in dataset:
-                    raise ValueError(f"no split train; name a split's folder: {', '.join(dataset)}")
-                dataset = dataset["train"]
+            if isinstance(dataset, dict) and "train" not in dataset:
+                raise ValueError(f"no split train; name a split's folder: {', '.join(dataset)}")
+            dataset = dataset["train"] if isinstance(dataset, dict) else dataset
             dataset = dataset.with_format(None)  # that of set_format() is saved: tensors, columns
         else:
             name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]

@@ -221,8 +221,7 @@ def open_arrays(args):
     """
     arrays = {source_name(path): open_array(path) for path in args.arrays}
     names = r"(?!(target|runs|subjects)$)[A-Za-z]\w*"
-    wrong = [name for name in arrays if not re.fullmatch(names, name)]
-    if wrong or len(arrays) < len(args.arrays):
+    if len(arrays) < len(args.arrays) or not all(re.fullmatch(names, name) for name in arrays):
         raise DataError(f"{', '.join(args.arrays)}: expected files with different names of "
                         "letters, digits and _, except target, runs and subjects; rename them")
     target = open_array(args.target) if args.target else None

@@ -50,8 +50,7 @@ def to_pair(record):
     prompt = record.get("prompt")
     sides = [join_messages(prompt, record[name], name) for name in ("chosen", "rejected")]
     if record.get("system") and sides[0][0][0] != "system":  # as in data.prepare.chat
-        text = parse_content(record["system"], "system")
-        sides = [[("system", text), *side] for side in sides]
+        sides = [[("system", parse_content(record["system"], "system")), *side] for side in sides]
     (role, answer), (other_role, other_answer) = (side[-1] for side in sides)
     if sides[0][:-1] != sides[1][:-1] or {role, other_role} != {"assistant"}:
         raise ValueError("chosen and rejected: expected the same messages but for the last answer")
