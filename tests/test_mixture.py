@@ -204,8 +204,8 @@ def test_folders_of_old_stay_folders():
 @pytest.mark.parametrize("value", [
     "a:1,b:-1", "a:1,b:0", "a:1,b", "a:1,a:2", "a:1,:2", "a:1,b:nan", "", " "])
 def test_a_bad_mixture_is_refused_with_an_example(value):
-    with pytest.raises(ConfigError, match="data_dir: expected .* a mixture a:0.7,b:0.3 of "
-                       "different folders, weights above 0, got"):
+    with pytest.raises(ConfigError, match="data_dir: expected .* a mixture of different "
+                       "folders, weights above 0: a:7,b:3, got"):
         load_config(None, [f"--data_dir={value}"])
 
 

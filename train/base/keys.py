@@ -42,9 +42,8 @@ def parse_rope_scaling(text):
 @dataclass
 class RunKeys:
     model: str = key("gpt", "model type, a file in model/")
-    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob with data, or a mixture "
-                             "a:0.7,b:0.3 of different folders, weights above 0", path=True,
-                             check=parse_mixture)
+    data_dir: str = free_key("data/bin/stdlib", "folder, file or glob, or a mixture of different "
+                             "folders, weights above 0: a:7,b:3", path=True, check=parse_mixture)
     out_dir: str = free_key("out", "output folder; one run per folder", path=True)
     seed: int = key(1337, "seed of the data order, the initial weights and dropout", ge=0)
     resume: str = key("auto", "auto: continue the run in out_dir, if any; never: rename its files "
