@@ -2,6 +2,7 @@
 gradients against its formula, rewards of a person's own, ranks, resume."""
 
 import collections
+import decimal
 import io
 import itertools
 import json
@@ -89,6 +90,8 @@ def settings(made, out, **changes):
     ({"prompt": MOO[:1], "answer": 42}, (), "42"),
     ({"prompt": MOO[:1], "answer": 42.0}, (), "42"),
     ({"prompt": MOO[:1], "answer": 4.25}, (), "4.25"),
+    ({"prompt": MOO[:1], "answer": decimal.Decimal("4.50")}, (), "4.50"),  # of a parquet file
+    ({"prompt": MOO[:1], "answer": ["moo"]}, (), None),
     ({"prompt": MOO[:1], "answer": None}, (), None),
     ({"q": "Say moo", "a": "moo"}, ("q", "a"), "moo"),
     ({"q": "Say moo", "tests": [1]}, ("q",), None),

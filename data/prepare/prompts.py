@@ -38,7 +38,8 @@ def to_question(record, fields=()):
     """Return (messages up to the last question, reference answer) of a record, a dict.
 
     messages: [(role, text), ...]. The reference answer is that to the last question or, without
-    one, the field `answer`, a text or a number, which becomes a text ("5" for 5.0), or None.
+    one, the field `answer`; a number or a date becomes a text ("5" for 5.0), a list, a dict and
+    bytes None.
     fields: the prompt's field, or the question's and, last, the answer's (default: as to_messages).
     Raises ValueError for a record without these fields or a question.
     """
@@ -50,7 +51,7 @@ def to_question(record, fields=()):
         raise ValueError("no question before the answer: expected a message of the user")
     if isinstance(answer, float) and answer.is_integer():  # pandas, if other answers are missing
         answer = int(answer)
-    answer = str(answer).strip() if isinstance(answer, (str, int, float)) else None
+    answer = None if isinstance(answer, (list, dict, bytes, type(None))) else str(answer).strip()
     return messages, answer
 
 
