@@ -43,7 +43,7 @@ EMPTY = (None, "", [], {})  # values without text; 0 is a text that was read as 
 class ChatOptions(SampleOptions):
     __doc__ = __doc__  # the description in --help: the formats of records
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
-                         "prepared folder, or the model's ckpt.pt", metavar="NAME")
+                         "prepared folder, a checkpoint or a Hugging Face model", metavar="NAME")
     field: list[str] = key([], "once: the field with the messages; several times: the fields of "
                            "the question and, last, of the answer", text=True)
     show: int = key(0, "print the first N conversations, the tokens to learn in brackets", ge=0)

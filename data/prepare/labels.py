@@ -46,7 +46,7 @@ class LabelOptions(FolderOptions, Fields):
     group: str | None = key(None, "field, e.g. with the patient: equal values are in the "
                             "same split (default: each text is a group)", metavar="NAME")
     tokenizer: str = key("byte", "tokenizer of the model to start from: byte, gpt2, a rank file, a "
-                         "prepared folder, or a checkpoint (.pt)", metavar="NAME")
+                         "prepared folder, a checkpoint or a Hugging Face model", metavar="NAME")
     val_fraction: float = key(0.1, "share of texts for validation, and for testing", gt=0, lt=0.5)
     max_tokens: int = key(512, "cut longer texts", ge=1)
     example: bool = key(False, "instead of files: which word is missing from a piece of Python, "
