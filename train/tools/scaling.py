@@ -151,7 +151,7 @@ class ScalingOptions:
     larger: float | None = key(None, "FLOPs of the larger run (default: 4 x the largest budget)",
                                gt=0, le=1e30)
     depth: list[int] = key([], "depths of the models: 3,4,5", ge=1, required=True, metavar="N,...")
-    width: int = key(32, "width per block, which is also the head size", ge=2)
+    width: int = key(32, "size of a head; a model has depth + 1 heads", ge=2)
     jobs: int = key(1, "runs at the same time, with a GPU or a share of the cores each", ge=1)
     out: str = key("out/scaling", "folder of the runs", aliases="out_dir", path=True)
 
