@@ -146,8 +146,8 @@ def json_values(stream, name, columns):
 def check_columns(names, columns, option="--field"):
     """Raise ValueError, with advice to use `option`, if `names` lacks one of `columns`, if any."""
     for column in columns or ():
-        if column not in (names or ()):
-            known = ", ".join(map(repr, names or ())) or "none"
+        if column not in names:
+            known = ", ".join(map(repr, names)) or "none"
             raise ValueError(f"no field {column!r}; its fields are {known}: choose with {option}")
 
 
@@ -249,7 +249,7 @@ def records(source, columns=None):
     with open_bytes(source) as stream:
         for where, record in read(stream, source, columns):
             if not isinstance(record, (dict, ValueError)):
-                record = ValueError(f"expected an object, got a {type(record).__name__}")
+                record = ValueError(f"expected an object, got {json.dumps(record)[:40]}")
             yield where, record
 
 

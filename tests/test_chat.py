@@ -299,7 +299,7 @@ def test_datasets_missing(tmp_path, monkeypatch, capsys):
     ('{"instruction": "Square", "input": 0, "output": "0"}\n', [], "input: expected text, got 0"),
     ('{"system": 0, "prompt": "a", "response": "b"}\n', [], "system: expected text, got 0"),
     ('\n{"prompt"', [], "a.jsonl:2: not valid JSON"),
-    ('[1]\n', [], "expected an object, got a list"),
+    ('[1]\n', [], "expected an object, got [1]"), ("null\n", [], "expected an object, got null"),
     ('{"prompt": "a", "response": "b"}\n', ["--field", "x"], "no field 'x'; its fields are"),
     ('{"prompt": "a", "response": "b"}\n', [], "no chat for"),
     ('{"prompt": "a", "response": " "}\n' * 9, [], "no chat for train and val"),
