@@ -4,6 +4,7 @@ import io
 import math
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -312,3 +313,12 @@ def test_the_training_loss_is_the_mean_over_steps_in_which_items_count(data_dir,
 def test_a_time_limit_without_a_file_as_stderr(data_dir, tmp_path, monkeypatch, stderr):
     monkeypatch.setattr(sys, "stderr", stderr)  # closed by the caller, or a notebook's
     assert go(data_dir, tmp_path, step_timeout=100)["finished"]
+
+
+def test_the_time_limit_ends_with_the_run(data_dir, tmp_path):
+    """A notebook that goes on after train() is not ended."""
+    assert go(data_dir, tmp_path, step_timeout=100)["finished"]
+    for thread in threading.enumerate():
+        if "(watch)" in thread.name:  # Watchdog.watch
+            thread.join(5)
+            assert not thread.is_alive()

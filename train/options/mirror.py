@@ -58,7 +58,7 @@ class Mirror:
         """
         c = self.config
         never = c.resume == "never" and not restarted_job(self.folder)[1]
-        if c.resume_file and not never:
+        if c.resume_file:
             return
         names = sorted({"ckpt.pt", "ckpt_prev.pt"}.intersection(os.listdir(self.folder)))
         if names and not never:
