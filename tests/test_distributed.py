@@ -372,13 +372,18 @@ def test_a_parameter_of_ones_own_starts_from_its_own_value_or_is_refused(data_di
 
 
 def half_precision(options):
-    """Losses of three steps and the norms before clipping, and the kinds of the weights."""
+    """Losses of three steps and the norms before clipping, and the kinds of the weights, between
+    the steps and in the forward pass."""
     def compute(run):
         from train.train import train_step
         numbers = judged()
+        used = set()
+        run.raw_model.h[0].attn.register_forward_pre_hook(
+            lambda attn, args: used.add(str(attn.q.weight.dtype)))
         for _ in range(3):
             train_step(run)
-        return *zip(*numbers, strict=True), {str(p.dtype) for p in run.raw_model.parameters()}
+        stored = {str(p.dtype) for p in run.raw_model.parameters()}
+        return *zip(*numbers, strict=True), stored, used
     return with_run(options, compute)
 
 
@@ -390,9 +395,11 @@ def test_fsdp_in_16_bits_is_near_ddp(data_dir, tmp_path, dtype, norm):
     ddp = in_ranks(2, half_precision, options(data_dir, tmp_path / "d", **low))
     fsdp = in_ranks(2, half_precision,
                     options(data_dir, tmp_path / "f", distributed="fsdp", **low))
-    for (losses, norms, kinds), (wanted_losses, wanted_norms, _) in zip(
+    for (losses, norms, stored, used), (wanted_losses, wanted_norms, *_) in zip(
             fsdp, ddp, strict=True):
-        assert kinds == {"torch.float32"}  # the weights that the optimizer updates
+        assert stored == {"torch.float32"}  # the weights that the optimizer updates
+        # In bfloat16, the weights that are gathered. autocast converts those of float16.
+        assert used == {"torch.bfloat16" if dtype == "bfloat16" else "torch.float32"}
         assert losses == pytest.approx(wanted_losses, rel=2e-3)
         assert norms == pytest.approx(wanted_norms, rel=2e-2)
 

@@ -678,6 +678,12 @@ def talker(folders, tmp_path_factory):
     return folder, model, theirs
 
 
+def test_an_imported_model_is_trained_on_data_of_its_own_tokenizer(talker, data_dir, tmp_path):
+    given = rest(init_from=str(talker[0]), data_dir=str(data_dir), out_dir=str(tmp_path / "out"))
+    with pytest.raises(CheckpointError, match="tokenizer.*prepare the data with --tokenizer"):
+        train(load_config(None, given))
+
+
 def test_an_imported_model_talks_and_stops_as_transformers_does(talker, monkeypatch):
     """Greedy; it stops at any of the tokens that end its turn."""
     folder, model, theirs = talker
@@ -1104,6 +1110,16 @@ def test_the_number_of_experts_may_have_the_name_of_mixtral():
     c = dict(SIZE | more, model_type="qwen3_moe")
     c["num_local_experts"] = c.pop("num_experts")
     assert families.read_config(c, "config.json")[1]["n_experts"] == 4
+
+
+def test_layers_without_a_list_are_those_of_transformers():
+    """A config.json of earlier versions of transformers has an interval or nothing."""
+    transformers = pytest.importorskip("transformers")
+    sizes = SIZE | dict(num_hidden_layers=7)
+    wanted = ["F" if kind == "full_attention" else "W"
+              for kind in transformers.Gemma3TextConfig(**sizes).layer_types]
+    _, fields = families.read_config(sizes | dict(model_type="gemma3_text"), "config.json")
+    assert list(fields["layer_types"] * 2)[:7] == wanted and wanted.count("F") == 1
 
 
 def test_of_two_scalings_of_positions_that_of_transformers_counts():

@@ -170,6 +170,13 @@ def test_costs_of_ddp_by_hand():
     sending = max(2 * 63 / 64 * 4 * P / 450e9, 2 * 7 / 8 * 4 * P / 400e9) / 0.8
     sending += found["collectives"] * 6e-5
     assert found["seconds"] == pytest.approx(computing + max(0, sending - computing * 2 / 3), 1e-4)
+    assert found["efficiency"] == 1 and found["sensible"]  # sent while the GPUs compute
+    slow = dataclasses.replace(GPUS["h100"], network=5)  # GB/s
+    found = costs(c, model, slow, torch.bfloat16, flops, 1e8, W, 8)
+    sending += 2 * 7 / 8 * 4 * P / 0.8 * (1 / 40e9 - 1 / 400e9)
+    assert found["seconds"] == pytest.approx(computing / 3 + sending, 1e-4)
+    assert found["efficiency"] == pytest.approx(computing / found["seconds"], 1e-4)
+    assert not found["sensible"]
     assert found["memory"] == pytest.approx((4 + 8 + 8 + 2) * P + 8 * 1e8, rel=1e-6)
     assert found["save"] == 12 * P and found["stall"] == pytest.approx(12 * P / 64e9 / 0.8)
 

@@ -158,9 +158,9 @@ def make_state(step, seed):
         "iter_num": step, "format_version": 1, "config": {}, "model_args": {}, "plain": PLAIN}
 
 
-def save(out, world_size, state):
-    """Save a checkpoint as so many ranks do."""
-    folder, log = RunFolder(str(out)), Warnings()
+def save(out, world_size, state, folder=None):
+    """Save a checkpoint as so many ranks do, in `folder`, a RunFolder (default: a new one)."""
+    folder, log = folder or RunFolder(str(out)), Warnings()
     name = sharded_file.new_folder(state["iter_num"])
     written = []
     for rank in range(world_size):
@@ -269,8 +269,11 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     assert_equal(load_checkpoint(tmp_path / "ckpt_prev.pt"), states[0])
     (tmp_path / "shards/notes_of_mine").mkdir()
     shutil.copytree(tmp_path / "old_1/shards", tmp_path / "copied/shards")
-    RunFolder(str(tmp_path / "copied")).open()  # a checkpoint without its ckpt.pt is one, too
+    run = RunFolder(str(tmp_path / "copied"))
+    run.open()
     copied, = tmp_path.glob("copied/shards/*")
+    save(tmp_path / "copied", 2, make_state(3, 3), run)
+    # A checkpoint without its ckpt.pt is one, too.
     assert_equal(load_checkpoint(copied), states[1])
     shutil.rmtree(copied.parent)
     save(tmp_path, 3, make_state(3, 3))
