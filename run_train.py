@@ -5,6 +5,7 @@ Several GPUs: torchrun --nproc_per_node=8 run_train.py ... (the same run, faster
 """
 
 import os
+import signal
 import sys
 
 from train import config
@@ -48,6 +49,8 @@ def main(argv):
 
 if __name__ == "__main__":
     limit_spinning()
+    if hasattr(signal, "SIGUSR1"):  # "save": before the training loop there is nothing to save
+        signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:  # during an import

@@ -7,12 +7,14 @@ number of the signal, as a shell reports them.
 import contextlib
 import json
 import random
+import re
 import shlex
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from conftest import start
+from conftest import finish, start
 from processes import Fork, python
 from runs import SMALL, Program, assert_same, go, metrics, run_program, temporary_files
 
@@ -107,6 +109,21 @@ def test_asked_to_save_it_saves_and_goes_on(tmp_path, data_dir, undisturbed):
     assert load_checkpoint(out / "ckpt.pt")["iter_num"] == 7
     go(data_dir, out)
     assert_same(undisturbed, out)
+
+
+@pytest.mark.ci
+def test_asked_to_save_before_there_is_anything_to_save_it_goes_on(tmp_path, data_dir):
+    """SIGUSR1 while PyTorch is imported -> no effect."""
+    out = tmp_path / "out"
+    process = start("--config", "train/config_test.yaml", "--data_dir", data_dir, "--out_dir", out,
+                    "--max_iters", 2, "--sample_tokens", 0)
+    status = Path(f"/proc/{process.pid}/status")
+    while not int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) >> 9 & 1:  # 10
+        time.sleep(0.01)
+    assert not out.exists()
+    process.send_signal(signal.SIGUSR1)
+    code, text = finish(process)
+    assert code == 0 and "Training complete!" in text
 
 
 @pytest.mark.matrix(63)
