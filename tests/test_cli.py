@@ -180,3 +180,12 @@ def test_a_file_of_the_project_that_is_missing_is_named(capsys):
     assert capsys.readouterr().err.startswith("name: train/options/ema is missing from this copy")
     with pytest.raises(ModuleNotFoundError, match="no"):
         report_error(ModuleNotFoundError("no", name="numpy"))
+
+
+def test_an_error_of_the_system_names_the_file_and_the_reason(tmp_path, capsys):
+    """As other programs write it: [Errno 17] has no meaning for a user."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as error:
+        (tmp_path / "file").mkdir()
+    assert report_error(error.value, "name: ") == 2
+    assert capsys.readouterr().err == f"name: {tmp_path}/file: File exists\n"

@@ -375,4 +375,4 @@ def test_a_file_without_permission_is_one_line(data_dir, tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "listdir", listdir)
     config = TrainConfig(device="cpu", data_dir=str(data_dir), out_dir=str(tmp_path / "out"))
     assert robust.run_reporting_errors(config, train) == 2
-    assert capsys.readouterr().err == f"[Errno 13] Permission denied: {str(data_dir)!r}\n"
+    assert capsys.readouterr().err == f"{data_dir}: Permission denied\n"

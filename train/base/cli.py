@@ -170,7 +170,10 @@ def report_error(error, prefix=""):
     if rank := env_rank():  # torchrun kills all ranks when one exits; rank 0 must print first
         time.sleep(EXIT_DELAY_SECONDS)
         prefix = f"[rank {rank}] "
-    warn_stderr(f"{prefix}{missing_part(error) or error}")
+    reason = missing_part(error) or error
+    if isinstance(error, OSError) and error.filename is not None:
+        reason = f"{error.filename}: {error.strerror}"  # as ls has it, without the number
+    warn_stderr(f"{prefix}{reason}")
     return getattr(error, "exit_code", 2)
 
 
