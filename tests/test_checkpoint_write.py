@@ -703,3 +703,10 @@ def test_second_signal_during_the_last_save(tmp_path, data_dir, undisturbed):
     assert code == 143 and load_checkpoint(out / "ckpt.pt")["iter_num"] == 10
     go(data_dir, out)
     assert_same(undisturbed, out)
+
+
+def test_a_path_without_a_folder_is_in_this_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for x in (1, 2):
+        save_checkpoint("a.pt", dict(model={}, iter_num=x))
+    assert [load_checkpoint(tmp_path / name)["iter_num"] for name in ("a.pt", "a_prev.pt")] == [2, 1]

@@ -269,6 +269,7 @@ def test_moved_checkpoints_take_their_shards_along(tmp_path):
     assert_equal(load_checkpoint(tmp_path / "ckpt_prev.pt"), states[0])
     (tmp_path / "shards/notes_of_mine").mkdir()
     shutil.copytree(tmp_path / "old_1/shards", tmp_path / "copied/shards")
+    (tmp_path / "copied/shards/0000002_abcdef").mkdir()  # of a save that did not end: removed
     run = RunFolder(str(tmp_path / "copied"))
     run.open()
     copied, = tmp_path.glob("copied/shards/*")
