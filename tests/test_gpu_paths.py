@@ -199,6 +199,16 @@ def test_precision_is_chosen_by_the_device():
     assert load_config(None).dtype == "auto"
 
 
+@pytest.mark.parametrize("capability, dtype, reason", [
+    ((7, 5), torch.float16, "no native bfloat16"), ((8, 0), torch.bfloat16, "native bfloat16")])
+def test_gpus_before_ampere_compute_in_float16(capability, dtype, reason, monkeypatch):
+    """E.g. a T4 (7.5); A100: 8.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    name = str(dtype).removeprefix("torch.")
+    assert choose_dtype("auto", torch.device("cuda")) == (
+        dtype, f"{name} ({reason} on this device)")
+
+
 @pytest.mark.parametrize("probe", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", None])
 def test_what_a_cpu_multiplies_natively_is_asked(probe, monkeypatch):
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
