@@ -389,6 +389,19 @@ def test_live_line_on_a_terminal(tmp_path):
     assert "iter 3: loss" in (tmp_path / "train.log").read_text()
 
 
+def test_the_progress_of_an_evaluation_ends_with_it(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Logger(tmp_path) as log:
+        log.activity("evaluating, batch 1 of 2")
+        assert screen(terminal.getvalue()) == ["evaluating, batch 1 of 2"]
+        log.evaluation(EVAL)
+        line, rest = screen(terminal.getvalue())
+    assert line.startswith("step 200: train loss 3.1022") and not rest
+
+
 @pytest.mark.parametrize("columns", [12, 40])
 def test_live_line_fits_any_width(tmp_path, columns):
     bars = re.findall(r"\r\x1b\[K([ \d]{3}%\|[^\r\n]*)", on_terminal(tmp_path, 2, columns))

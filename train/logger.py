@@ -122,7 +122,7 @@ class Logger:
         """
         self.store(record)
         line = printable(format_line(f"step {record['iter']}", record))
-        self.write(line, line)
+        self.write(line, line, live="")  # end of activity()
 
     def store(self, record):
         """Append a record {name: number}, with "iter", to metrics.jsonl and the trackers."""
