@@ -864,7 +864,7 @@ def test_a_full_disk_keeps_the_report_of_before(tmp_path, labels, trained, capsy
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with full_disk(100):
         assert evaluate_main([*args, "--split", "val"]) == 2
-    assert f"File too large: '{tmp_path}/predictions.jsonl'" in capsys.readouterr().err
+    assert f"{tmp_path}/predictions.jsonl: File too large" in capsys.readouterr().err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 

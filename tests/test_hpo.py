@@ -487,7 +487,7 @@ def test_maximising_another_number(search, capsys):
     ([], {"WORLD_SIZE": "2"}, "without torchrun"),
     (["--data_dir=nowhere"], {}, "nowhere"), (["--early_stopping_metric=val_acc"], {}, "val_acc"),
     (["--space=nowhere.yaml"], {}, "nowhere.yaml: cannot be read"),
-    (["--out=/dev/null/x"], {}, "a directory: '/dev/null/x'"),
+    (["--out=/dev/null/x"], {}, "/dev/null/x: Not a directory"),
     (["--leraning_rate=1"], {}, "did you mean 'learning_rate'")])
 def test_bad_input_ends_with_one_message(tmp_path, data_dir, monkeypatch, capsys, args, env, words):
     (tmp_path / "space.yaml").write_text(SPACE)

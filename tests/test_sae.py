@@ -894,7 +894,7 @@ def test_files_that_the_command_cannot_write_or_read(trained, tmp_path, capsys):
     command = ["--ckpt", str(trained[0] / "ckpt.pt")]
     with full_disk(100):
         assert main([*command, "--to", str(tmp_path / "lens")]) == 2
-        assert (f"File too large: '{tmp_path}/lens/sae_weights.safetensors'"
+        assert (f"{tmp_path}/lens/sae_weights.safetensors: File too large"
                 in capsys.readouterr().err)
     assert main([*command, "--backbone", "gone.pt"]) == 2
     assert "gone.pt: no such file" in capsys.readouterr().err
