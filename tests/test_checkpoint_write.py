@@ -709,4 +709,5 @@ def test_a_path_without_a_folder_is_in_this_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for x in (1, 2):
         save_checkpoint("a.pt", dict(model={}, iter_num=x))
-    assert [load_checkpoint(tmp_path / name)["iter_num"] for name in ("a.pt", "a_prev.pt")] == [2, 1]
+    for x, name in ((2, "a.pt"), (1, "a_prev.pt")):
+        assert load_checkpoint(tmp_path / name)["iter_num"] == x
