@@ -1,6 +1,7 @@
 """train/base/cli.py: a command's options as a dataclass, and how a command ends."""
 
 import importlib
+import urllib.error
 from dataclasses import dataclass
 
 import pytest
@@ -189,3 +190,5 @@ def test_an_error_of_the_system_names_the_file_and_the_reason(tmp_path, capsys):
         (tmp_path / "file").mkdir()
     assert report_error(error.value, "name: ") == 2
     assert capsys.readouterr().err == f"name: {tmp_path}/file: File exists\n"
+    report_error(urllib.error.HTTPError("http://a/b", 404, "Not Found", {}, None))
+    assert capsys.readouterr().err == "HTTP Error 404: Not Found\n"  # with its own text

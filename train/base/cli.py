@@ -171,7 +171,7 @@ def report_error(error, prefix=""):
         time.sleep(EXIT_DELAY_SECONDS)
         prefix = f"[rank {rank}] "
     reason = missing_part(error) or error
-    if isinstance(error, OSError) and error.filename is not None:
+    if getattr(error, "strerror", None) and error.filename is not None:
         reason = f"{error.filename}: {error.strerror}"  # as ls has it, without the number
     warn_stderr(f"{prefix}{reason}")
     return getattr(error, "exit_code", 2)
