@@ -229,10 +229,14 @@ def test_a_search_takes_no_other_data_or_weights(tmp_path, data_dir, name, what)
     (data / "w.pt").write_bytes(b"a")
     config = load_config(None, dict(data_dir=str(data), init_from=str(data / "w.pt"), block_size=8))
 
+    out = tmp_path / "a?b=1"  # characters with a meaning in URLs
+    out.mkdir()
+
     def open_study():
-        hpo.open_study(config, {}, 1, dict(max_iters=0, narrow=0.5), {}, str(tmp_path))
+        hpo.open_study(config, {}, 1, dict(max_iters=0, narrow=0.5), {}, str(out))
     open_study()
     open_study()
+    assert (out / "study.db").exists()
     with open(data / name, "ab") as f:
         f.write(b"a\0")  # a token
     with pytest.raises(ConfigError, match=f"holds a search with another {what};"):

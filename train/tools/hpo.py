@@ -197,10 +197,12 @@ def open_study(config, space, number, stage, start, out):
                                   data=data, files=describe_files(config))
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
+    # str() of a URL quotes a "?" in `out`.
+    url = sqlalchemy.URL.create("sqlite", database=os.path.join(out, "study.db"),
+                                query={"timeout": "100"})
     with exclusive_lock(out):  # without POSIX locks, use a single worker
         study = optuna.create_study(
-            storage=f"sqlite:///{os.path.join(out, 'study.db')}?timeout=100",
-            study_name=f"stage_{number}", load_if_exists=True,
+            storage=str(url), study_name=f"stage_{number}", load_if_exists=True,
             direction={"min": "minimize", "max": "maximize"}[config.early_stopping_mode],
             pruner=optuna.pruners.MedianPruner(4, first_pruned))
         if "asked" not in study.user_attrs:
