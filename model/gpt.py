@@ -347,8 +347,9 @@ class GPT(nn.Module):
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
-        if cache is not None and not cache.used:  # each token would be the first of a text
-            raise ValueError("no block uses the key-value cache: the model cannot generate text")
+        if cache is not None and len(cache.used) < self.config.n_layer:
+            raise ValueError(f"{len(cache.used)} of {self.config.n_layer} blocks use the key-value "
+                             "cache; in the others each token would be the first of a text")
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):

@@ -99,13 +99,12 @@ class SingleTokenCache:
     kv. With the option key_offset (half of each key is from the token before), the tensor is
     (2, 1, G, 2, D): the second slot has the unchanged key of the token, for slot + 1.
     """
-    used = True  # by blocks that compile_decoder() accepts
-
     def __init__(self, kv, slot, mask, start=None):
         self.kv = kv
         self.slot = slot
         self.mask = mask
         self.start = lambda idx: start  # as KVCache.start
+        self.used = range(len(kv))  # layers: compile_decoder() accepts only blocks that use it
         self.new = []  # (2, 1, G, 1, D) per layer; with key_offset (2, 1, G, 2, D)
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
