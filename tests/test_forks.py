@@ -548,11 +548,27 @@ class Owned(Lion):
 
 
 class Grouped(Lion):
-    """Lion with a number of steps in the parameter groups."""
+    """Lion with numbers in the parameter groups, which also change at a rate of 0, or do not."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        for group in self.param_groups:
+            group["d"] = self.defaults["d"] = 0.0
 
     def step(self, closure=None):
         for group in self.param_groups:
             group["t"] = group.get("t", 0) + 1
+            group["d"] += group["lr"]
+            group["beta1"] = 0.9 / group["t"] - group["d"]
+        super().step()
+
+
+class TensorGrouped(Lion):
+    """Lion with a tensor in the parameter groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] = group.get("t", torch.zeros(1)) + 1
         super().step()
 
 
@@ -573,6 +589,7 @@ OPTIMIZERS = dict(both=Both,
                   local=lambda groups: LocalLion(groups, 1e-3),
                   owned=lambda groups: Owned(groups, 1e-3),
                   grouped=lambda groups: Grouped(groups, 1e-3),
+                  tensors=lambda groups: TensorGrouped(groups, 1e-3),
                   sgd=lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9),
                   plain=lambda groups: torch.optim.SGD(groups, 1e-2),
                   factored=lambda groups: Factored(groups, 1e-2),
@@ -607,8 +624,8 @@ def test_a_subclass_of_adamw_is_checked_too(data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["factored", *(pytest.param(kind, marks=pytest.mark.slow)
-                                                for kind in ("lion", "sgd", "plain"))])
+@pytest.mark.parametrize("kind", ["factored", "grouped", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("lion", "sgd", "plain"))])
 def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
     """Half of the run on one process, two ranks with DDP and with FSDP, the rest on another."""
     settings = dict(max_iters=6, eval_interval=6, lr_decay_iters=6, warmup_iters=0, batch_size=4,
@@ -629,7 +646,7 @@ def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
 
 @pytest.mark.parametrize("kind, message", [
     ("hidden", "optimizer Hidden: attribute moments"),
-    ("grouped", "optimizer Grouped: t of parameter group 0"),
+    ("tensors", "optimizer TensorGrouped: t of parameter group 0"),
     ("both", "optimizer Both: .*state of parts")])
 def test_an_optimizer_with_state_outside_its_state_is_refused(data_dir, tmp_path, monkeypatch,
                                                               kind, message):

@@ -29,7 +29,7 @@ from train.base.sharded_file import MANIFEST, Shards, new_folder
 from train.base.tensors import SAFETENSORS_DTYPES, find_non_finite, map_tensors, named_tensors, walk
 from train.config import FIELDS, find_differences, keys_of_moved_files
 from train.distributed import Ranks, broadcast_from_rank0, gather_objects, is_sharded, local
-from train.optimizer import create_state
+from train.optimizer import assign_numbers, create_state, find_numbers, parts_outside_state
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 # Keys that a checkpoint needs to be resumed, besides the weights.
@@ -361,14 +361,15 @@ def named_params(optimizer):
 def optimizer_state(optimizer):
     """Return the optimizer's state_dict() with parameter names in place of numbers.
 
-    It is {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}.
-    Tensors are not copied. A parameter that has had no gradient yet has the state {}.
+    It is {"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}],
+    "numbers": find_numbers()}. Tensors are not copied. A parameter that has had no gradient yet has
+    the state {}.
     """
     groups = [{k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "names"}
               | {"params": list(group["names"])} for group in optimizer.param_groups]
     return {"state": {name: dict(optimizer.state.get(p, {}))
                       for name, p in named_params(optimizer).items()},
-            "param_groups": groups}
+            "param_groups": groups, "numbers": find_numbers(optimizer)}
 
 
 def copy_to_rank0(tensor):
@@ -520,6 +521,7 @@ def restore(start, config, model, optimizer, parts, ranks, warn):
     create_state(optimizer)
     entries = select_optimizer_state(optimizer, state["optimizer"]["state"], config, warn)
     restore_optimizer(optimizer, entries, ranks, start.path, start.shards)
+    assign_numbers(optimizer, state["optimizer"].get("numbers", {}))
     fill(model.state_dict(), state["model"], ranks, start.shards, "model.")
     for name, part in parts.items():
         try:
@@ -623,16 +625,9 @@ def check_state(optimizer, ranks):
     The optimizer must have done a step. State that is not sharded must be equal on all ranks.
     Weights and state are restored after the test, gradients are removed. All ranks must call.
     """
-    def attributes():
-        groups = {f"{k} of parameter group {i}": repr(v)
-                  for i, group in enumerate(optimizer.param_groups)
-                  for k, v in group.items() if k not in ("params", "names")}
-        return groups | {
-            f"attribute {k}": repr(v) for k, v in vars(optimizer).items()
-            if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
-
     kind = f"optimizer {type(optimizer).__name__}"
-    before = attributes()
+    before = parts_outside_state(optimizer)
+    numbers = find_numbers(optimizer)
     # Optimizers inside of this one, whose state a checkpoint would not have.
     parts = [(k, part) for k, value in vars(optimizer).items()
              for part in (value if isinstance(value, (list, tuple)) else [value])
@@ -642,17 +637,20 @@ def check_state(optimizer, ranks):
     create_state(optimizer)
     for p, weight in weights:  # a step without gradients may compute 0 / 0
         p.detach().copy_(weight)
-    changed = [k for k, text in attributes().items() if before.get(k) != text]
+    restore_optimizer(optimizer, state, Ranks(), kind)
+    assign_numbers(optimizer, numbers)
+    outside = parts_outside_state(optimizer)
+    changed = [k for k, text in outside.items() if before.get(k) != text]
     changed += [f"state of {k}" for k, part in parts
                 if part.state and part.state is not optimizer.state]
-    restore_optimizer(optimizer, state, Ranks(), kind)
     restored = dict(named_tensors(optimizer_state(optimizer)["state"]))
     changed += [f"state {name}" for name, tensor in named_tensors(state)
                 if not torch.equal(local(restored[name]), local(tensor))]
     drift = find_drift(dict(named_tensors(state)), ranks)
     if changed:
         raise CheckpointError(f"{kind}: {', '.join(changed[:3])} could not be resumed from a "
-                              "checkpoint, which holds optimizer.state: keep it there")
+                              "checkpoint, which holds optimizer.state and numbers in parameter "
+                              "groups: keep it there")
     if drift:
         raise CheckpointError(f"{kind}: state {', '.join(drift[:3])} differs between ranks, and a "
                               "checkpoint holds that of rank 0: make it sharded like the "

@@ -171,6 +171,36 @@ def create_state(optimizer):
         group["lr"] = rate
 
 
+# Set by group_parameters() and the schedule, not by the optimizer.
+GROUP_OPTIONS = ("params", "names", "lr", "initial_lr", "weight_decay", "muon")
+
+
+def find_numbers(optimizer):
+    """Return the numbers in parameter groups that training changed, e.g. of steps.
+
+    {name of the group's first parameter: {key: int, float or bool}}: those that differ from the
+    defaults of the optimizer's constructor.
+    """
+    return {group["names"][0]: {
+        k: v for k, v in group.items() if k not in GROUP_OPTIONS and type(v) in (int, float, bool)
+        and v != optimizer.defaults.get(k)} for group in optimizer.param_groups}
+
+
+def assign_numbers(optimizer, numbers):
+    """Set numbers in parameter groups to those of find_numbers(), in place."""
+    for group in optimizer.param_groups:
+        group.update(numbers.get(group["names"][0], {}))
+
+
+def parts_outside_state(optimizer):
+    """Return {name: repr} of an optimizer's attributes and options of groups, without its state."""
+    groups = {f"{k} of parameter group {i}": repr(v)
+              for i, group in enumerate(optimizer.param_groups)
+              for k, v in group.items() if k not in ("params", "names")}
+    return groups | {f"attribute {k}": repr(v) for k, v in vars(optimizer).items()
+                     if not k.startswith("_") and k not in ("state", "param_groups", "defaults")}
+
+
 class Muon(AdamW):
     """Optimizer: Muon for parameter groups with muon=True, AdamW for groups with muon=False.
 
@@ -180,6 +210,7 @@ class Muon(AdamW):
 
     def __init__(self, groups: Iterable[dict], momentum: float = 0.95, **kwargs):
         super().__init__([{"momentum": momentum} | group for group in groups], **kwargs)
+        self.defaults["momentum"] = momentum
 
     @torch.no_grad()
     def step(self):
