@@ -14,7 +14,7 @@ import shutil
 
 import pytest
 import torch
-from runs import assert_same, configure, go, metrics, run_program, tensors
+from runs import assert_same, configure, go, metrics, opened, run_program, tensors
 
 from model.core.weights import read_backbone
 from model.gpt import GPT, GPTConfig
@@ -521,6 +521,17 @@ def test_only_the_named_changes_are_allowed(out, data_dir):
     text = str(refused.value)
     assert "beta1: checkpoint has 0.9" in text and "weight_decay: checkpoint" not in text
     go(data_dir, out, allow_change=["weight_decay", "beta1"], **changes)
+
+
+def test_an_allowed_change_of_a_constant_is_used(tmp_path, data_dir):
+    """The constants of the checkpoint's parameter groups would replace those of the keys."""
+    how = dict(optimizer="muon", adam_eps=1e-6, muon_momentum=0.8)
+    go(data_dir, tmp_path, **how, max_iters=2)
+    config = configure(data_dir, tmp_path, **how | dict(adam_eps=1e-7, muon_momentum=0.9),
+                       allow_change=["adam_eps", "muon_momentum"])
+    with opened(config) as run:
+        for group in run.optimizer.param_groups:
+            assert (group["eps"], group["momentum"]) == (1e-7, 0.9)
 
 
 def other_value(key, now):
