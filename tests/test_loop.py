@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from runs import configure, go, metrics, tensors
+from runs import configure, go, metrics, opened, tensors
 
 from model.gpt import GPT, GPTConfig
 from train import device as compiling
@@ -46,6 +46,13 @@ def run(data_dir, tmp_path, monkeypatch):
         return train(configure(data_dir, out, **changes)), told
     start.out = out
     return start
+
+
+def test_a_usual_step_ends_a_row_of_spikes_and_overflows(data_dir, tmp_path):
+    with opened(configure(data_dir, tmp_path)) as run:
+        run.progress.spikes_in_a_row = run.progress.overflows_in_a_row = 2
+        loop.train_step(run)
+        assert run.progress.spikes_in_a_row == run.progress.overflows_in_a_row == 0
 
 
 def test_an_evaluation_finds_no_gradients(data_dir, tmp_path):
