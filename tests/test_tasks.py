@@ -77,6 +77,22 @@ def test_an_answer_after_a_blank_gets_no_second_one():
     assert b"".join(map(tokenizer.bytes_of, ids)) == b" Two? four\n" and n == 5
 
 
+def test_an_answer_may_end_the_text(tmp_path):
+    """As in documents of a question and its answer. So it is in lm-eval, whose generation ends at a
+    line end or the end token."""
+    from data.prepare import main
+    answers = dict(one="eins", two="zwei", three="drei")
+    docs = write_rows(tmp_path / "docs.jsonl",
+                      [dict(text=f"{q}\n{a}") for q, a in answers.items()] * 40)
+    assert main([docs, "--out", str(tmp_path / "d"), "--tokenizer", "byte"]) == 0
+    asked = [dict(question=f"{q}\n", answer=a) for q, a in answers.items()]
+    asked.append(dict(asked[0], answer="ein"))
+    last = go(tmp_path / "d", tmp_path / "run", **MODEL, max_iters=150, eval_interval=150,
+              lr_decay_iters=150, eval_tasks=[write_rows(tmp_path / "say.jsonl", asked)])
+    assert last["history"][-1]["val_say"] == 3 / 4
+    assert "val_say_norm" not in last["history"][-1]
+
+
 # -----------------------------------------------------------------------------
 # in a run
 
@@ -352,6 +368,6 @@ def test_an_answer_without_a_question_begins_after_the_end_of_text():
     bytes_of, letters = load_tokenizer("byte"), CharTokenizer(" a\n")
     row = dict(question="", answer="a")
     assert tasks.ExampleReader(bytes_of, None, 128).parse(row, 0).sequences == [
-        ([bytes_of.eot_token, *b" a\n"], 3)]
+        ([bytes_of.eot_token, *b" a\n"], 3), ([bytes_of.eot_token, *b" a", bytes_of.eot_token], 3)]
     with pytest.raises(ValueError, match="the text before it, has no token"):
         tasks.ExampleReader(letters, None, 128).parse(row, 0)

@@ -9,7 +9,8 @@ accepted for `question` and `answer`:
 
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the most likely choice is correct
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
-    {"question": "Two and two?\\n", "answer": "four"}             the same, and then a line end
+    {"question": "Two and two?\\n", "answer": "four"}             the same, and then a line end or
+                                                                  the end of the text
 
 The example's `delimiter` (default: " ") is put before each choice, continuation or answer; before
 an answer without choices, the default is "" if the question ends with white space. A chat model's
@@ -50,6 +51,7 @@ class Example(NamedTuple):
     """An example of a task: a question with one or more choices.
 
     sequences: for each choice (ids of the question and the choice, n); the last n ids are scored.
+    An answer without choices has one for each of the ends that it may have.
     lengths: characters per choice. answer: index of the correct choice. task: index of the task.
     """
     task: int
@@ -134,7 +136,7 @@ class ExampleReader:
             texts = [get_text(row, "answer").lstrip()]
             if "delimiter" not in row and question != question.rstrip():
                 delimiter = ""
-            pairs = [self.encode_answer(question, texts[0], delimiter)]
+            pairs = self.encode_answer(question, texts[0], delimiter)
         start = [] if self.tokenizer.eot_token is None else [self.tokenizer.eot_token]
         pairs = [(before or start, ids) for before, ids in pairs]
         if not all(texts):
@@ -172,18 +174,24 @@ class ExampleReader:
         return pairs
 
     def encode_answer(self, question, answer, delimiter):
-        """Return (ids of the question, ids of the answer with the template's end or a newline)."""
+        """Return (ids of the question, ids of the answer and its end) for each possible end.
+
+        An end is the template's, or without a template a newline or the end of the text.
+        """
         if not self.template:
             before = self.tokenizer.encode(question)
-            ids = self.tokenizer.encode(f"{question}{delimiter}{answer}\n")
-            if ids[:len(before)] != before:  # a token spans the boundary
-                ids = before + encode_within(f"{delimiter}{answer}\n", self.tokenizer.encode)
-            return self.tokenizer.start + before, ids[len(before):]
+            pairs = []
+            for end, special in [("\n", []), ("", [self.tokenizer.eot_token])]:
+                ids = self.tokenizer.encode(f"{question}{delimiter}{answer}{end}")
+                if ids[:len(before)] != before:  # a token spans the boundary
+                    ids = before + encode_within(f"{delimiter}{answer}{end}", self.tokenizer.encode)
+                pairs.append((self.tokenizer.start + before, ids[len(before):] + special))
+            return pairs[:1] if self.tokenizer.eot_token is None else pairs
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
         first, last = np.flatnonzero(mask)[[0, -1]]
         ids = np.asarray(ids).tolist()
-        return ids[:first], ids[first:last + 1]
+        return [(ids[:first], ids[first:last + 1])]
 
 
 def parse_choice(choices, answer):
@@ -253,7 +261,7 @@ class Tasks:
                 reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
         except DataError as error:
             raise DataError(f"eval_tasks: {error}") from error
-        self.has_choices = [any(len(e.sequences) > 1 for e in examples) for examples in tasks]
+        self.has_choices = [any(len(e.lengths) > 1 for e in examples) for examples in tasks]
         metrics = [*itertools.chain(*map(metric_names, self.names, self.has_choices))]
         taken = {name for name in metrics if name in LINE_NAMES or metrics.count(name) > 1}
         if taken:
@@ -304,8 +312,8 @@ class Tasks:
         # expected number of correct ones by chance.
         sums = torch.zeros(len(self.names), 4, dtype=torch.float64)
         for example in examples:
-            n = len(example.sequences)
-            results = judge(example, [*itertools.islice(scores, n)])
+            results = judge(example, [*itertools.islice(scores, len(example.sequences))])
+            n = len(example.lengths)
             chance = 1 / n if n > 1 else 0
             sums[example.task] += torch.tensor([1, *results, chance], dtype=torch.float64)
         return torch.zeros(()), dict(results=sums, count=torch.tensor(len(examples)))
@@ -334,8 +342,8 @@ def judge(example, scores):
 
     scores: results of score_sequences() for the example. With one choice, both values are the same.
     """
-    if len(scores) == 1:
-        return (scores[0][1],) * 2
+    if len(example.lengths) == 1:
+        return (any(is_greedy for _, is_greedy in scores),) * 2
     totals = [logprob for logprob, _ in scores]
     means = [logprob / length for logprob, length in zip(totals, example.lengths)]
     return tuple(p.index(max(p)) == example.answer for p in (totals, means))
