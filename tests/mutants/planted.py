@@ -90,7 +90,7 @@ FAULTS = [
     ("train/checkpoint.py", "if not nearly_equal(old.get(name), new.get(name)):", "if False:"),
     ("train/base/checkpoint_file.py", '{name, "all"} & {*allowed}', "allowed"),
     ("train/checkpoint.py", "in (\"auto\", \"must\") or restarted", "in (\"auto\", \"must\")"),
-    ("model/core/weights.py", "if None not in (old, new) and new not in (old, [old])", "if False"),
+    ("model/core/weights.py", "if None not in (old, new) and old not in (new, [new])", "if False"),
     ("model/core/weights.py", "if explicit:", "if False:"),
     # guards, ranks
     ("train/robust.py", "<= MAX_OVERFLOWS_IN_A_ROW", "<= 10**9"),
