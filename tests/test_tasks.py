@@ -5,9 +5,11 @@ import functools
 import json
 import random
 import shutil
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from quiz import MODEL, Quiz, write_rows
 from runs import SMALL, assert_a_kill_changes_nothing, go, metrics, on_two_ranks
 
@@ -75,6 +77,36 @@ def test_an_answer_after_a_blank_gets_no_second_one():
     row = tasks.ExampleReader(tokenizer, None, 48).parse(dict(question="Two? ", answer="four"), 0)
     ids, n = row.sequences[0]
     assert b"".join(map(tokenizer.bytes_of, ids)) == b" Two? four\n" and n == 5
+
+
+class Recites:
+    """A model that generates `ids`."""
+    wte = types.SimpleNamespace(weight=torch.zeros(1))
+    config = types.SimpleNamespace(vocab_size=259)
+
+    def __init__(self, ids):
+        self.ids = torch.tensor(ids)
+
+    def trunk(self, idx):
+        return torch.arange(idx.size(1)).expand(idx.shape)[..., None]
+
+    def logits(self, x):
+        return F.one_hot(self.ids[x[..., 0] + 1], 259).float()
+
+
+@pytest.mark.parametrize(("text", "right"), [
+    ("four\n", True), ("four\n\n", True), ("four", True), ("four!\n", False), ("four more", False),
+    ("fou", False)])
+def test_an_answer_ends_at_a_line_end_in_any_token(text, right):
+    """Two line ends, or a line end and what is before it, can be one token."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"\n\n": 256, b"!\n": 257}
+    tokenizer = RankTokenizer("ranks", ranks, r"\w+|\W+", 258)
+    reader = tasks.ExampleReader(tokenizer, None, 48)
+    for answer in "four", "four!":
+        row = reader.parse(dict(question="Two?\n", answer=answer), 0)
+        model = Recites(tokenizer.encode("Two?\n" + text) + [258] * 9)
+        scores = tasks.score_sequences(model, row.sequences, tasks.find_ends(tokenizer, 259))
+        assert tasks.judge(row, scores)[0] == (right if answer == "four" else text == "four!\n")
 
 
 def test_an_answer_may_end_the_text(tmp_path):
@@ -368,6 +400,6 @@ def test_an_answer_without_a_question_begins_after_the_end_of_text():
     bytes_of, letters = load_tokenizer("byte"), CharTokenizer(" a\n")
     row = dict(question="", answer="a")
     assert tasks.ExampleReader(bytes_of, None, 128).parse(row, 0).sequences == [
-        ([bytes_of.eot_token, *b" a\n"], 3), ([bytes_of.eot_token, *b" a", bytes_of.eot_token], 3)]
+        ([bytes_of.eot_token, *b" a\n"], 3), ([bytes_of.eot_token, *b" a", tasks.END], 3)]
     with pytest.raises(ValueError, match="the text before it, has no token"):
         tasks.ExampleReader(letters, None, 128).parse(row, 0)

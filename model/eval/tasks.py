@@ -10,7 +10,7 @@ accepted for `question` and `answer`:
     {"question": "1 + 1 =", "choices": ["2", "3"], "answer": 0}   the most likely choice is correct
     {"context": "one, two,", "continuation": "three"}             greedy decoding generates it
     {"question": "Two and two?\\n", "answer": "four"}             the same, and then a line end or
-                                                                  the end of the text
+                                                                  the end of text
 
 The example's `delimiter` (default: " ") is put before each choice, continuation or answer; before
 an answer without choices, the default is "" if the question ends with white space. A chat model's
@@ -45,6 +45,7 @@ from train.evaluate import evaluate, join_numbers
 from train.logger import LINE_NAMES
 
 CORE_NAMES = dict(query="question", gold="answer")
+END = -1  # as the last id to score: any id that ends an answer, see find_ends()
 
 
 class Example(NamedTuple):
@@ -66,9 +67,20 @@ class Example(NamedTuple):
 
 
 @torch.no_grad()
-def score_sequences(model, sequences):
+def find_ends(tokenizer, n_ids):
+    """Return which ids end an answer, (n_ids,) bool: the end of text, and those with a line end.
+
+    A line end that is not the first character does not count.
+    """
+    return torch.tensor([i < tokenizer.n_vocab and (
+        i == tokenizer.eot_token or tokenizer.bytes_of(i).startswith(b"\n")) for i in range(n_ids)])
+
+
+def score_sequences(model, sequences, is_end=None):
     """Score sequences [(ids, n), ...] in one forward pass of a GPT: the last n ids of each.
 
+    is_end: the result of find_ends(). With it, the last id may be END; its log probability is then
+    arbitrary.
     Returns a list of (log probability of these ids, whether greedy decoding generates them). All
     ids but the first are scored if n is 0 or at least len(ids).
     """
@@ -82,8 +94,12 @@ def score_sequences(model, sequences):
     chunk = chunk_rows(model.config.vocab_size, device.type)
     for states, target in zip(x.split(chunk), ids.split(chunk)):
         logprobs = model.logits(states).log_softmax(-1)  # (chunk, V): never of all positions
-        parts.append(torch.stack((logprobs.gather(1, target[:, None])[:, 0],
-                                  logprobs.argmax(-1) == target)))
+        best = logprobs.argmax(-1)
+        is_greedy = best == target
+        if is_end is not None:
+            is_greedy |= (target == END) & is_end[best]
+        parts.append(torch.stack((logprobs.gather(1, target.clamp(min=0)[:, None])[:, 0],
+                                  is_greedy)))
     results = torch.cat(parts, dim=1).cpu().double()  # (2, N)
     return [(float(logprobs.sum()), bool(is_greedy.all()))
             for logprobs, is_greedy in results.split([*map(len, targets)], dim=1)]
@@ -176,17 +192,18 @@ class ExampleReader:
     def encode_answer(self, question, answer, delimiter):
         """Return (ids of the question, ids of the answer and its end) for each possible end.
 
-        An end is the template's, or without a template a newline or the end of the text.
+        An end is the template's; without a template, a newline and END. Both are needed, because
+        a newline can be one token with the end of the answer, or with more newlines.
         """
         if not self.template:
             before = self.tokenizer.encode(question)
             pairs = []
-            for end, special in [("\n", []), ("", [self.tokenizer.eot_token])]:
+            for end, special in [("\n", []), ("", [END])]:
                 ids = self.tokenizer.encode(f"{question}{delimiter}{answer}{end}")
                 if ids[:len(before)] != before:  # a token spans the boundary
                     ids = before + encode_within(f"{delimiter}{answer}{end}", self.tokenizer.encode)
                 pairs.append((self.tokenizer.start + before, ids[len(before):] + special))
-            return pairs[:1] if self.tokenizer.eot_token is None else pairs
+            return pairs
         messages = [("user", question), ("assistant", answer)]
         ids, mask = self.template.sequences(messages, self.tokenizer)[0]
         first, last = np.flatnonzero(mask)[[0, -1]]
@@ -254,8 +271,9 @@ class Tasks:
                       for path in config.eval_tasks]
         self.eval_iters = config.eval_iters
         self.model = model
-        reader = ExampleReader(tokenizer_from_spec(spec), getattr(model, "template", None),
-                               model.config.block_size)
+        tokenizer = tokenizer_from_spec(spec)
+        self.is_end = find_ends(tokenizer, model.config.vocab_size).to(model.wte.weight.device)
+        reader = ExampleReader(tokenizer, getattr(model, "template", None), model.config.block_size)
         try:
             tasks = broadcast_from_rank0(lambda: [
                 reader.read(path, i) for i, path in enumerate(config.eval_tasks)], ranks)
@@ -307,7 +325,7 @@ class Tasks:
             self.model.unshard()
         sequences = [pair for e in examples for pair in e.sequences]
         with eager_mode(self.model):
-            scores = iter(score_sequences(self.model, sequences))
+            scores = iter(score_sequences(self.model, sequences, self.is_end))
         # Per task: rows, correct ones, correct ones by log probability per character, and the
         # expected number of correct ones by chance.
         sums = torch.zeros(len(self.names), 4, dtype=torch.float64)
