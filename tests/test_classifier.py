@@ -722,7 +722,8 @@ def test_the_example_is_of_many_files_of_both_packages():
 @pytest.mark.parametrize("record, message", [
     (dict(body="x", label="a"), "no field 'text'; its fields are 'body', 'label'"),
     (dict(text="", label="a"), "field 'text': expected a text"),
-    (dict(text="x"), "expected a label in each row"),
+    (dict(text="x y"), "1 of 11 rows have no label, the first is 'x y'; expected a label in "
+                        "each row or in none"),
     (dict(text="x", label=["a"]), "field 'label': expected a label"),
     (dict(text="some words", label="a", evidence="word of"), "'word of' does not occur"),
     (dict(text="x", label="a", start=0, end=9), "start [0] and end [9]: expected integers inside"),
@@ -737,7 +738,7 @@ def test_bad_rows_are_named(record, message, tmp_path, capsys):
     path = write_jsonl(tmp_path / "rows.jsonl", [*make_rows(10), record])
     assert labels_main([path, "--out", str(tmp_path / "bin")]) == 2
     said = capsys.readouterr().err
-    assert message in said and "rows.jsonl" in said or "in each row" in said
+    assert message in said and ("rows.jsonl" in said or "in each row" in said)
     assert not (tmp_path / "bin").exists()
 
 

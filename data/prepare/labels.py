@@ -122,9 +122,12 @@ def find_classes(rows):
     names = {row.label for row in rows}
     if names == {None}:
         return []
-    if None in names or len(names) == 1:
-        raise DataError(f"the labels are {str(names)[:200]}; expected a label in each row "
-                        "or in none, and two classes or more")
+    if bare := [row.text for row in rows if row.label is None]:
+        raise DataError(f"{len(bare):,} of {len(rows):,} rows have no label, the first is "
+                        f"{bare[0]!r:.60}; expected a label in each row or in none; take out such "
+                        "rows, or give them labels")
+    if len(names) == 1:
+        raise DataError(f"all labels are {rows[0].label!r:.60}; expected two classes or more")
     numeric = all(name.removeprefix("-").isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name) if numeric else 0, name))  # 01 before 1
 
