@@ -170,6 +170,16 @@ def test_runs_that_determine_no_law_are_no_law(go, capsys, monkeypatch, law):
     assert "these runs determine no law" in capsys.readouterr().err
 
 
+def test_the_larger_run_costs_its_budget(go, capsys, monkeypatch):
+    """Also where the law prefers depth 48, of which a single step costs 14 times the budget."""
+    monkeypatch.setattr(scaling, "fit_law", lambda *points: Law(0.0, 6.8, 6.2, 0.16, 0.04))
+    assert go(*SIX) == 0
+    n, d = (int(x.replace(",", "")) for x in re.search(
+        r"8000 FLOPs, depth \d+, ([\d,]+) weights, ([\d,]+) tokens: expected",
+        capsys.readouterr().out).groups())
+    assert 6 * n * d <= 1.1 * 8000
+
+
 def test_depths_that_the_configuration_excludes_are_left_out(go, capsys, monkeypatch):
     """As with n_kv_head 2, which must divide depth + 1 heads; 2 would be the best depth."""
     def load(path, values):

@@ -31,6 +31,7 @@ from train.tools.child_runs import ChildRun, train_all
 
 MIN_RUNS = 6        # for a fit of five parameters
 MAX_DEPTH = 48      # of the larger run
+MAX_EXCESS = 1.1    # times its budget of FLOPs, from rounding to whole steps
 HUBER_DELTA = 1e-3  # larger errors of log L count linearly
 
 
@@ -182,7 +183,9 @@ def scaling(options, arguments):
     for depth in range(1, MAX_DEPTH + 1):
         with contextlib.suppress(ConfigError):  # e.g. n_kv_head does not divide depth + 1 heads
             candidates.append(plan(larger_budget, depth))
-    larger = min(candidates, key=lambda r: law.loss(r.n, r.d))
+    # One step of a deep model may cost far more than the budget.
+    larger = min(candidates, key=lambda r: (6 * r.n * r.d > MAX_EXCESS * r.budget,
+                                            law.loss(r.n, r.d)))
     expected = law.loss(larger.n, larger.d)
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
          f"tokens: expected {expected:.4f}\n  "
