@@ -936,6 +936,13 @@ def test_a_full_disk_keeps_the_file_of_before(tmp_path, trained, capsys, option,
     assert [file.read_text(), *tmp_path.iterdir()] == ["before", file]
 
 
+@pytest.mark.parametrize("name, reason", [("none/n.json", "No such file"), ("", "Is a directory")])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, trained, capsys, name, reason):
+    """Not its temporary name."""
+    assert main(["--ckpt", str(trained[0] / "ckpt.pt"), "--to", str(tmp_path / name)]) == 2
+    assert f"{tmp_path / name}: {reason}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("case, words", [
     ("old", "train_runs.npy: no such file"), ("no rows", "0 training rows have all targets")])
 def test_what_a_linear_path_needs(tmp_path, case, words):

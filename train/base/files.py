@@ -31,7 +31,8 @@ def atomic_write(path, before_rename=lambda temporary: None):
 
     before_rename(temporary): called with the path of the new, complete and durable file.
     The rename is durable only after sync_folder(). After an error, which is raised, `path` is
-    unchanged and the new file deleted. An OSError without a filename is given the filename `path`.
+    unchanged and the new file deleted. An OSError without a filename, or with that of the new file,
+    is given the filename `path`.
     """
     temporary = f"{path}.tmp.{os.getpid()}"
     pathlib.Path(temporary).unlink(missing_ok=True)  # left by a killed process
@@ -43,7 +44,8 @@ def atomic_write(path, before_rename=lambda temporary: None):
         before_rename(temporary)
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or path  # a full disk's has none
+        if error.filename in (None, temporary):  # a full disk's has none
+            error.filename = path
         raise
     finally:
         with suppress(OSError):  # exists only after an error
