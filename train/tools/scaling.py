@@ -186,9 +186,8 @@ def scaling(options, arguments):
     # One step of a deep model may cost far more than the budget.
     larger = min(candidates, key=lambda r: (6 * r.n * r.d > MAX_EXCESS * r.budget,
                                             law.loss(r.n, r.d)))
-    expected = law.loss(larger.n, larger.d)
     echo(f"{larger.budget:g} FLOPs, depth {larger.depth}, {larger.n:,.0f} weights, {larger.d:,} "
-         f"tokens: expected {expected:.4f}\n  "
+         f"tokens: expected {law.loss(larger.n, larger.d):.4f}\n  "
          + shlex.join(["python", "run_train.py", *larger.arguments]))
     return 0
 
