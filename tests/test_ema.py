@@ -12,6 +12,7 @@ from test_regressions import with_test_data
 
 from model.convert import main as convert
 from model.core.load import load_model
+from model.gpt import GPT
 from model.sample import main as sample
 from train import setup
 from train.base.run_folder import RunFolder
@@ -46,6 +47,18 @@ def test_it_is_the_average_of_kept_checkpoints(data_dir, tmp_path, optimizer):
     assert found.keys() == expected.keys()
     for name, t in found.items():
         torch.testing.assert_close(t.double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_it_has_what_after_step_makes_of_the_weights(data_dir, tmp_path, monkeypatch):
+    """A model may normalise its weights after each step, as nGPT does."""
+    @torch.no_grad()
+    def after_step(self, it, sums):
+        self.ln_f.weight.fill_(it)
+    monkeypatch.setattr(GPT, "after_step", after_step, raising=False)
+    go(data_dir, tmp_path, max_iters=6, ema=0.5, save_interval=1, keep_last=99)
+    expected = recomputed(tmp_path, 6, 0.5)["ln_f.weight"]
+    found = averages(tmp_path / "ckpt.pt")["ln_f.weight"]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_an_average_of_bfloat16_weights_is_float32(tmp_path):

@@ -173,13 +173,13 @@ def train_step(run, lr=None):
     log_step(run, lr, loss, norm, sums)
     if update:
         run.scaler.step(run.optimizer)
-        if run.average:
-            run.average.update(it)
+    if run.after_step:  # a method of some models; also called if the update was skipped
+        run.after_step(it, sums)
+    if update and run.average:  # last: after_step() may change weights, e.g. normalise them
+        run.average.update(it)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # None: the next backward() assigns
     p.iter_num += 1  # also after a skipped update: data and schedule follow the step number
-    if run.after_step:  # a method of some models; also called if the update was skipped
-        run.after_step(it, sums)
     return loss
 
 
