@@ -390,6 +390,15 @@ def test_loss_and_gradients_are_those_of_trls_formula(norm, scale, masked):
     assert float(model(*batch)[1]["truncated"]) == pytest.approx(n_truncated / 4)
 
 
+def test_flops_are_those_of_a_prompt_with_all_answers():
+    """Six per weight and token in training, and two in generation, without attention."""
+    model = PolicyGPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=50, block_size=64))
+    model.keys = SimpleNamespace(group_size=5, answer_tokens=7)
+    model.row_tokens = 20  # 13 of a prompt, 7 of an answer
+    per_token = GPT.flops_per_unit(model)
+    assert model.flops_per_unit() == pytest.approx(per_token * (13 + 5 * 7) * (6 + 2) / 6)
+
+
 @pytest.mark.parametrize("window", [4, 12])
 def test_a_window_sees_the_prompt_from_each_answer(window):
     """Of answers in one row, later ones are further from the prompt's place."""
