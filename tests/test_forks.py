@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import importlib
 import math
 import shutil
 import types
@@ -590,6 +591,7 @@ OPTIMIZERS = dict(both=Both,
                   owned=lambda groups: Owned(groups, 1e-3),
                   grouped=lambda groups: Grouped(groups, 1e-3),
                   tensors=lambda groups: TensorGrouped(groups, 1e-3),
+                  prodigy=lambda groups: importlib.import_module("prodigyopt").Prodigy(groups),
                   sgd=lambda groups: torch.optim.SGD(groups, 1e-2, momentum=0.9),
                   plain=lambda groups: torch.optim.SGD(groups, 1e-2),
                   factored=lambda groups: Factored(groups, 1e-2),
@@ -624,10 +626,12 @@ def test_a_subclass_of_adamw_is_checked_too(data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["factored", "grouped", *(
+@pytest.mark.parametrize("kind", ["factored", "grouped", "prodigy", *(
     pytest.param(kind, marks=pytest.mark.slow) for kind in ("lion", "sgd", "plain"))])
 def test_any_optimizer_resumes_on_other_ranks(kind, data_dir, tmp_path):
     """Half of the run on one process, two ranks with DDP and with FSDP, the rest on another."""
+    if kind == "prodigy":
+        pytest.importorskip("prodigyopt")
     settings = dict(max_iters=6, eval_interval=6, lr_decay_iters=6, warmup_iters=0, batch_size=4,
                     gradient_accumulation_steps=1, ema=0.5)
     whole = run_with(kind, 1, options(data_dir, tmp_path / "whole", **settings))
