@@ -20,7 +20,7 @@ from model.sample import load_model
 from train.base.errors import CheckpointError, ConfigError, DataError, SetupError
 from train.base.fields import parse_mixture
 from train.config import load_config, to_yaml
-from train.dataloader import DataLoader, RowLoader
+from train.dataloader import Data, DataLoader, RowLoader
 from train.distributed import Ranks
 from train.options import mixture
 from train.options.mixture import Mixture, interleave, samples_per_period
@@ -370,6 +370,16 @@ def test_the_share_of_exact_answers_is_the_mean_of_the_sources(folders, tmp_path
 
 # -----------------------------------------------------------------------------
 # what cannot be mixed
+
+def test_samples_of_other_shapes_are_refused(tmp_path):
+    """Of a model file whose Data.spec does not have the shape."""
+    config = configure(tmp_path, tmp_path)
+    a, b = (Data(RowLoader([np.ones((20, n), np.float32)], config, Ranks()), None, {})
+            for n in (3, 4))
+    mixture.check_compatible("a", a, "b", a)
+    with pytest.raises(DataError, match=r"a and b cannot be mixed: sample is \[\(3,\)\] and"):
+        mixture.check_compatible("a", a, "b", b)
+
 
 def test_a_missing_folder_ends_in_one_line(folders, tmp_path):
     code, text = run_program(f"{folders}/web:0.7,nowhere:0.3", tmp_path / "out")
