@@ -103,6 +103,17 @@ def test_what_is_planted_is_found_and_nothing_else(go, tmp_path, capsys):
     assert code == 0 and len(go.started) == done + 2 and found[-1]["runs"] == "6 of 6"
 
 
+def test_the_table_of_test_data_has_the_runs_that_have_the_metric():
+    """Not those that crashed. A metric may be unknown in some runs."""
+    def child(value, **test):
+        return SimpleNamespace(value=value, test=test)
+    runs = {0: child(1.0, test_loss=2.0), 1: child(1.0, test_loss=3.0, test_f1=0.25),
+            2: child(None, test_loss=9.0)}
+    assert repeat.make_test_table({("", "base"): runs, ("d=1", "lr=2"): {0: child(1.0)}})[1:] == [
+        ("base", "test_loss", "2 of 3", "2.5", f"{0.5 ** 0.5:.5g}"),
+        ("base", "test_f1", "1 of 3", "0.25", "nan")]
+
+
 def test_the_name_of_a_change_is_one_line_without_control_characters():
     assert repeat.label("", "run_name='a\x1b[31m\tb\n'") == "run_name='a\\x1b[31m b '"
     assert repeat.label("n_layer=2", "seed=1") == "seed=1 at n_layer=2"
