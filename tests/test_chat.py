@@ -616,7 +616,7 @@ def test_early_stopping_on_exact(capitals, tmp_path):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(block_size=40, init_from="scratch"), "prepare the data with --block_size 40"),
-    (dict(data_dir="nosuch"), "prepare some: python -m data.prepare.chat"),
+    (dict(data_dir="nosuch"), "prepare some: python -m data.prepare.chat FILE... --out nosuch"),
 ])
 def test_bad_settings(capitals, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):

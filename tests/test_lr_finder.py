@@ -147,6 +147,15 @@ def test_a_negative_loss_is_no_divergence(tmp_path, data_dir, monkeypatch):
     assert len(lr_finder.find_lr(config, 1e-5, 1.0, 12)["loss"]) == 12
 
 
+@pytest.mark.parametrize("loss, steps", [(15.9, 30), (16.1, 15), (70.0, 11)])
+def test_the_sweep_ends_at_four_times_the_lowest_loss(tmp_path, data_dir, monkeypatch, loss, steps):
+    """In the mean of five steps."""
+    losses = iter([9.0, 5.0, 4.0] + [4.1] * 7 + [loss] * 20)
+    monkeypatch.setattr(lr_finder, "train_step", lambda run, lr: next(losses))
+    config = load_config(None, arguments(data_dir, tmp_path))
+    assert len(lr_finder.find_lr(config, 1e-5, 1.0, 30)["loss"]) == steps
+
+
 def test_a_loss_that_falls_until_it_diverges_at_once():
     losses = [5.0] * 30 + [5.0 - i / 30 for i in range(30)]  # the next one was not finite
     assert 1e-5 < lr_finder.suggest(rates(), losses, 1.0)["suggestion"] < 2e-3

@@ -364,6 +364,17 @@ def test_a_folder_may_be_named_like_a_key_that_is_refused():
     assert repeat.split_settings([text]) == {text: text.split()}
 
 
+@pytest.mark.parametrize("visible, devices", [("3,GPU-a", ["3", "GPU-a", "3"]),
+                                              (None, ["0", "1", "0"])])
+def test_parallel_runs_share_the_gpus_in_turn(monkeypatch, visible, devices):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in child_runs.split_devices(3)] == devices
+
+
 def test_no_runs_are_started_under_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="runs without torchrun"):
