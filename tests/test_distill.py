@@ -29,7 +29,7 @@ from model.distill import Student
 from model.dpo import PreferenceGPT
 from model.gpt import GPT, GPTConfig
 from train.base.errors import CheckpointError, DataError
-from train.checkpoint import load_checkpoint
+from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import load_config
 from train.train import train
 
@@ -330,6 +330,15 @@ def test_it_learns_from_a_teacher_of_its_answers(answering, tmp_path, capsys):
                   "7?", "--max_new_tokens", "3")
     assert said.returncode == 0, said.stderr
     assert_exported(tmp_path / "out/ckpt.pt", tmp_path)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(answering, tmp_path):
+    state = load_checkpoint(answering["teacher"])
+    chars = "".join(map(chr, range(256, 256 + state["spec"]["vocab_size"])))
+    state["spec"]["tokenizer"] = state["tokenizer"] = dict(kind="char", chars=chars)
+    save_checkpoint(tmp_path / "t.pt", state)
+    with pytest.raises(CheckpointError, match="t.pt is from a different .*\n.*tokenizer:"):
+        train(load_config(None, answering | dict(teacher=str(tmp_path / "t.pt"))))
 
 
 def test_prompts_without_answers_to_compare_with_are_refused(answering, tmp_path):
