@@ -14,10 +14,11 @@ from train.base.errors import UserError, echo
 
 
 def main(argv):
-    """Train, or print the help or an estimate, as `argv` requests, and return the exit code.
+    """Train, or print the help, the configuration or the estimate of a dry run, as `argv` requests.
 
-    The code is 0; 1 after a crash, for non-finite numbers or a failed last save; 2 for invalid
-    input; 128 + n after signal n. Under torchrun, a run exits the process with the code instead.
+    argv: arguments, without the program's name. Returns the exit code: 0; 1 after a crash, for
+    non-finite numbers or a failed last save; 2 for invalid input; 128 + n after signal n. Under
+    torchrun, a run exits the process with the code instead.
     """
     try:
         # Nothing so far has imported torch, so --help is fast.

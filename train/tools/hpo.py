@@ -129,6 +129,7 @@ def narrow_dimension(dist, best, share):
 def trial_config(config, params, max_iters=0, **changes):
     """Return a trial's TrainConfig: `config` with `params` (searched keys) and `changes`.
 
+    `changes` take precedence over `params`.
     max_iters: number of steps, to which warm-up, decay and intervals are scaled; 0: as in `config`.
     min_lr is scaled with learning_rate, unless it is in `params`. A searched length replaces the
     same length in epochs or as a fraction (REPLACED_LENGTHS). Raises ConfigError.
