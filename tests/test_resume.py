@@ -222,11 +222,12 @@ def test_a_branch_that_is_finished_is_the_latest(tmp_path, data_dir):
 
 
 def test_a_branch_without_evaluations_keeps_the_other_run_in_the_folder(tmp_path, data_dir):
-    """two runs without evaluations; --resume FILE of the longer one in the folder of the other ->
-    all checkpoints of the other are in old_1"""
+    """two runs without evaluations; --resume FILE of the longer one in the folder of the other,
+    whose metrics.jsonl is deleted -> all checkpoints of the other are in old_1"""
     keys = PLAIN | dict(eval_interval=0, save_interval=2, keep_last=2)
     go(data_dir, tmp_path / "a", **keys, max_iters=8)
     go(data_dir, tmp_path / "b", **keys, max_iters=4, seed=5)
+    (tmp_path / "b/metrics.jsonl").unlink()
     other = {path.name: path.read_bytes() for path in (tmp_path / "b").glob("ckpt*")}
     go(data_dir, tmp_path / "b", **keys, max_iters=12, resume=str(tmp_path / "a/ckpt_0000008.pt"))
     old = (tmp_path / "b/old_1").glob("ckpt*")
