@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.rows import split_by_prompt
+from data.rows import open_rows, split_by_prompt
 from train import dataloader
 from train.base.errors import DataError
 from train.config import TrainConfig
@@ -130,3 +130,15 @@ def test_a_greeting_that_all_conversations_share_does_not_decide_the_split():
     splits = split_by_prompt(samples, 0.1)
     questions = [{ids[3] for (ids, _), in part} for part in splits.values()]
     assert not questions[0] & questions[1] and 80 < len(splits["val"]) < 120
+
+
+@pytest.mark.parametrize(("array", "message"), [
+    (np.zeros((4, 3), "u2"), r"uint16 of shape \(4, 3\); expected n x 2 integers from 1 to 8"),
+    (np.ones((4, 2), "f4"), "float32 of shape .*; expected n x 2 integers from 1 to 8"),
+    (np.array([[1, 9]]), "expected n x 2 integers from 1 to 8; prepare the data again")])
+def test_arrays_that_do_not_fit_are_described(tmp_path, array, message):
+    np.save(tmp_path / "train_a.npy", array)
+    with pytest.raises(DataError, match=f"train_a.npy: .*{message}"):
+        open_rows(str(tmp_path), "train", a=((2,), 1, 9))
+    np.save(tmp_path / "train_a.npy", np.array([[1, 8]]))
+    assert open_rows(str(tmp_path), "train", a=((2,), 1, 9))[0].tolist() == [[1, 8]]
