@@ -66,7 +66,6 @@ class Example(NamedTuple):
         return max(len(ids) for ids, _ in self.sequences)
 
 
-@torch.no_grad()
 def find_ends(tokenizer, n_ids):
     """Return which ids end an answer, (n_ids,) bool: the end of text, and those with a line end.
 
@@ -76,6 +75,7 @@ def find_ends(tokenizer, n_ids):
         i == tokenizer.eot_token or tokenizer.bytes_of(i).startswith(b"\n")) for i in range(n_ids)])
 
 
+@torch.no_grad()
 def score_sequences(model, sequences, is_end=None):
     """Score sequences [(ids, n), ...] in one forward pass of a GPT: the last n ids of each.
 

@@ -99,6 +99,7 @@ class SingleTokenCache:
     kv. With the option key_offset (half of each key is from the token before), the tensor is
     (2, 1, G, 2, D): the second slot has the unchanged key of the token, for slot + 1.
     """
+
     def __init__(self, kv, slot, mask, start=None):
         self.kv = kv
         self.slot = slot
