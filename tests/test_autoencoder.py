@@ -201,13 +201,16 @@ def test_synthetic_needs_every_modality():
     ("huge", "a: a value in rows 0 to"), ("val", "is infinite; expected numbers"),
     ("cube", "of up to 64 bits, (rows, dims)"), ("missing", "b.npy: no such file\n"),
     ("long", "float128 of shape"), ("name", "expected files with different names"), ("one run",
-    "nothing can be held out"), ("no run", "runs: NaN"),
+    "nothing can be held out"), ("no run", "runs: NaN"), ("no number", "a: no number in the train"),
+    ("no target", "target: no number in the training rows, only NaN"),
     ("other", "not prepared from these sources")])
 def test_bad_arrays(tmp_path, capsys, case, words):
     array = np.zeros((30, 2), "g" if case == "long" else "d")
     target = np.zeros((29 if case == "lengths" else 30, 2))
     array[7, 1] = dict(huge=-1e300).get(case, 0)
     array[16, 0] = np.inf if case == "val" else 0  # of a held-out run
+    array[:] = np.nan if case == "no number" else array
+    target[:] = np.nan if case == "no target" else 0
     for name in ("a", "1"):
         np.save(tmp_path / f"{name}.npy", array[None] if case == "cube" else array)
     np.save(tmp_path / "t.npy", target)
@@ -946,7 +949,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, trained, capsys, name,
 @pytest.mark.parametrize("case, words", [
     ("old", "train_runs.npy: no such file"), ("no rows", "0 training rows have all targets")])
 def test_what_a_linear_path_needs(tmp_path, case, words):
-    y = np.full((40, 2), np.nan if case == "no rows" else 1)
+    y = np.ones((40, 2))
+    for i in range(40 if case == "no rows" else 0):
+        y[i, i % 2] = np.nan  # no dimension lacks all values
     folder = tmp_path / "data"
     features.prepare_features(dict(a=np.eye(40)), y, str(folder), 0.2, np.arange(40) // 5)
     if case == "old":

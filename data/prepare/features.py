@@ -142,10 +142,16 @@ def read_chunks(name, array, chosen):
 
 
 def statistics(name, array, chosen):
-    """Return (mean, std), float64 (dims,), of array[chosen] without NaN; both 0 if all are NaN."""
+    """Return (mean, std), float64 (dims,), of array[chosen] without NaN; 0 for only NaN.
+
+    name: for messages. Raises DataError if all dimensions have only NaN.
+    """
     chunks = functools.partial(read_chunks, name, array, chosen)
     # Relative to a value of the dimension, so that a constant one has a deviation of exactly 0.
     largest = functools.reduce(np.fmax, map(np.fmax.reduce, chunks()))
+    if np.isnan(largest).all():
+        raise DataError(f"{name}: no number in the training rows, only NaN (missing values); leave "
+                        "the file out")
     first = np.nan_to_num(largest.astype(np.float64))
     n = sum((x == x).sum(0) for x in chunks()).clip(1)
     mean = first + sum(np.nansum(x - first, 0) for x in chunks()) / n
