@@ -255,8 +255,8 @@ def test_another_number_of_any_system(tmp_path):
         assert {"f1_macro", "learning rate", "a: f1_macro 0.9800",
                 "a: val_f1_macro 1.0000"} <= set(texts(svg))
         assert len(list(svg.iter(f"{SVG}circle"))) == 3 and len(lines(svg, "solid")[0]) == 50
-    done = command(tmp_path / "a", "--metric", "accuracy")
-    assert done.returncode == 2 and "no metric 'accuracy'" in done.stderr
+    done = command(tmp_path / "a", "--metric", "val_accuracy")
+    assert done.returncode == 2 and "no metric 'val_accuracy', expected one of " in done.stderr
     assert "f1_macro, iter, loss, lr" in done.stderr
 
 

@@ -35,7 +35,8 @@ def plot_runs(options):
         if not available:
             raise ValueError(f"{file}: has no numbers; expected the out_dir of a run")
         if metric not in available:
-            raise ValueError(f"{file}: no metric {metric!r}, only {', '.join(sorted(available))}")
+            raise ValueError(f"{file}: no metric {options.metric!r}, expected one of "
+                             f"{', '.join(sorted(available))}")
         runs.append((os.path.normpath(path), records))
     first = options.runs[0]
     folder = first if os.path.isdir(first) else os.path.dirname(first)
