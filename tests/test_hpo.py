@@ -229,7 +229,7 @@ def test_a_search_takes_no_other_data_or_weights(tmp_path, data_dir, name, what)
     (data / "w.pt").write_bytes(b"a")
     config = load_config(None, dict(data_dir=str(data), init_from=str(data / "w.pt"), block_size=8))
 
-    out = tmp_path / "a?b=1"  # characters with a meaning in URLs
+    out = tmp_path / "100%41"  # with a meaning in URLs
     out.mkdir()
 
     def open_study():
@@ -489,6 +489,7 @@ def test_maximising_another_number(search, capsys):
 @pytest.mark.parametrize("args, env, words", [
     (["--eval_interval=0"], {}, "needs evaluations"), (["--max_iters=0"], {}, "max_iters above 0"),
     ([], {"WORLD_SIZE": "2"}, "without torchrun"),
+    (["--out=a?b"], {}, "--out a?b: choose a name without ?"),
     (["--data_dir=nowhere"], {}, "nowhere"), (["--early_stopping_metric=val_acc"], {}, "val_acc"),
     (["--space=nowhere.yaml"], {}, "nowhere.yaml: cannot be read"),
     (["--out=/dev/null/x"], {}, "/dev/null/x: Not a directory"),

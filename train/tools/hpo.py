@@ -198,7 +198,7 @@ def open_study(config, space, number, stage, start, out):
                                   data=data, files=describe_files(config))
     # An evaluation in the first quarter of a trial does not prune it.
     first_pruned = 0 if config.max_epochs else (stage["max_iters"] or config.max_iters) // 4
-    # str() of a URL quotes a "?" in `out`.
+    # A "%" in `out` has no meaning in it.
     url = sqlalchemy.URL.create("sqlite", database=os.path.join(out, "study.db"),
                                 query={"timeout": "100"})
     with exclusive_lock(out):  # without POSIX locks, use a single worker
@@ -335,6 +335,8 @@ def run_search(options, config):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module="optuna")
     space, stages = read_space(options.space, config)
+    if "?" in options.out:  # what follows would be options of the database
+        raise UserError(f"--out {options.out}: choose a name without ?")
     if under_torchrun():
         raise UserError("runs without torchrun: start it several times instead")
     if not config.evaluates or not (config.max_iters or config.max_epochs):
