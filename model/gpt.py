@@ -347,12 +347,8 @@ class GPT(nn.Module):
         if targets is not None:
             return self.compute_loss(idx, targets, *others)
         x = self.trunk(idx, cache)  # (B, T, C)
-        # In a block without keys of earlier tokens, each token would be the first of a text.
-        if cache is not None and len(cache.used) < self.config.n_layer:
-            raise ValueError(f"{len(cache.used)} of {self.config.n_layer} blocks use the key-value "
-                             "cache: the model cannot generate text; store what a block reads of "
-                             "earlier tokens with cache.update(layer, k, v), or, if it reads "
-                             "nothing, call cache.used.add(layer)")
+        if cache is not None:
+            cache.check_used()
         return self.logits(x[:, -1:] if last_only else x)
 
     def compute_loss(self, idx, targets):

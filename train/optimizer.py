@@ -171,8 +171,8 @@ def create_state(optimizer):
         group["lr"] = rate
 
 
-# Set by group_parameters() and the schedule, not by the optimizer.
-GROUP_OPTIONS = ("params", "names", "lr", "initial_lr", "weight_decay", "muon")
+# Numbers that group_parameters() and the schedule set, not the optimizer.
+GROUP_NUMBERS = ("lr", "initial_lr", "weight_decay", "muon")
 
 
 def find_numbers(optimizer):
@@ -182,8 +182,9 @@ def find_numbers(optimizer):
     defaults of the optimizer's constructor.
     """
     return {group["names"][0]: {
-        k: v for k, v in group.items() if k not in GROUP_OPTIONS and type(v) in (int, float, bool)
-        and v != optimizer.defaults.get(k)} for group in optimizer.param_groups}
+        k: v for k, v in group.items() if type(v) in (int, float, bool)
+        and k not in GROUP_NUMBERS and v != optimizer.defaults.get(k)}
+        for group in optimizer.param_groups}
 
 
 def assign_numbers(optimizer, numbers):

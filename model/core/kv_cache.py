@@ -138,6 +138,18 @@ class KVCache:
                 cached[self.row_numbers, :, self.slots] = new[:, :, 0].to(cached.dtype)
         return *self.kv[layer, :, :, :, :self.n_visible], self.mask
 
+    def check_used(self):
+        """Raise ValueError unless every block has used the cache in this forward pass.
+
+        In a block without keys of earlier tokens, each token would be the first of a text.
+        """
+        n_blocks = self.config.n_layer
+        if len(self.used) < n_blocks:
+            raise ValueError(f"{len(self.used)} of {n_blocks} blocks use the key-value cache: the "
+                             "model cannot generate text; store what a block reads of earlier "
+                             "tokens with cache.update(layer, k, v), or, if it reads nothing, call "
+                             "cache.used.add(layer)")
+
 
 def create_cache(model, rows, size=None):
     """Return an empty KVCache on the device of a GPT, for `rows` texts of at most `size` tokens.

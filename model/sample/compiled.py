@@ -105,7 +105,7 @@ class SingleTokenCache:
         self.slot = slot
         self.mask = mask
         self.start = lambda idx: start  # as KVCache.start
-        self.used = range(len(kv))  # layers: compile_decoder() accepts only blocks that use it
+        self.check_used = lambda: None  # compile_decoder() accepts only blocks that use it
         self.new = []  # (2, 1, G, 1, D) per layer; with key_offset (2, 1, G, 2, D)
         self.last_key = []  # of swap_last_key(): at most one tensor (2, 1, G, 1, D)
 
